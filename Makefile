@@ -1,4 +1,4 @@
-.PHONY: run test test-adapters test-engines lint docs site
+.PHONY: run test test-adapters test-clients test-engines lint docs site
 
 ADAPTERS ?= $(HOME)/.cache/rollouts/adapters
 PYTHON_3_12 ?= python3.12
@@ -28,6 +28,11 @@ test-adapters:  ## every environment of the upstream packages, which it installs
 	  folder=$$(dirname $$own) && venv=$(ADAPTERS)/$$(basename $$folder); \
 	  python -m venv $$venv && $$venv/bin/pip install -q -r $$own && $$venv/bin/python -m pytest -n 0 -m adapters $$folder; \
 	done
+
+test-clients:  ## agents of other packages, which it installs, play episodes at the address of a model
+	python -m venv $(ADAPTERS)/clients
+	$(ADAPTERS)/clients/bin/pip install -q -r requirements-clients.txt
+	$(ADAPTERS)/clients/bin/python -m pytest -n 0 -m "not engines" tests/gateway/test_package_agents.py
 
 test-engines:  ## against real vLLM and SGLang servers, each installed once into $$ROLLOUTS_ENGINES (about 3 GB each)
 	pytest -n 0 -m engines tests/engines

@@ -314,21 +314,16 @@ class ChatModel:
             raise APIError(400, "logprobs is not supported: the model is behind an API without them", parameter="n")
         async with self._served.lock:
             keys = prefix_keys(asked.messages)
+            if asked.count == 0:
+                return Answered([], self._prompt_tokens(asked, keys))
             taken = [await self._answer_once(asked, keys) for _ in range(asked.count)]
         return Answered([reply for reply, _ in taken], taken[0][1])
 
     async def _answer_once(self, asked: Asked, keys: Sequence[bytes]) -> tuple[Reply, int]:
         """One reply, and the number of tokens before it."""
-        served, given = self._served, asked.messages
-        place = next((place for place in range(len(keys), 0, -1) if keys[place - 1] in served.replies), 0)
+        served = self._served
         try:
-            if place == 0:
-                messages = as_recorded(given, self.answer_as)
-                conversation = self._begun(messages)
-            else:
-                found = served.replies[keys[place - 1]]
-                messages = [*found.messages, *as_recorded(given[place:], self.answer_as, found.messages[-1])]
-                conversation = found.conversation if found.is_last else found.branch()
+            conversation, messages = self._continued(asked, keys)
             turn = await self._take_turn(conversation, messages, asked.tools, Wishes(asked.max_tokens, asked.stop))
         except ModelError as error:
             raise APIError(400, str(error), parameter="messages") from error
@@ -365,6 +360,35 @@ class ChatModel:
             len(segments[-1].tokens) if segments else 0,
         )
         return reply, turn.prompt_tokens
+
+    def _continued(self, asked: Asked, keys: Sequence[bytes]) -> tuple[OpenTrajectory, list[Message]]:
+        """The conversation that a request continues, and its messages with those of the request."""
+        replies, given = self._served.replies, asked.messages
+        place = next((place for place in range(len(keys), 0, -1) if keys[place - 1] in replies), 0)
+        if place == 0:
+            messages = as_recorded(given, self.answer_as)
+            return self._begun(messages), messages
+        found = replies[keys[place - 1]]
+        messages = [*found.messages, *as_recorded(given[place:], self.answer_as, found.messages[-1])]
+        return found.conversation if found.is_last else found.branch(), messages
+
+    def _prompt_tokens(self, asked: Asked, keys: Sequence[bytes]) -> int:
+        """The number of tokens of a conversation as a request would send it. Nothing is sampled or recorded."""
+        if self._chat is None:
+            raise APIError(400, "the tokens of this model cannot be counted: it is behind an API", parameter="messages")
+        try:
+            conversation, messages = self._continued(asked, keys)
+            if self.turns_left == 0:
+                raise EpisodeOver(Status.COMPLETED, f"all {self._limits.max_turns} turns are used")
+            self._refuse(conversation, messages)
+            request = self._prepare(conversation, messages, asked.tools, NO_WISHES).request
+        except ModelError as error:
+            raise APIError(400, str(error), parameter="messages") from error
+        except EpisodeOver as over:
+            code = "context_length_exceeded" if over.is_context else "episode_over"
+            raise APIError(400, over.reason, parameter="messages", code=code) from over
+        assert isinstance(request, GenerateRequest)
+        return len(request.tokens)
 
     @property
     def refusal(self) -> EpisodeOver | None:

@@ -1,4 +1,4 @@
-"""Anthropic's Messages: `POST /v1/messages`."""
+"""Anthropic's Messages: `POST /v1/messages`, and `POST /v1/messages/count_tokens`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from rollouts.gateway.exchange import (
+    NO_SCHEMA,
     TOKENS_MAX,
     Answered,
     APIError,
@@ -45,7 +46,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     """The keys of a request. The last ones, from `metadata` on, are accepted and ignored."""
 
     messages: list[_Said]
-    max_tokens: int
+    max_tokens: int | None = None
     model: str | None = None
     system: str | list[dict[str, Any]] | None = None
     tools: list[_Tool] | None = None
@@ -55,20 +56,35 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     top_k: int | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = None
+    output_config: dict[str, Any] | None = None
+    compaction: Any = None
+    container: Any = None
+    mcp_servers: list[Any] | None = None
+    thread: Any = None
     metadata: Any = None
     service_tier: Any = None
     thinking: Any = None
-    output_config: Any = None
     context_management: Any = None
     cache_control: Any = None
     betas: Any = None
+    billing_policy: Any = None
+    diagnostics: Any = None
+    fallbacks: Any = None
+    inference_geo: Any = None
+    speed: Any = None
+    user_profile_id: Any = None
 
 
-def read(body: bytes) -> Request:
-    """The request. Raises APIError."""
+def read(body: bytes, *, is_count: bool = False) -> Request:
+    """The request. `is_count`: it asks for the number of tokens only. Raises APIError."""
     given = read_body(body, _Body)
+    if given.max_tokens is None and not is_count:
+        raise APIError(
+            400, "the body cannot be read: Object missing required field `max_tokens`", parameter="max_tokens"
+        )
     if not given.messages:
         raise APIError(400, "messages is empty", parameter="messages")
+    _refuse_unsupported(given)
     check_range("temperature", given.temperature, 0.0, 100.0)
     check_range("max_tokens", given.max_tokens, 1, TOKENS_MAX)
     messages = [Message("system", text)] if (text := text_of(given.system)) else []
@@ -86,6 +102,7 @@ def read(body: bytes) -> Request:
         given.max_tokens,
         given.temperature,
         stop=given.stop_sequences or [],
+        count=0 if is_count else 1,
         unsupported=[key for key, is_asked in sampling.items() if is_asked],
     )
     return Request(asked, given.model, bool(given.stream))
@@ -109,10 +126,22 @@ def write(request: Request, answered: Answered, model: str) -> HTTPResponse:
 
 
 def refuse(error: APIError) -> HTTPResponse:
-    """An error response in Anthropic's format."""
+    """An error response in Anthropic's format. Its package reads the code of an error in `details`."""
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    return as_json({"type": "error", "error": {"type": kind, "message": str(error)}}, error.status)
+    details = {"details": {"error_code": error.code}} if error.code else {}
+    return as_json({"type": "error", "error": {"type": kind, "message": str(error), **details}}, error.status)
+
+
+def _refuse_unsupported(given: _Body) -> None:
+    if (given.output_config or {}).get("format") is not None:
+        raise APIError(400, f"output_config.format {NO_SCHEMA}", parameter="output_config")
+    for key in ("compaction", "container", "mcp_servers"):
+        if getattr(given, key):
+            raise APIError(400, f"{key} is not supported here; leave it out", parameter=key)
+    if given.thread is not None:  # with this code, the package sends the whole conversation instead
+        words = "thread is not supported here; send the whole conversation in messages"
+        raise APIError(400, words, parameter="thread", code="thread_unsupported_request")
 
 
 def _schema(tool: _Tool) -> dict[str, Any]:

@@ -36,6 +36,7 @@ class API:
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/responses": ("POST", self._respond),
             MESSAGES: ("POST", self._message),
+            f"{MESSAGES}/count_tokens": ("POST", self._count_tokens),
             "/v1/models": ("GET", self._list),
             "/health": ("GET", self._health),
         }
@@ -63,6 +64,11 @@ class API:
         given = anthropic_messages.read(request.body)
         model = self._model(given.model)
         return anthropic_messages.write(given, await self._answer(given.asked), model)
+
+    async def _count_tokens(self, request: HTTPRequest) -> HTTPResponse:
+        given = anthropic_messages.read(request.body, is_count=True)
+        self._model(given.model)
+        return as_json({"input_tokens": (await self._answer(given.asked)).prompt_tokens})
 
     async def _respond(self, request: HTTPRequest) -> HTTPResponse:
         given = responses.read(request.body, self._earlier)

@@ -10,6 +10,7 @@ import msgspec
 from rollouts.chat.tool_call_formats import read_call
 from rollouts.gateway.exchange import (
     CHOICES_MAX,
+    NO_SCHEMA,
     TOKENS_MAX,
     Answered,
     APIError,
@@ -75,6 +76,7 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     presence_penalty: float | None = None
     response_format: dict[str, Any] | None = None
     logit_bias: dict[str, float] | None = None
+    modalities: list[str] | None = None
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -83,6 +85,10 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     reasoning_effort: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    prediction: Any = None
+    verbosity: Any = None
 
 
 def read(body: bytes) -> Request:
@@ -92,9 +98,11 @@ def read(body: bytes) -> Request:
         raise APIError(400, "messages is empty", parameter="messages")
     cannot = {
         "top_logprobs": bool(given.top_logprobs),
-        "response_format": given.response_format not in (None, {"type": "text"}),
         "logit_bias": bool(given.logit_bias),
+        "modalities": given.modalities not in (None, ["text"]),
     }
+    if given.response_format not in (None, {"type": "text"}):
+        raise APIError(400, f"response_format {NO_SCHEMA}", parameter="response_format")
     for key, is_asked in cannot.items():
         if is_asked:
             raise APIError(400, f"{key} is not supported here; leave it out", parameter=key)

@@ -17,13 +17,16 @@ from rollouts.types import Message, ToolCall
 
 CHOICES_MAX = 64
 TOKENS_MAX = 2**31
+NO_SCHEMA = "is not supported here; leave it out, or offer a tool with this schema as its parameters"
+"""Why a format of replies is refused."""
 T = TypeVar("T")
 
 
 class Asked(msgspec.Struct, omit_defaults=True):
     """A conversation to continue. `tools` are OpenAI function schemas.
 
-    `max_tokens` limits the reply, which also ends at the first of the texts `stop`. `count` is the number of replies.
+    `max_tokens` limits the reply, which also ends at the first of the texts `stop`. `count` is the number of replies,
+    0 to count the tokens of the conversation only.
     `unsupported` names the settings of the request that no engine here follows, such as `top_p`.
     """
 

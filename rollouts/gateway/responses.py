@@ -13,6 +13,7 @@ import msgspec
 
 from rollouts.chat.tool_call_formats import read_call
 from rollouts.gateway.exchange import (
+    NO_SCHEMA,
     TOKENS_MAX,
     Answered,
     APIError,
@@ -60,9 +61,12 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     prompt: Any = None
     store: Any = None
     include: Any = None
+    context_management: Any = None
+    max_tool_calls: Any = None
     metadata: Any = None
     parallel_tool_calls: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     reasoning: Any = None
     safety_identifier: Any = None
@@ -77,11 +81,12 @@ def read(body: bytes, earlier: Mapping[str, list[Message]]) -> Request:
     given = read_body(body, _Body)
     cannot = {
         "top_logprobs": bool(given.top_logprobs),
-        "text.format": given.text is not None and given.text.format not in (None, {"type": "text"}),
         "background": bool(given.background),
         "conversation": given.conversation is not None,
         "prompt": given.prompt is not None,
     }
+    if given.text is not None and given.text.format not in (None, {"type": "text"}):
+        raise APIError(400, f"text.format {NO_SCHEMA}", parameter="text.format")
     for key, is_asked in cannot.items():
         if is_asked:
             raise APIError(400, f"{key} is not supported here; leave it out", parameter=key)
