@@ -81,7 +81,7 @@ def test_a_frozen_role_keeps_its_weights_and_is_not_trained():
 
 
 MISTAKES = [
-    ({"secnd": {"model": "tiny"}}, r"--role.secnd: the roles are first, my-second"),
+    ({"first_one": {"model": "tiny"}}, r"--role.first_one: the roles are first, my-second"),
     ({"first": {"model": "tiny"}, "my_second": {"model": "tiny"}}, r"other models play every role"),
     ({"first": {"inference": "hf"}}, r"which model\? type: --role.first.model MODEL"),
     ({"first": {"inference": "openai"}}, r"--role.first: .*--model gpt"),
