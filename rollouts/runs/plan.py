@@ -76,8 +76,7 @@ class Plan(NamedTuple):
     An evaluation has no filters, no schedule and no auxiliary models. In a training run, `schedule` has all stages, the
     first included; `chosen` are the components of the whole run, and `stages_chosen` those of each later stage;
     `auxiliary_models` are reference, critic and teacher (None: no such models). `make_optimizer` makes the chosen
-    optimizer (None: none is chosen). `opponents` are the roles that other models play. `notes` are warnings for
-    the user.
+    optimizer (None: none is chosen). `opponents`: see `rollouts.runs.opponents`. `notes` are warnings.
     """
 
     resolved: Resolved
@@ -102,11 +101,6 @@ class Plan(NamedTuple):
     def lr(self) -> float:
         """The learning rate: the setting, or a default that depends on the model."""
         return _lr(self.settings)
-
-    @property
-    def critic_lr(self) -> float:
-        """The critic's learning rate: the setting, or its default."""
-        return _critic_lr(self.settings)
 
     @property
     def algorithm(self) -> Algorithm:
@@ -181,7 +175,7 @@ class Plan(NamedTuple):
         """
         tree: dict[str, Any] = plain_settings(self.settings) | {"lr": self.lr}
         if self.settings.critic:
-            tree["critic_lr"] = self.critic_lr
+            tree["critic_lr"] = _critic_lr(self.settings)
         for name in ("out", "resume"):
             del tree[name]
         tree |= plain_settings(component_tables(self.resolved.components))

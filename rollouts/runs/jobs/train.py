@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import trio
 
-from rollouts.agent.episode import Opponent
 from rollouts.chat.format import ChatFormat
 from rollouts.config.settings import Settings
 from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted
@@ -114,7 +113,6 @@ def train(
         manifest = make_manifest(settings.seed, plan.references, code)
         engine_gets = plan.inference_arguments(backend, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.mode == "rl")
-        opponents = make_opponents(plan.opponents, settings, str(folder.path))
         session.backends = [(plan.one("training"), backend), (plan.one("inference"), inference)]
         own, resumed, first = [each for each in loggers if each.component is JSONLLogger], None, 0
         if resumes:
@@ -137,9 +135,7 @@ def train(
         if resumed is not None:
             folder.forget_steps(first)
         stopping = Stopping(settings, (hours_from or started).wall, observer.note)
-        job = Training(
-            plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping, advice, opponents
-        )
+        job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping, advice)
         notes = [*plan.notes, *chat_notes(chat), *backend.notes, *of_tasks, *(resumed.notes if resumed else ())]
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         job.play()
@@ -172,7 +168,6 @@ class Training:
     resumed: Resumed | None
     stopping: Stopping
     advice: str
-    opponents: Mapping[str, Opponent]
 
     def __post_init__(self) -> None:
         settings, resumed = self.plan.settings, self.resumed
@@ -180,7 +175,8 @@ class Training:
         self._start = resumed.state if resumed is not None else RunState(0, settings.mode, {})
         self._resumes = resumed is not None and resumed.checkpoint is not None
         self._evaluations: dict[str, dict[str, Any] | None] = {"before": None, "after": None}
-        self._player = Player(settings, self.plan.environments, self.plan.rewards, self.chat, self.opponents)
+        self._opponents = make_opponents(self.plan.opponents, settings, str(self._folder.path))
+        self._player = Player(settings, self.plan.environments, self.plan.rewards, self.chat, self._opponents)
         self._metrics: dict[str, float] = {}
         self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, if there are any
         self._save_seconds: float | None = None
@@ -223,7 +219,7 @@ class Training:
         """Evaluate, train, evaluate, save. `interrupt_handler` is the handler of SIGINT outside of trio."""
         self._saving.begin(self._start.step)
         with second_interrupt_at_once(interrupt_handler) as self._interrupts:
-            async with self.inference, entered(self.opponents):
+            async with self.inference, entered(self._opponents):
                 await self._syncing.sync(self.backend)
                 if self._resumes:
                     self._evaluations["before"] = self._start.evaluation.get("before")
