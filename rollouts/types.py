@@ -226,7 +226,8 @@ class Episode(NamedTuple):
     reason that may not occur again.
 
     In an environment with roles, `roles` has the result of each role, and the score's value is the mean of theirs.
-    `by_role` turns such an episode into one episode for each role, whose `role` is the role's name.
+    `by_role` turns such an episode into one episode for each role, whose `role` is the role's name. Roles that other
+    models played have no result: their trajectories are the `others` of the first episode of `by_role`.
     """
 
     order: tuple[int, int]
@@ -238,6 +239,7 @@ class Episode(NamedTuple):
     may_retry: bool = False
     role: str = ""
     roles: tuple[RoleResult, ...] = ()
+    others: tuple[Trajectory, ...] = ()
 
     @property
     def by_role(self) -> list[Episode]:
@@ -251,6 +253,8 @@ class Episode(NamedTuple):
             trajectories = [each for each in self.trajectories if each.role == role]
             place = next(index for index, each in enumerate(trajectories) if each is chosen)
             own.append(Episode(self.order, self.task, trajectories, score, metrics | shared, place, role=role))
+        known = {each.role for each in own}
+        own[0] = own[0]._replace(others=tuple(each for each in self.trajectories if each.role not in known))
         return own
 
     def with_scores(self, scores: Mapping[str, Score]) -> Episode:

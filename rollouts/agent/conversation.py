@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from rollouts.agent.episode import EpisodeRun, judge, outcome_of
+from rollouts.agent.episode import EpisodeRun, outcome_of
+from rollouts.agent.judging import judge
 from rollouts.env.mixing import RewardTerm
 from rollouts.errors import ConfigError, InferenceError, RunError
 from rollouts.types import Message, Score, Status, Trajectory

@@ -14,30 +14,29 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import trio
 
+from rollouts.agent.judging import judge
 from rollouts.agent.model import NO_ROLE, ChatModel, EpisodeLimits, Turns
 from rollouts.agent.records import EpisodeOver
-from rollouts.author_code import message_of, shown, with_place
+from rollouts.author_code import message_of, shown
 from rollouts.env import calls
 from rollouts.env.authoring import (
-    JudgeMethod,
     Remote,
     ToolMethod,
     environment_name,
-    metrics_of,
     of_role,
-    rewards_of,
     roles_of,
     tools_of,
 )
-from rollouts.env.checks import line_of, requests_of
+from rollouts.env.checks import line_of
 from rollouts.env.inputs import names_input, with_inputs
-from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, check_turns, mix, read_verdict, with_reason
+from rollouts.env.mixing import InvalidPolicy, RewardTerm
 from rollouts.env.processes import ProcessError
-from rollouts.env.returned import finite_metric, plain_state, reply_messages
+from rollouts.env.returned import plain_state, reply_messages
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
 from rollouts.env.task_tools import read_tools
@@ -60,13 +59,22 @@ from rollouts.errors import (
 )
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine
-from rollouts.plugins.signature import bind
 from rollouts.sandboxes.base import Sandboxes
 from rollouts.sandboxes.lease import Lease
 from rollouts.types import COUNTS, Episode, Message, Role, RoleResult, Score, Status, Task, Trajectory, mean_score
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
+
+
+class Opponent(NamedTuple):
+    """The engine of a role that is not trained, entered, and its chat format (None: it takes messages)."""
+
+    engine: InferenceBackend
+    chat: ChatFormat | None
+
+
+NO_OPPONENTS: Mapping[str, Opponent] = MappingProxyType({})
 
 
 async def run_episode(
@@ -84,8 +92,10 @@ async def run_episode(
     tools: Sequence[AddedTool] = (),
     sandboxes: Sandboxes | RemoteSandboxes | None = None,
     shared: Callable[[], SharedValue] | None = None,
+    opponents: Mapping[str, Opponent] = NO_OPPONENTS,
 ) -> Episode:
-    """Run one episode in a new environment, and judge it. `tools` are added to those of the environment. If its `setup`
+    """Run one episode in a new environment, and judge it. `opponents` are the models of roles that are not trained: no
+    reward judges them, and they have no result. `tools` are added to those of the environment. If its `setup`
     names `sandbox`, `sandboxes` opens one, which is closed after the environment's `close`. If it names `shared`,
     `shared` returns that value; None: one for each `make_env`.
 
@@ -107,7 +117,7 @@ async def run_episode(
         inference if isinstance(inference, SuspendableEngine) else SuspendableEngine(inference, None, order, session)
     )
     engine.clock.begin()
-    episode_run = EpisodeRun(engine, task, make_env, chat, limits, seed, tools, sandboxes, shared)
+    episode_run = EpisodeRun(engine, task, make_env, chat, limits, seed, tools, sandboxes, shared, opponents=opponents)
     engine.snapshot = episode_run.snapshot
     results: dict[str, tuple[Score, dict[str, float]]] = {}
     try:
@@ -115,7 +125,7 @@ async def run_episode(
         engine.close_session(session)
         status, error = episode_run.finish(status, error)
         try:
-            for role, trajectory in episode_run.judged.items() if not status.is_infrastructure else ():
+            for role, trajectory in episode_run.played.items() if not status.is_infrastructure else ():
                 results[role] = await judge(
                     episode_run.env, trajectory, rewards, limits.reward_seconds, on_invalid_reward
                 )
@@ -129,7 +139,7 @@ async def run_episode(
         status, error = episode_run.finish(Status.ENVIRONMENT_ERROR, close_error)
     if status.is_infrastructure:
         failed = Score(None, {}, f"{status.value}: {error}")
-        results = {role: (failed, results[role][1] if role in results else {}) for role in episode_run.judged}
+        results = {role: (failed, results[role][1] if role in results else {}) for role in episode_run.played}
     return episode_run.result(results)
 
 
@@ -191,6 +201,13 @@ class EpisodeRun:
     trajectories: list[Trajectory] = field(default_factory=list)
     judged: dict[str, Trajectory] = field(default_factory=dict)  # by role; "" in an environment without roles
     lease: Any = None  # a Lease, or that of an environment in a worker
+    opponents: Mapping[str, Opponent] = field(default_factory=dict)
+    sessions: list[SuspendableEngine] = field(default_factory=list)  # of opponents
+
+    @property
+    def played(self) -> dict[str, Trajectory]:
+        """The judged trajectory of each role of the policy."""
+        return {role: each for role, each in self.judged.items() if role not in self.opponents}
 
     @property
     def can_restore(self) -> bool:
@@ -318,6 +335,8 @@ class EpisodeRun:
         """Run the environment's `close` and close the sandbox, also under cancellation. Returns the reason if one of
         them failed, or if the sandbox was lost, which the environment's code may have hidden.
         """
+        for engine in self.sessions:
+            engine.close_session(engine.session)
         seconds, opened, self.opened = self.limits.cleanup_seconds, self.opened, []
         failures = [await close_environment(each, seconds) for each in (*reversed(opened), self.env)]
         why = next(filter(None, failures), None)
@@ -335,13 +354,24 @@ class EpisodeRun:
         def model(role: Role, models: Mapping[str, ChatModel]) -> ChatModel:
             tools = {tool.name: tool for tool in of_role(self.all_tools, role.name)}
             schemas = [schema_of(tool) for tool in tools.values()]
-            return ChatModel(
-                self.engine, self.task, self.chat, self.limits, self.seed, tools, schemas, role, turns, models
-            )
+            engine, chat = self._engine_of(role.name)
+            return ChatModel(engine, self.task, chat, self.limits, self.seed, tools, schemas, role, turns, models)
 
         if self.role:
             return model(roles[self.role], {})
         return model(NO_ROLE, {name: model(role, {}) for name, role in roles.items()})
+
+    def _engine_of(self, role: str) -> tuple[SuspendableEngine, ChatFormat | None]:
+        """The engine and the chat format of a role."""
+        opponent = self.opponents.get(role)
+        if opponent is None:
+            return self.engine, self.chat
+        order = self.engine.order
+        session = opponent.engine.open_session(order)
+        engine = SuspendableEngine(opponent.engine, None, order, session, clock=self.engine.clock)
+        engine.release()  # the opponent's other episodes may wait for the policy, and would wait for each other forever
+        self.sessions.append(engine)
+        return engine, opponent.chat
 
     async def respond(self, model: ChatModel, reply: Message) -> list[Message] | None:
         """The conversation up to `reply`, with the answers of tools or of the environment; None if the episode ends."""
@@ -397,7 +427,8 @@ class EpisodeRun:
         failed = next((end for end in ends if end[0].is_infrastructure), None)
         if failed is not None and any(end[0] is not failed[0] for end in ends):
             return self.finish(*failed)  # a role that failed, although `rollout` caught it, ends all roles
-        return failed or ends[-1]
+        last = list((self.played or self.judged).values())[-1]
+        return failed or (last.status, last.error)
 
     def result(self, results: Mapping[str, tuple[Score, dict[str, float]]]) -> Episode:
         """The finished episode, with the score and the metrics of each role."""
@@ -508,79 +539,4 @@ async def _close(function: Callable[[], Any], label: str, seconds: float) -> str
             raise
         except Exception as error:  # an author's code may raise anything
             return report(error, label)
-    return None
-
-
-# --- judging --------------------------------------------------------------------------------------------------------
-
-
-async def judge(
-    env: Any, trajectory: Trajectory, terms: Sequence[RewardTerm], seconds: float, on_invalid: InvalidPolicy
-) -> tuple[Score, dict[str, float]]:
-    """The score from all rewards but those of whole groups, and the environment's metrics: those of the trajectory's
-    role. A role that no reward judges is not trained.
-    """
-    role = trajectory.role
-    available = {"task": trajectory.task, "trajectory": trajectory, "env": env}
-    verdicts: list[Verdict] = []
-    for term in terms:
-        if term.is_group:
-            continue
-        own = [] if term.function is not None else of_role(rewards_of(env), role)
-        asked = [RewardTerm(o.name, o.function, term.weight * o.weight, {}, requests_of(o.function)) for o in own]
-        for each in asked if term.function is None else [term]:
-            verdict = await _run_reward(each, available, seconds)
-            verdicts.append(verdict._replace(alias=term.alias))
-    values = {metric.name: await _measure(metric, available, seconds) for metric in of_role(metrics_of(env), role)}
-    metrics = {f"metric/{name}": value for name, value in values.items() if value is not None}
-    if failures := len(values) - len(metrics):
-        metrics["metric_failures"] = float(failures)
-    if failures := sum(1 for verdict in verdicts if verdict.value is None):
-        metrics["reward_failures"] = float(failures)
-    if role and not verdicts and not any(term.is_group for term in terms):
-        return Score(None, {}, f"no reward judges the role {role}"), metrics
-    return mix(verdicts, on_invalid), metrics
-
-
-async def _run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: float) -> Verdict:
-    """The verdict of one reward. A reward that raises or takes too long could not judge."""
-    assert term.function is not None, "the caller replaces env by the environment's own rewards"
-    try:
-        verdict: Verdict = await calls.call(
-            bind(term.function, term.settings),
-            *(available[request] for request in term.requests),
-            timeout_seconds=seconds,
-            convert=functools.partial(read_verdict, term.alias, term.weight),
-        )
-    except calls.CallTimeoutError:
-        return Verdict(term.alias, term.weight, None, {}, f"it took longer than {seconds:g} seconds")
-    except (EnvironmentDefinitionError, WorkerError, WorkersLostError):
-        raise
-    except RewardError as error:  # the reward returned something that is not a reward, or raised this itself
-        raise RewardError(with_place(error, term.function)) from error
-    except Exception as error:  # an author's code may raise anything
-        return Verdict(term.alias, term.weight, None, {}, report(error, f"the reward {term.alias}"))
-    try:
-        check_turns(verdict, available["trajectory"].turns)
-    except RewardError as error:
-        raise RewardError(with_place(error, term.function)) from error
-    return with_reason(verdict, term.function)
-
-
-async def _measure(metric: JudgeMethod, available: Mapping[str, Any], seconds: float) -> float | None:
-    """A metric's value. None if the metric raised, took too long or returned no finite number. Such a failure is
-    reported, and the caller counts it; the rollout is not affected.
-    """
-    arguments = [available[request] for request in requests_of(metric.function)]
-    read = functools.partial(finite_metric, metric)
-    try:
-        value: float = await calls.call(metric.function, *arguments, timeout_seconds=seconds, convert=read)
-    except (EnvironmentDefinitionError, WorkerError, WorkersLostError):
-        raise
-    except calls.CallTimeoutError:
-        report(TimeoutError(f"it took longer than {seconds:g} seconds"), f"the metric {metric.name}")
-    except Exception as error:  # an author's code may raise anything
-        report(error, f"the metric {metric.name}")
-    else:
-        return value
     return None

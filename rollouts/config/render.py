@@ -70,6 +70,10 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
     if settings.worker:
         note = ["# Where environments run."] if commented else []
         sections.append([*note, "[worker]", *_inside_lines("worker", settings.worker)])
+    if settings.role:
+        note = ["# Roles that another model plays."] if commented else []
+        tables = [line for name, table in settings.role.items() for line in _table_lines(("role", name), table)]
+        sections.append([*note, *tables])
     if settings.sft:
         note = ["# Settings that differ in the supervised phase."] if commented else []
         sections.append([*note, "[sft]", *_inside_lines("sft", settings.sft)])

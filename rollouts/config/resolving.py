@@ -43,7 +43,11 @@ EXPORTED = "rollouts.toml"
 HOLDING_OUT = ("seed", "eval_tasks")
 """The settings that determine which tasks are held out. The evaluation of a run takes them from that run."""
 
-_TABLES = {"template": "--template.enable-thinking false", "sft": "--sft.steps 50"}
+_TABLES = {
+    "template": "--template.enable-thinking false",
+    "sft": "--sft.steps 50",
+    "role": "--role.NAME.model MODEL",
+}
 """The core settings that are tables, each with an example."""
 
 
@@ -162,6 +166,10 @@ def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...
             raise refusal(path, value, source, f"expected a table, such as `{_TABLES[info.name]}`")
         if info.name == "sft":
             return _sft(value, source)
+        for name, inner in value.items() if info.name == "role" else ():
+            if not isinstance(inner, dict):
+                hint = f"type: --role.{name}.model {plain(inner)}"
+                raise refusal((*path, name), inner, source, "expected the settings of a role", hint)
         return {key: inner for key, inner in plain(value).items() if inner is not None}  # None means: not set
     if isinstance(value, dict):
         hint = _hint_inside(value) or f"type: {info.flag} VALUE"

@@ -78,7 +78,7 @@ SFT = tuple(
 
 EVAL = tuple(
     """
-    mode env worker tool tool_parser sandbox reward data system template model trust_remote_code inference
+    mode env worker role tool tool_parser sandbox reward data system template model trust_remote_code inference
     samples_per_prompt
     max_tokens max_turns temperature on_invalid_reward concurrency episode_seconds setup_seconds tasks_seconds
     turn_seconds tool_seconds reward_seconds cleanup_seconds retries max_failures pass_env seed eval_tasks logger
@@ -93,7 +93,12 @@ EVAL_DEFAULTS = {"samples_per_prompt": 1}
 SAMPLING = ("samples_per_prompt", "temperature")
 """How a training run samples its training rollouts. Its own evaluations do not use these settings."""
 
-FILE_ONLY = {"schedule": "[[schedule]] in FILE", "sft": "--sft.SETTING VALUE", "template": "--template.ARGUMENT VALUE"}
+FILE_ONLY = {
+    "schedule": "[[schedule]] in FILE",
+    "sft": "--sft.SETTING VALUE",
+    "template": "--template.ARGUMENT VALUE",
+    "role": "--role.NAME.model MODEL",
+}
 """Settings without their own flag, and how to give them."""
 
 
@@ -185,6 +190,8 @@ class Settings:
         worker: Where the environment runs: `inline` in the process of the run, `process` in another one, `venv` in the
             virtual environment of `rollouts env install`, or the ws:// address of `rollouts env serve`. For one of
             several environments: ALIAS=KIND. Default: inline.
+        role: Another model for a role of the environment, which is then not trained: --role.NAME.model MODEL, or an API
+            with --role.NAME.inference openai --role.NAME.url URL.
         tool: A tool for the model besides those of the environment, as [alias=]name. The model sees the alias. Repeat
             the flag for more. Default: none.
         tool_parser: How tool calls are read out of the model's text. `auto`: by the model's chat template.
@@ -282,6 +289,7 @@ class Settings:
     sft: dict[str, Any] = field(default_factory=dict)
     env: str | tuple[str, ...] = ""
     worker: dict[str, Any] = field(default_factory=dict)
+    role: dict[str, Any] = field(default_factory=dict)
     tool: tuple[str, ...] = ()
     tool_parser: str = AUTO
     sandbox: str = "subprocess"

@@ -70,6 +70,7 @@ async def serve_http(
     `grace_seconds`.
     """
     free = trio.Semaphore(limits.connections_max)
+    idle = set[trio.CancelScope]()  # those of connections that wait for a request
 
     async def accept(listener: trio.SocketListener) -> None:
         while True:
@@ -89,7 +90,7 @@ async def serve_http(
 
     async def converse(stream: trio.SocketStream) -> None:
         try:
-            await _Connection(stream, limits, stopping).serve(handler, refuse)
+            await _Connection(stream, limits, stopping, idle).serve(handler, refuse)
         except* (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
             pass  # the client has left, or does not read its answer
         finally:
@@ -103,6 +104,8 @@ async def serve_http(
                 accepting.start_soon(accept, listener)
             await stopping.wait()
             accepting.cancel_scope.cancel()
+        for scope in list(idle):
+            scope.cancel()
         for listener in listeners:
             await listener.aclose()
         connections.cancel_scope.deadline = trio.current_time() + limits.grace_seconds
@@ -117,8 +120,10 @@ class _Refused(Exception):
 class _Connection:
     """One connection. Its requests are handled one after the other."""
 
-    def __init__(self, stream: trio.SocketStream, limits: HTTPLimits, stopping: trio.Event) -> None:
-        self._stream, self._limits, self._stopping = stream, limits, stopping
+    def __init__(
+        self, stream: trio.SocketStream, limits: HTTPLimits, stopping: trio.Event, idle: set[trio.CancelScope]
+    ) -> None:
+        self._stream, self._limits, self._stopping, self._idle = stream, limits, stopping, idle
         self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
         self._has_body = True  # whether the answer has one: that of HEAD has none
 
@@ -182,17 +187,15 @@ class _Connection:
         """Wait for the first bytes of a request. Returns whether they came; False at once if the server stops."""
         if self._parser.trailing_data[0]:
             return not self._stopping.is_set()
+        if self._stopping.is_set():
+            return False
         data = b""
-        async with trio.open_nursery() as nursery:
-
-            async def stop() -> None:
-                await self._stopping.wait()
-                nursery.cancel_scope.cancel()
-
-            nursery.start_soon(stop)
-            with trio.move_on_after(self._limits.idle_seconds):
+        with trio.move_on_after(self._limits.idle_seconds) as scope:
+            self._idle.add(scope)
+            try:
                 data = await self._stream.receive_some(RECEIVE_BYTES)
-            nursery.cancel_scope.cancel()
+            finally:
+                self._idle.discard(scope)
         if data:
             self._parser.receive_data(data)
         return bool(data)
@@ -237,11 +240,10 @@ class _Connection:
         headers = [("content-type", response.content_type), ("content-length", str(len(response.body)))]
         headers += [("connection", "close")] if closes else []
         with trio.fail_after(self._limits.receive_seconds):
-            await self._send(h11.Response(status_code=response.status, headers=headers))
-            await self._send(h11.Data(data=response.body if self._has_body else b""))
-            await self._send(h11.EndOfMessage())
+            head = h11.Response(status_code=response.status, headers=headers)
+            await self._send(head, h11.Data(data=response.body if self._has_body else b""), h11.EndOfMessage())
 
-    async def _send(self, event: h11.Event) -> None:
-        data = self._parser.send(event)
+    async def _send(self, *events: h11.Event) -> None:
+        data = b"".join(filter(None, map(self._parser.send, events)))
         if data:
             await self._stream.send_all(data)

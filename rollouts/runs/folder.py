@@ -34,7 +34,7 @@ from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
 from rollouts.plugins.index import names_module
 from rollouts.training.rollout_gen.metrics import JUDGING
-from rollouts.types import Episode
+from rollouts.types import Episode, Score
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
@@ -418,6 +418,10 @@ def episode_records(
         for own in episode.by_role:
             yield from episode_records(own, advantage=advantage, dropped=dropped)
         return
+    unjudged = Score(None, {}, "another model played this role")
+    for other in episode.others:
+        played = Episode(episode.order, episode.task, [other], unjudged, {}, role=other.role)
+        yield from episode_records(played, dropped=dropped)
     judged = {name: value for name, value in episode.metrics.items() if name in JUDGING or name.startswith("metric/")}
     for trajectory in episode.trajectories:
         yield {

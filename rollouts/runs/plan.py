@@ -50,6 +50,7 @@ from rollouts.runs.earlier_run import overlap_notes, run_of, trained_before, unu
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
+from rollouts.runs.opponents import PlannedOpponent, plan_opponents
 from rollouts.runs.sandboxes import unused_sandbox, with_sandboxes
 from rollouts.runs.session import model_words
 from rollouts.runs.workers import Workers, refuse_env_of_rewards
@@ -75,7 +76,7 @@ class Plan(NamedTuple):
     An evaluation has no filters, no schedule and no auxiliary models. In a training run, `schedule` has all stages, the
     first included; `chosen` are the components of the whole run, and `stages_chosen` those of each later stage;
     `auxiliary_models` are reference, critic and teacher (None: no such models). `make_optimizer` makes the chosen
-    optimizer (None: none is chosen). `notes` are warnings for the user.
+    optimizer (None: none is chosen). `opponents`: see `rollouts.runs.opponents`. `notes` are warnings.
     """
 
     resolved: Resolved
@@ -89,6 +90,7 @@ class Plan(NamedTuple):
     notes: tuple[str, ...]
     manager: PluginManager
     make_optimizer: Any = None
+    opponents: tuple[PlannedOpponent, ...] = ()
 
     @property
     def settings(self) -> Settings:
@@ -99,11 +101,6 @@ class Plan(NamedTuple):
     def lr(self) -> float:
         """The learning rate: the setting, or a default that depends on the model."""
         return _lr(self.settings)
-
-    @property
-    def critic_lr(self) -> float:
-        """The critic's learning rate: the setting, or its default."""
-        return _critic_lr(self.settings)
 
     @property
     def algorithm(self) -> Algorithm:
@@ -178,7 +175,7 @@ class Plan(NamedTuple):
         """
         tree: dict[str, Any] = plain_settings(self.settings) | {"lr": self.lr}
         if self.settings.critic:
-            tree["critic_lr"] = self.critic_lr
+            tree["critic_lr"] = _critic_lr(self.settings)
         for name in ("out", "resume"):
             del tree[name]
         tree |= plain_settings(component_tables(self.resolved.components))
@@ -315,6 +312,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
         notes,
         manager,
         None if is_evaluation else chosen_optimizer(chosen),
+        plan_opponents(manager, settings, environments, source),
     )
     if is_evaluation and not may_be_absent:
         _require_packages(inference)

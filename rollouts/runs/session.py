@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, Self, cast
 
 import trio
 
-from rollouts.agent.episode import run_episode
+from rollouts.agent.episode import NO_OPPONENTS, Opponent, run_episode
 from rollouts.agent.model import EpisodeLimits
 from rollouts.author_code import authors_code, passed_through
 from rollouts.chat.format import ChatFormat, load_chat_format
@@ -321,12 +321,15 @@ def episode_limits(settings: Settings, temperature: float) -> EpisodeLimits:
 
 
 class Player(NamedTuple):
-    """How the episodes of a run are played. `chat` is None for an engine that takes messages."""
+    """How the episodes of a run are played. `chat` is None for an engine that takes messages. `opponents` are the
+    models of roles that are not trained.
+    """
 
     settings: Settings
     environments: Sequence[Environment]
     rewards: Sequence[RewardTerm]
     chat: ChatFormat | None
+    opponents: Mapping[str, Opponent] = NO_OPPONENTS
 
     def at(self, temperature: float, seed: int) -> Play:
         """A function that plays one episode at this temperature. Random numbers depend on `seed` and the episode's
@@ -352,6 +355,7 @@ class Player(NamedTuple):
                 tools=environment.tools,
                 sandboxes=environment.sandboxes,
                 shared=environment.shared,
+                opponents=self.opponents,
             )
 
         return play

@@ -52,6 +52,8 @@ def core_value(info):
         return st.deferred(lambda: PHASES)
     if info.name == "worker":
         return WORKERS.map(lambda pair: pair[0] | pair[1])
+    if info.name == "role":
+        return st.dictionaries(WORD, TABLE, max_size=2)
     if info.default is None:
         return st.none() | st.floats(1e-9, 1.0, exclude_max=True)
     if isinstance(info.default, float):

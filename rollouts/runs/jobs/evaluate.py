@@ -24,6 +24,7 @@ from rollouts.runs.environments import few_held_out_notes
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records, run_name
 from rollouts.runs.manifest import MANIFEST, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
+from rollouts.runs.opponents import entered, make_opponents
 from rollouts.runs.plan import Plan
 from rollouts.runs.session import (
     Player,
@@ -37,7 +38,7 @@ from rollouts.runs.session import (
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import check_judged, group_scorer
-from rollouts.training.rollout_gen.pool import Job, Play, run_episodes
+from rollouts.training.rollout_gen.pool import Job, run_episodes
 from rollouts.types import Episode, Score, Task
 
 TRAJECTORIES = "eval"  # trajectories/eval.jsonl
@@ -64,10 +65,10 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path) -> dict
         files = code_files(plan.references, plan.resolved.source)
         folder.write_json(MANIFEST, make_manifest(settings.seed, plan.references, files))
         keep_code(folder, files)
-        # The seed of a run's own evaluations, so that a checkpoint that is evaluated again has the same results.
-        player = Player(settings, plan.environments, plan.rewards, chat)
+        opponents = make_opponents(plan.opponents, settings, str(folder.path))
+        player = Player(settings, plan.environments, plan.rewards, chat, opponents)
         session.backends = [(plan.one("inference"), inference)]
-        job = EvaluationJob(plan, session, tasks, player.at(settings.temperature, settings.seed + 1), inference)
+        job = EvaluationJob(plan, session, tasks, player, inference)
         session.begin(job, job.title, job.total, job.notes, plan.plain)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
@@ -83,11 +84,11 @@ class EvaluationJob:
     """The episodes of an evaluation, while they are played; `summary` is filled at the end."""
 
     def __init__(
-        self, plan: Plan, session: Session, tasks: Sequence[Task], play: Play, inference: InferenceBackend
+        self, plan: Plan, session: Session, tasks: Sequence[Task], player: Player, inference: InferenceBackend
     ) -> None:
         settings = plan.settings
         samples = settings.samples_per_prompt
-        self._plan, self._session, self._play, self._inference = plan, session, play, inference
+        self._plan, self._session, self._player, self._inference = plan, session, player, inference
         self._jobs = [Job(task, (index, sample)) for index, task in enumerate(tasks) for sample in range(samples)]
         self.total = len(self._jobs)
         size = counted(len(tasks), "task") + (f" × {samples}" if samples > 1 else "")
@@ -115,10 +116,11 @@ class EvaluationJob:
         settings = self._plan.settings
         with second_interrupt_at_once(interrupt_handler):
             failures = Failures(FailurePolicy(settings.retries, settings.max_failures))
-            async with self._inference:
+            async with self._inference, entered(self._player.opponents):
+                # The seed of a run's own evaluations: a checkpoint that is evaluated again has the same results.
                 await run_episodes(
                     self._jobs,
-                    self._play,
+                    self._player.at(settings.temperature, settings.seed + 1),
                     self._inference,
                     concurrency=settings.concurrency,
                     failures=failures,

@@ -38,6 +38,7 @@ from rollouts.runs.jobs.stopping import Stopping, summary_of
 from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
 from rollouts.runs.on_step import FinishedStep, call_on_step
+from rollouts.runs.opponents import entered, make_opponents
 from rollouts.runs.plan import Plan, title
 from rollouts.runs.resume import REVISION, Logged, Resumed, RunState, restore, take_back
 from rollouts.runs.session import (
@@ -174,7 +175,8 @@ class Training:
         self._start = resumed.state if resumed is not None else RunState(0, settings.mode, {})
         self._resumes = resumed is not None and resumed.checkpoint is not None
         self._evaluations: dict[str, dict[str, Any] | None] = {"before": None, "after": None}
-        self._player = Player(settings, self.plan.environments, self.plan.rewards, self.chat)
+        self._opponents = make_opponents(self.plan.opponents, settings, str(self._folder.path))
+        self._player = Player(settings, self.plan.environments, self.plan.rewards, self.chat, self._opponents)
         self._metrics: dict[str, float] = {}
         self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, if there are any
         self._save_seconds: float | None = None
@@ -217,7 +219,7 @@ class Training:
         """Evaluate, train, evaluate, save. `interrupt_handler` is the handler of SIGINT outside of trio."""
         self._saving.begin(self._start.step)
         with second_interrupt_at_once(interrupt_handler) as self._interrupts:
-            async with self.inference:
+            async with self.inference, entered(self._opponents):
                 await self._syncing.sync(self.backend)
                 if self._resumes:
                     self._evaluations["before"] = self._start.evaluation.get("before")

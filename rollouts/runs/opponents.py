@@ -1,0 +1,119 @@
+"""Roles of an environment that another model plays: a frozen model, an earlier checkpoint, or an API.
+
+    [role.buyer]
+    model = "runs/first/checkpoints/step_000010"
+
+    [role.judge]
+    inference = "openai"
+    url = "http://127.0.0.1:9000/v1"
+
+`inference` is the engine, `hf` by default, and the other keys are its settings. Such a role is neither judged nor
+trained. Not here: how an episode uses the engines (`rollouts.agent.episode`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollouts.agent.episode import Opponent
+from rollouts.config.files import Source
+from rollouts.config.merging import Component
+from rollouts.config.settings import Settings
+from rollouts.env.authoring import roles_of
+from rollouts.errors import ConfigError, UserError, near_misses
+from rollouts.inference.base import check_engine
+from rollouts.inference.chatting import is_evaluation_only
+from rollouts.plugins.manager import PluginManager
+from rollouts.runs.components import Chosen, choose, make_component
+from rollouts.runs.environments import Environment
+from rollouts.training.models import load_tokenizer
+
+ENGINE = "hf"
+
+
+class PlannedOpponent(NamedTuple):
+    """The model of one role, and its engine."""
+
+    role: str
+    model: str
+    engine: Chosen
+
+
+def plan_opponents(
+    manager: PluginManager, settings: Settings, environments: Sequence[Environment], source: Source
+) -> tuple[PlannedOpponent, ...]:
+    """The roles that other models play. Raises ConfigError for a role that no environment has, for an environment
+    without another role, and for what `choose` refuses.
+    """
+    names = {env.name: [role.name for role in roles_of(env.make())] for env in environments} if settings.role else {}
+    known = list(dict.fromkeys(name for own in names.values() for name in own))
+    planned = []
+    for given, table in settings.role.items():
+        role = next((name for name in known if name.replace("-", "_") == given.replace("-", "_")), "")
+        if not role:
+            near = near_misses(given, known)
+            has = f"the roles are {', '.join(known)}" if known else "the environment has no roles"
+            raise ConfigError(f"--role.{given}: {has}" + (f"; did you mean --role.{near[0]}.model?" if near else ""))
+        planned.append(_planned(manager, role, table, settings, source))
+    taken = {each.role for each in planned}
+    for name, own in names.items():
+        if own and taken.issuperset(own):
+            raise ConfigError(
+                f"[role]: other models play every role of the environment {name}, so there is nothing to train or to "
+                f"evaluate; leave out one of {', '.join(own)}"
+            )
+    return tuple(planned)
+
+
+def _planned(
+    manager: PluginManager, role: str, table: Mapping[str, Any], settings: Settings, source: Source
+) -> PlannedOpponent:
+    own = dict(table)
+    name, model = str(own.pop("inference", ENGINE)), str(own.pop("model", ""))
+    component = Component(name, own)
+    chosen = choose(manager, {"inference": [component]}, source, places={"inference": ("role", role)})
+    (engine,) = chosen["inference"]
+    if is_evaluation_only(engine.component):
+        return PlannedOpponent(role, model, engine)
+    if not model:
+        raise ConfigError(f"--role.{role}.inference {name}: which model? type: --role.{role}.model MODEL")
+    from rollouts.runs.export import find_checkpoint
+
+    found = str(find_checkpoint(model)) if Path(model).expanduser().is_dir() else model
+    return PlannedOpponent(role, found, engine)
+
+
+def make_opponents(planned: Sequence[PlannedOpponent], settings: Settings, folder: str) -> dict[str, Opponent]:
+    """The engine of each of these roles, not entered, with its chat format. Raises UserError."""
+    from rollouts.chat.format import load_chat_format
+
+    opponents = {}
+    for each in planned:
+        available = {
+            "model": each.model,
+            "training": None,
+            "seed": settings.seed,
+            "temperature": settings.temperature,
+            "folder": folder,
+            "concurrency": settings.concurrency,
+            "lora_rank": 0,
+        }
+        try:
+            engine = check_engine(make_component("inference backend", each.engine, available), each.engine.name)
+            chat = None if engine.capabilities.chats else load_chat_format(load_tokenizer(each.model))
+        except UserError as error:
+            raise ConfigError(f"--role.{each.role}: {error}") from error
+        opponents[each.role] = Opponent(engine, chat)
+    return opponents
+
+
+@contextlib.asynccontextmanager
+async def entered(opponents: Mapping[str, Opponent]) -> AsyncIterator[None]:
+    """Start the engines of these roles, and close them at the end of the block."""
+    async with contextlib.AsyncExitStack() as stack:
+        for opponent in opponents.values():
+            await stack.enter_async_context(opponent.engine)
+        yield
