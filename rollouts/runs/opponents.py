@@ -24,11 +24,11 @@ from rollouts.config.merging import Component
 from rollouts.config.settings import Settings
 from rollouts.env.authoring import roles_of
 from rollouts.errors import ConfigError, UserError, near_misses
-from rollouts.inference.base import check_engine
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.plugins.manager import PluginManager
-from rollouts.runs.components import Chosen, choose, make_component
+from rollouts.runs.components import Chosen, choose
 from rollouts.runs.environments import Environment
+from rollouts.runs.session import make_inference
 from rollouts.training.models import load_tokenizer
 
 ENGINE = "hf"
@@ -86,8 +86,12 @@ def _planned(
     return PlannedOpponent(role, found, engine)
 
 
-def make_opponents(planned: Sequence[PlannedOpponent], settings: Settings, folder: str) -> dict[str, Opponent]:
-    """The engine of each of these roles, not entered, with its chat format. Raises UserError."""
+def make_opponents(
+    planned: Sequence[PlannedOpponent], settings: Settings, environments: Sequence[Environment], folder: str
+) -> dict[str, Opponent]:
+    """The engine of each of these roles, checked and not entered, with its chat format. Raises ConfigError. Do not call
+    it inside trio.
+    """
     from rollouts.chat.format import load_chat_format
 
     opponents = {}
@@ -102,7 +106,7 @@ def make_opponents(planned: Sequence[PlannedOpponent], settings: Settings, folde
             "lora_rank": 0,
         }
         try:
-            engine = check_engine(make_component("inference backend", each.engine, available), each.engine.name)
+            engine = make_inference(each.engine, available, environments, must_train=False)
             chat = None if engine.capabilities.chats else load_chat_format(load_tokenizer(each.model))
         except UserError as error:
             raise ConfigError(f"--role.{each.role}: {error}") from error

@@ -86,6 +86,10 @@ MISTAKES = [
     ({"first": {"inference": "hf"}}, r"which model\? type: --role.first.model MODEL"),
     ({"first": {"inference": "openai"}}, r"--role.first: .*--model gpt"),
     ({"first": {"model": "tiny", "cache_gb": 2}}, r"cache_gb'\ndid you mean: cache_gib"),
+    (
+        {"first": {"inference": "openai", "model": "m", "url": "http://127.0.0.1:9/v1", "attempts": 1}},
+        r"--role.first: .*127.0.0.1:9",
+    ),
     ({"first": "tiny"}, r"type: --role.first.model tiny"),
 ]
 

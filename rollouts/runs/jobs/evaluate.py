@@ -65,7 +65,7 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path) -> dict
         files = code_files(plan.references, plan.resolved.source)
         folder.write_json(MANIFEST, make_manifest(settings.seed, plan.references, files))
         keep_code(folder, files)
-        opponents = make_opponents(plan.opponents, settings, str(folder.path))
+        opponents = make_opponents(plan.opponents, settings, plan.environments, str(folder.path))
         player = Player(settings, plan.environments, plan.rewards, chat, opponents)
         session.backends = [(plan.one("inference"), inference)]
         job = EvaluationJob(plan, session, tasks, player, inference)

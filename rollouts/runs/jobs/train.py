@@ -175,7 +175,7 @@ class Training:
         self._start = resumed.state if resumed is not None else RunState(0, settings.mode, {})
         self._resumes = resumed is not None and resumed.checkpoint is not None
         self._evaluations: dict[str, dict[str, Any] | None] = {"before": None, "after": None}
-        self._opponents = make_opponents(self.plan.opponents, settings, str(self._folder.path))
+        self._opponents = make_opponents(self.plan.opponents, settings, self.plan.environments, str(self._folder.path))
         self._player = Player(settings, self.plan.environments, self.plan.rewards, self.chat, self._opponents)
         self._metrics: dict[str, float] = {}
         self._loop: dict[str, Any] = {}  # the states of buffer, manager and loop, if there are any
