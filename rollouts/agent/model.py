@@ -347,6 +347,9 @@ class ChatModel:
         calls = [call if call.error is not None else next(ids, call) for call in turn.message.tool_calls]
         trajectory.messages[-1] = msgspec.structs.replace(turn.message, tool_calls=calls)
         self._count("tool_calls", float(len(calls)))
+        if unread := sum(1.0 for call in calls if call.error is not None):
+            self._count("tool_failures", unread)
+            self._count("tool_failure/malformed", unread)
         if asked.logprobs and self._chat is not None and turn.tokens is not None:
             pairs = zip(turn.tokens, turn.logprobs, strict=True)
             reply.logprobs = [(self._chat.decode([token]), logprob) for token, logprob in pairs]

@@ -116,6 +116,24 @@ def test_what_a_client_changes_in_its_copy_of_a_reply_continues_the_conversation
     assert len(trajectory.segments) == 1 and trajectory.messages[1].text == "  hello \n"
 
 
+def test_a_call_that_cannot_be_read_is_text_for_the_client_and_answers_itself() -> None:
+    async def agent(endpoint: Any) -> None:
+        client = Chat(endpoint, [TOOL])
+        said, calls = await client.ask("double 21")
+        assert said == "hm" and [arguments for _, _, arguments in calls] == [{"n": 21}]
+        client.result(calls[0][0], "42")
+        await client.ask()
+
+    episode, _ = served(agent, FakeEngine('hm[double {oops][double {"n": 21}]'))
+    (trajectory,) = episode.trajectories
+    assert [message.text for message in trajectory.messages if message.role == "tool"] == [
+        "Error: the arguments are not JSON",
+        "42",
+    ]
+    counted = {name: trajectory.metrics[name] for name in ("tool_calls", "tool_failures", "tool_failure/malformed")}
+    assert counted == {"tool_calls": 2, "tool_failures": 1, "tool_failure/malformed": 1}
+
+
 # --- segments by a hand-written account -----------------------------------------------------------------------------
 
 
