@@ -180,7 +180,7 @@ class _Watch:
 
     def _recorded(self, function: Callable[..., Any], words: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if line := _authors_line():
+            if line := _authors_line(may_import=False):
                 self.effects.setdefault(words, line)
             return function(*args, **kwargs)
 
@@ -196,11 +196,15 @@ class _Watch:
             self.sockets.setdefault(event, _authors_line())
 
 
-def _authors_line() -> str:
-    """The innermost line outside of rollouts, the standard library and the installed packages."""
+def _authors_line(*, may_import: bool = True) -> str:
+    """The innermost line outside of rollouts, the standard library and the installed packages. Without `may_import`: ""
+    if that line imports a module which then does something, such as trio.
+    """
     from rollouts.author_code import CORE, INSTALLED, STANDARD_LIBRARY, Place, is_file
 
     for frame in reversed(traceback.extract_stack()):
+        if not may_import and frame.filename.startswith("<frozen importlib"):
+            return ""
         inside = (CORE, STANDARD_LIBRARY)
         is_installed = any(part in frame.filename for part in INSTALLED)
         if is_file(frame.filename) and not frame.filename.startswith(inside) and not is_installed:
