@@ -31,6 +31,7 @@ BEFORE = {"rewards": "--reward env:1 ", "pairings": "--loss dpo ", "references":
 """What the commands of a kind need besides the component."""
 
 AFTER = {
+    "environments/agent": "--env.command 'python my_agent.py' --data rows.jsonl --reward constant",
     "environments/prompts": "--data rows.jsonl --reward constant",
     "environments/openenv": "--env.url http://127.0.0.1:8000",
     "environments/harbor": "--env.path my-tasks --sandbox podman",

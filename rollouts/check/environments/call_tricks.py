@@ -100,7 +100,8 @@ def _all_calls(subject: Subject, tool: str) -> Trick:
         rest = [call for key, call in others.items() if key not in keys][:LISTED_MAX]
         if not own or not rest:
             return says("done")
-        return says(calling(*rest[:-1], *own, rest[-1]), "done")
+        # Neither the first nor the last call is the task's own, since one of them may count.
+        return says(calling(*(rest[:-1] or rest), *own, rest[-1]), "done")
 
     return agent
 

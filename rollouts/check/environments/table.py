@@ -45,7 +45,7 @@ CHECKS: tuple[Check, ...] = (
     Check(tasks, ("definition",)),
     Check(demonstrations, ("definition", "tasks")),
     Check(same_seed, ("definition", "tasks", "random-state")),
-    Check(task_ids, ("definition", "tasks")),
+    Check(task_ids, ("definition", "tasks", "same-seed")),
     Check(seeds_differ, ("definition", "tasks", "same-seed")),
     Check(random_state, _PLAYED),
     Check(plain_data, _DRAWN),
@@ -72,7 +72,7 @@ CHECKS: tuple[Check, ...] = (
     Check(cancelled, (*_PLAYED, "tool-arguments")),
     Check(deadlines, _PLAYED),
     Check(close, _PLAYED),
-    Check(restore, (*_PLAYED, "rewards", "repeatable")),
+    Check(restore, (*_PLAYED, "rewards", "repeatable", "tool-results")),
     Check(masks, _PLAYED),
 )
 """The checks, each with the checks that it needs."""
