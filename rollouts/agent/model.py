@@ -311,7 +311,8 @@ class ChatModel:
             words = f"n is {asked.count}, but this episode has {self.turns_left} turns left (--max-turns)"
             raise APIError(400, words, parameter="n")
         if asked.logprobs and self._chat is None:
-            raise APIError(400, "logprobs is not supported: the model is behind an API without them", parameter="n")
+            words = "logprobs is not supported: the model is behind an API without them"
+            raise APIError(400, words, parameter="logprobs")
         async with self._served.lock:
             keys = prefix_keys(asked.messages)
             if asked.count == 0:
