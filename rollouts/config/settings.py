@@ -221,6 +221,7 @@ class Settings:
         model: The model: a path, a name on the hub, or `tiny`, which is part of the package.
         trust_remote_code: Run Python code that comes with the models of this run: true or false.
         lora_rank: The rank of LoRA adapters. 0 trains every weight.
+        lora_per_role: Train an adapter of its own for each role of the environment: true or false.
         inference: The inference backend.
         training: The training backend.
         optimizer: The optimizer. Default: the training backend's own; of torch and fsdp it is adamw, or the one that
@@ -313,6 +314,7 @@ class Settings:
     model: str = "tiny"
     trust_remote_code: bool = False
     lora_rank: int = _bounded(0, minimum=0)
+    lora_per_role: bool = False
     inference: str = "hf"
     training: str = "torch"
     optimizer: str = ""
