@@ -60,8 +60,8 @@ class SentReply(NamedTuple):
 
 @dataclass(eq=False)
 class ServedTurns:
-    """What a model keeps to answer clients. `refusal` is why the last request got no reply, if a limit of the episode is
-    the reason.
+    """What a model keeps to answer clients. `refusal` is the limit of the episode for which the last request got no
+    reply.
     """
 
     replies: dict[bytes, SentReply] = field(default_factory=dict)  # by `prefix_keys`

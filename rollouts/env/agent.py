@@ -51,7 +51,7 @@ class Agent(Prompts):
         self._sandbox = sandbox
 
     async def rollout(self, task: Task, model: Any) -> Trajectory:
-        """Run the program. Returns the conversation with its last reply. `trajectory.info["program"]` has what it printed.
+        """Run the program. Returns the conversation with its last reply. `info["program"]` has what it printed.
 
         Raises RuntimeError if it fails, or if it ends without a reply of the model.
         """
