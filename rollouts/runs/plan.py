@@ -245,8 +245,9 @@ def title(plan: Plan) -> str:
     """The training run in one line, for the observer."""
     settings = plan.settings
     rollouts = f" × {counted(settings.samples_per_prompt, 'rollout')}" if settings.mode == "rl" else ""
-    each = f" for each of {', '.join(plan.lora_roles)}" if plan.lora_roles else ""
-    lora = f", LoRA rank {settings.lora_rank}{each}" if settings.lora_rank else ""
+    lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
+    if settings.lora_per_role:
+        lora += f" for each of {', '.join(plan.lora_roles)}"
     return (
         f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {counted(settings.steps, 'step')} of "
         f"{counted(settings.prompts_per_step, 'prompt')}{rollouts} · lr {plan.lr:g} · seed {settings.seed}"

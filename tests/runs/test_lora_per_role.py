@@ -95,9 +95,7 @@ def test_a_run_with_an_adapter_a_role():
     both = rollouts.run(**few, mode="eval", model="run", seed=1, out="eval")["roles"]
     alone = rollouts.run(**few, mode="eval", model="out", seed=1, out="alone")["roles"]
     assert set(both) == {"long", "my-short"}
-    assert both["my-short"]["reward_mean"] == alone["my-short"]["reward_mean"], (
-        "merged, an adapter says what it says beside the other"
-    )
+    assert both["my-short"]["reward_mean"] == alone["my-short"]["reward_mean"], "merged, it says the same"
     with pytest.raises(ConfigError, match=r"the environment .*Alone has no roles; give another one, or give that of"):
         rollouts.run(**few | {"env": "./game.py:Alone"}, mode="eval", model="run", out="none")
 

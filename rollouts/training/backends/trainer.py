@@ -93,8 +93,7 @@ class Trainer:
         self._source = str(Path(source).absolute()) if source is not None and Path(source).is_dir() else source
         self._settings, self.lr = settings, settings.lr
         self._shards = shards
-        self._denominator = 0.0
-        self._skipped = 0
+        self._denominator, self._skipped = 0.0, 0
         self._not_finite = 0  # steps in a row that were skipped because of a non-finite gradient
         self._never_flat: set[str] = set()  # algorithms that had a gradient at rows without an advantage
         self._profile = Profile()
@@ -122,8 +121,7 @@ class Trainer:
         computes = (shards and shards.compute_dtype) or causal.dtype
         self.compute_dtype = str(computes).removeprefix("torch.")
         self._parameters = [p for p in causal.parameters() if p.requires_grad]
-        # Sets of parameters that are clipped together, with their learning rates: the policy or the adapter of each
-        # role, and the critic.
+        # Sets that are clipped together, with learning rates: the policy or the adapter of each role, and the critic.
         self._sets = [(each, settings.lr) for each in lora.trained_sets(adapter) or [self._parameters]]
         if critic is not None:
             self._sets.append(([p for p in critic.parameters() if p.requires_grad], wanted.critic_lr))
