@@ -5,7 +5,7 @@
 The program is started once for each episode. It finds the address and the key of the model in the environment variables
 that the clients of OpenAI and Anthropic read, and the task on its standard input, as JSON: {"prompt", "info", "id"}.
 The answer of the task is not sent. The rows are those of `prompts`. The program runs in the sandbox of the run, with
-the working directory of the run.
+the working directory of the run. In a sandbox with a network of its own, a relay leads to the model (`relay`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,24 @@ import os
 import random
 import shlex
 import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from rollouts.env import relay
 from rollouts.env.prompts import Prompts
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, EnvironmentDefinitionError
+from rollouts.sandboxes.base import LocalSandbox
 from rollouts.types import Task, Trajectory
 
 if TYPE_CHECKING:
+    from rollouts.gateway.endpoint import Endpoint
     from rollouts.sandboxes.base import Result, Sandbox
 
+RELAY = ".rollouts-relay.py"
 VARIABLES = ".rollouts-variables"
 """The file in the sandbox with the variables of the program. The arguments of a process would be visible to others."""
 
@@ -47,7 +53,13 @@ class Agent(Prompts):
         return super().tasks(split, rng)
 
     def setup(self, task: Task, sandbox: Sandbox) -> None:
-        """Keep the sandbox of the episode."""
+        """Keep the sandbox of the episode. Raises EnvironmentDefinitionError for one without a way to the model."""
+        if not isinstance(sandbox, LocalSandbox):
+            raise EnvironmentDefinitionError(
+                "the environment agent cannot use this sandbox: a program in it reaches neither the model, which has "
+                "an address on this machine, nor its own files. A container is such a sandbox\n"
+                "type: --sandbox bubblewrap, or --sandbox subprocess"
+            )
         self._sandbox = sandbox
 
     async def rollout(self, task: Task, model: Any) -> Trajectory:
@@ -59,8 +71,10 @@ class Agent(Prompts):
 
         given = {"prompt": task.prompt, "info": task.info, "id": task.id}
         async with model.serve() as endpoint:
+            if folder := self._sandbox.socket_folder:
+                await endpoint.listen(folder)
             result = await trio.to_thread.run_sync(
-                self._run, msgspec.json.encode(given), endpoint.variables, abandon_on_cancel=True
+                self._run, msgspec.json.encode(given), endpoint, abandon_on_cancel=True
             )
         program = {"stdout": result.stdout, "stderr": result.stderr, "exit_code": result.exit_code}
         for trajectory in model.trajectories:
@@ -70,15 +84,20 @@ class Agent(Prompts):
         if model.trajectory is None:
             raise RuntimeError(
                 f"the program ended without a reply of the model: {_last_words(result)}. It must send its requests to "
-                "OPENAI_BASE_URL or ANTHROPIC_BASE_URL. A sandbox without a network cannot: use --sandbox subprocess"
+                "OPENAI_BASE_URL or ANTHROPIC_BASE_URL"
             )
         last: Trajectory = model.trajectory
         return last
 
-    def _run(self, task: bytes, variables: dict[str, str]) -> Result:
-        lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
-        command = f". ./{VARIABLES}; cd {shlex.quote(os.getcwd())} && exec sh -c {shlex.quote(self.command)}"
-        return self._sandbox.exec(command, files={VARIABLES: lines}, stdin=task, seconds=SECONDS_MAX)
+    def _run(self, task: bytes, endpoint: Endpoint) -> Result:
+        variables = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in endpoint.variables.items())
+        files = {VARIABLES: variables}
+        command = f"cd {shlex.quote(os.getcwd())} && exec sh -c {shlex.quote(self.command)}"
+        if self._sandbox.socket_folder:
+            files[RELAY] = Path(relay.__file__).read_text(encoding="utf-8")
+            python = [os.path.realpath(sys.executable), "-I", "-S", RELAY, relay.SOCKET, str(endpoint.port)]
+            command = f"exec {shlex.join([*python, 'sh', '-c', command])}"
+        return self._sandbox.exec(f". ./{VARIABLES}; {command}", files=files, stdin=task, seconds=SECONDS_MAX)
 
 
 def _check_command(command: str) -> None:

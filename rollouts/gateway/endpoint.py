@@ -3,7 +3,9 @@
     async with model.serve() as endpoint:
         await run_my_agent(endpoint.base_url, endpoint.key)
 
-The address is on this machine only, and its key belongs to this episode. When the block ends, so does the address.
+The address is on this machine only, and its key belongs to this episode. When the block ends, so does the address. A
+sandbox with a network of its own cannot reach it; `await endpoint.listen(folder)` opens a Unix socket in a folder that
+both see (`rollouts.env.relay`).
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import trio
 
+from rollouts.env.relay import SOCKET
 from rollouts.gateway.api import API, refusal, unreadable
 from rollouts.gateway.exchange import Answer, APIError
 from rollouts.gateway.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
@@ -31,6 +34,28 @@ class Endpoint:
 
     url: str
     key: str
+    _serve: Callable[[trio.SocketListener], None]
+
+    @property
+    def port(self) -> int:
+        """The port of the address."""
+        return int(self.url.rpartition(":")[2])
+
+    async def listen(self, folder: str) -> None:
+        """Also answer at the Unix socket `SOCKET` in this folder of a Linux machine, until the address ends. Raises
+        OSError.
+        """
+        listener = trio.socket.socket(trio.socket.AF_UNIX, trio.socket.SOCK_STREAM)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            await listener.bind(f"/proc/self/fd/{descriptor}/{SOCKET}")  # short: a socket's path has 107 bytes at most
+        except BaseException:
+            listener.close()
+            raise
+        finally:
+            os.close(descriptor)
+        listener.listen()
+        self._serve(trio.SocketListener(listener))
 
     @property
     def base_url(self) -> str:
@@ -122,20 +147,26 @@ async def open_endpoint(answer: Answer) -> AsyncIterator[Endpoint]:
 
     If `answer` raises anything but APIError, the block is cancelled, and this exception is raised at its end.
     """
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    endpoint = Endpoint(f"http://127.0.0.1:{listener.socket.getsockname()[1]}", f"rollouts-{secrets.token_urlsafe(24)}")
-    door = _Door(answer, endpoint.key)
+    (first,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    url, key = f"http://127.0.0.1:{first.socket.getsockname()[1]}", f"rollouts-{secrets.token_urlsafe(24)}"
+    door, listeners = _Door(answer, key), list[trio.SocketListener]()
     try:
         async with trio.open_nursery() as nursery:
+
+            def serve(listener: trio.SocketListener) -> None:
+                listeners.append(listener)
+                nursery.start_soon(serve_http, door.handle, unreadable, [listener], LIMITS, trio.Event())
+
             door.scope = nursery.cancel_scope
-            nursery.start_soon(serve_http, door.handle, unreadable, [listener], LIMITS, trio.Event())
-            yield endpoint
+            serve(first)
+            yield Endpoint(url, key, serve)
             nursery.cancel_scope.cancel()
     except BaseExceptionGroup as group:
         if door.failure is None or not isinstance(group, ExceptionGroup):
             error = group.exceptions[0] if len(group.exceptions) == 1 else group
             raise error from error.__cause__
     finally:
-        listener.socket.close()
+        for listener in listeners:
+            listener.socket.close()
     if door.failure is not None:
         raise door.failure

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rollouts.errors import SandboxError as SandboxError
     from rollouts.errors import SandboxLostError as SandboxLostError
     from rollouts.sandboxes.base import ImageSandbox as ImageSandbox
+    from rollouts.sandboxes.base import LocalSandbox as LocalSandbox
     from rollouts.sandboxes.base import Result as Result
     from rollouts.sandboxes.base import Sandbox as Sandbox
     from rollouts.sandboxes.base import Sandboxes as Sandboxes

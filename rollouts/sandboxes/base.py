@@ -162,6 +162,18 @@ class ImageSandbox(Sandbox, Protocol):
 
 
 @runtime_checkable
+class LocalSandbox(Sandbox, Protocol):
+    """A sandbox of this machine. Its commands can reach a program of this machine at 127.0.0.1, or at a Unix socket."""
+
+    @property
+    def socket_folder(self) -> str:
+        """The folder of this machine in which a Unix socket is opened for commands without the network of this machine:
+        the workspace. "": they have that network.
+        """
+        ...
+
+
+@runtime_checkable
 class Sandboxes(Protocol):
     """Opens sandboxes. `words` says in one line what a sandbox is; `not_stopped` says, in a few plain words each, what
     it does not stop. Both are shown by a dry run.

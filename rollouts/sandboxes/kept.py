@@ -50,6 +50,8 @@ class KeptSandboxes:
     not_stopped: Sequence[str] = ()
     inside = ""
     """The path of the workspace for commands; "": its path on this machine, which output shows as relative paths."""
+    own_network = False
+    """Whether commands cannot reach the network of this machine."""
     own_processes = 0
     """How many processes belong to the program in front of a command."""
 
@@ -108,6 +110,11 @@ class KeptSandbox:
     def lost(self) -> str:
         """Why the sandbox was lost; "" while it works, and after `close`."""
         return self._lost
+
+    @property
+    def socket_folder(self) -> str:
+        """Where a Unix socket leads out of the sandbox; see `LocalSandbox`."""
+        return self.workspace if self._kind.own_network else ""
 
     def exec(
         self,

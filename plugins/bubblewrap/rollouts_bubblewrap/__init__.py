@@ -75,7 +75,7 @@ class BubblewrapSandboxes(KeptSandboxes):
         program: str = "bwrap",
     ) -> None:
         super().__init__(limits=limits)
-        self._program = program
+        self._program, self.own_network = program, not network
         self.not_stopped = (
             *(("the network, because of --sandbox.network",) if network else ()),
             "bugs of the kernel",

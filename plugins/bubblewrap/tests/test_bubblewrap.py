@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import socket
 import subprocess
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from rollouts_bubblewrap import BubblewrapSandboxes
 
+import rollouts
 from rollouts.check.api import Options, check
 from rollouts.check.environments.agents import play_each, says
 from rollouts.check.environments.subject import make_subject
@@ -197,3 +200,39 @@ def test_a_sandbox_in_a_worker_with_a_virtual_environment(tmp_path, monkeypatch)
     finally:
         subject.close()
     assert played.reward == 1.0
+
+
+PROGRAM = """
+import json, os, socket, sys, urllib.request
+task = json.load(sys.stdin)
+body = {"model": "any", "messages": [{"role": "user", "content": task["prompt"]}]}
+request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode())
+request.add_header("authorization", "Bearer " + os.environ["OPENAI_API_KEY"])
+print(json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"])
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), 5)
+except OSError:
+    print("no network")
+"""
+
+
+@real
+def test_the_program_of_an_agent_reaches_the_model_and_nothing_else(home, monkeypatch):
+    monkeypatch.chdir(home)
+    Path("agent.py").write_text(PROGRAM)
+    Path("rows.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}')
+    Path("judge.py").write_text("def score(trajectory):\n    return float(len(trajectory.last_text))\n")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        command = f"{os.path.realpath(sys.executable)} agent.py 127.0.0.1 {other.getsockname()[1]}"
+        rollouts.run(
+            mode="eval",
+            env={"name": "agent", "command": command, "eval_data": "rows.jsonl", "data": "rows.jsonl"},
+            reward="./judge.py:score",
+            sandbox={"name": "bubblewrap", "readable": [str(home)]},
+            max_tokens=20,
+            out="run",
+            quiet=True,
+        )
+    (line,) = map(json.loads, Path("run/trajectories/eval.jsonl").read_text().splitlines())
+    assert line["info"]["program"]["stdout"] == f"{line['messages'][-1]['content']}\nno network\n"
+    assert sum(map(sum, (each["loss_mask"] for each in line["segments"]))) > 0, "its tokens are recorded"
