@@ -151,6 +151,10 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "concurrency": "the number of episodes that run at the same time",
         "lora_rank": "the rank of LoRA adapters; 0: all weights are trained",
     },
+    "datasets": {
+        "source": "what `--data` names, as text, without the name of the loader; may be empty",
+        "streaming": "whether the rows are read while the run goes on",
+    },
     "loggers": {
         "folder": "the run's folder",
         "settings": "the run's resolved settings",
