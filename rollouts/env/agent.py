@@ -21,7 +21,7 @@ import msgspec
 
 from rollouts.env.prompts import Prompts
 from rollouts.errors import ConfigError
-from rollouts.types import Task
+from rollouts.types import Task, Trajectory
 
 if TYPE_CHECKING:
     from rollouts.sandboxes.base import Result, Sandbox
@@ -50,8 +50,8 @@ class Agent(Prompts):
         """Keep the sandbox of the episode."""
         self._sandbox = sandbox
 
-    async def rollout(self, task: Task, model: Any) -> None:
-        """Run the program. `trajectory.info["program"]` has what it printed.
+    async def rollout(self, task: Task, model: Any) -> Trajectory:
+        """Run the program. Returns the conversation with its last reply. `info["program"]` has what it printed.
 
         Raises RuntimeError if it fails, or if it ends without a reply of the model.
         """
@@ -72,6 +72,8 @@ class Agent(Prompts):
                 f"the program ended without a reply of the model: {_last_words(result)}. It must send its requests to "
                 "OPENAI_BASE_URL or ANTHROPIC_BASE_URL. A sandbox without a network cannot: use --sandbox subprocess"
             )
+        last: Trajectory = model.trajectory
+        return last
 
     def _run(self, task: bytes, variables: dict[str, str]) -> Result:
         lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())

@@ -26,7 +26,6 @@ from rollouts.env.advice import EnvironmentWarning
 from rollouts.errors import ConfigError, counted, first_line, in_lines
 from rollouts.types import Message, Task
 
-
 Data = str | dict[str, Any]
 """What `--data` names: rows.jsonl; or a table with this as its `name`, and with settings."""
 

@@ -72,7 +72,7 @@ def phases(resolved: Resolved) -> tuple[Resolved, Resolved]:
         # `[sft]` names another environment, to which the run's data and rewards do not belong.
         components = components if "data" in given else components | {"data": []}
         values |= component_names(components) | {"eval_tasks": 0}
-    values |= core | {"mode": "sft", "sft": {}, "out": _inside(settings.out, SFT)}
+    values |= core | {"mode": "sft", "sft": {}, "lora_per_role": False, "out": _inside(settings.out, SFT)}
     sft = dataclasses.replace(settings, **values)
     return Resolved(sft, components, resolved.source), resolved._replace(settings=rl)
 

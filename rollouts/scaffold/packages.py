@@ -116,7 +116,6 @@ def render_package(kind: str, name: str, author: str = "") -> NewPackage:
         "distribution": _distribution(name),
         "target": package if kind == HOOKS else f"{package}:{_class_name(name) if is_class else name}",
         "group": "rollouts" if kind == HOOKS else f"rollouts.{kind}",
-        "contract": _CONTRACT if kind == "environments" else "",
         "requirement": "rollouts-rl[train]" if is_torch else "rollouts-rl",
         "author": author,
         "author_toml": json.dumps(author, ensure_ascii=False),
@@ -162,12 +161,6 @@ def namesakes(kind: str, name: str) -> list[str]:
     return [
         f"{ref.qualified} is installed and has the same name; with both, type {own} instead of {name}" for ref in others
     ]
-
-
-_CONTRACT = """
-[project.entry-points."rollouts.contract"]
-version = "1"
-"""
 
 
 def _check_name(name: str) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rollouts.config.resolving import resolve
 from rollouts.config.render import to_toml
+from rollouts.config.resolving import resolve
 from rollouts.data.source import open_rows, split_value
 from rollouts.env.prompts import Prompts
 from rollouts.errors import ConfigError, SignatureError, UserError
@@ -91,7 +91,7 @@ def test_files_that_other_libraries_wrote(tmp_path: Path) -> None:
         read({"name": str(tmp_path / "d"), "split": "tset"})
     with pytest.raises(ConfigError, match=r"a\.csv cannot be read as parquet"):
         read(f"parquet:{tmp_path / 'a.csv'}")
-    with pytest.raises(ConfigError, match="gone cannot be loaded|gone .split train. cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"gone cannot be loaded|gone .split train. cannot be loaded"):
         read(f"hub:{tmp_path / 'gone'}")
 
 
@@ -104,9 +104,9 @@ def test_columns_limits_and_order(tmp_path: Path) -> None:
     assert shuffled != ROWS and sorted(row["answer"] for row in shuffled) == [1, 2, 3, 4, 5, 6]
     assert shuffled == read({"name": data, "seed": 3}) == read({"name": data, "seed": 3, "streaming": True})
     assert shuffled[:2] == read({"name": data, "seed": 3, "limit": 2}) and shuffled != read({"name": data, "seed": 4})
-    with pytest.raises(ConfigError, match=r"line 1 has no column 'qestion'; it has: question, answer, meta\ndid you"):
-        read({"name": data, "prompt": "qestion"})
-    with pytest.raises(ConfigError, match="--data.limit 0: expected 1 or more"):
+    with pytest.raises(ConfigError, match=r"line 1 has no column 'questoin'; it has: question, answer, meta\ndid you"):
+        read({"name": data, "prompt": "questoin"})
+    with pytest.raises(ConfigError, match=r"--data.limit 0: expected 1 or more"):
         read({"name": data, "limit": 0})
 
 
@@ -163,8 +163,8 @@ def test_a_run_gives_its_data_to_the_environment(tmp_path: Path, monkeypatch: py
         assert plan.settings.data == "rows.jsonl" and plan.env_name == "prompts"
         assert [task.answer for task in plan.environments[0].draw("eval", random.Random(0))]
         tree = tomllib.loads(to_toml(plan.resolved))
-    with pytest.raises(UserError, match=r"data.promt: dataset rows.jsonl has no setting 'promt'\ndid you mean"):
-        make_plan(resolve({"data": {"name": "rows.jsonl", "promt": "question"}, "reward": ["constant"]}))
+    with pytest.raises(UserError, match=r"data.promptt: dataset rows.jsonl has no setting 'promptt'\ndid you mean"):
+        make_plan(resolve({"data": {"name": "rows.jsonl", "promptt": "question"}, "reward": ["constant"]}))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         agent = {"env": {"name": "agent", "command": "true"}, "data": tree["data"], "reward": ["constant"]}

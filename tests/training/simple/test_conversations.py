@@ -119,7 +119,7 @@ def test_a_dataset_of_the_hub(monkeypatch):
     with pytest.raises(ConfigError, match=r"missing \(split train\) cannot be loaded: no such dataset\ntype a file"):
         load_dataset("missing")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match="pip install .*data"):
+    with pytest.raises(ConfigError, match=r"pip install .*data"):
         load_dataset("openai/gsm8k")
 
 
