@@ -104,8 +104,8 @@ def test_columns_limits_and_order(tmp_path: Path) -> None:
     assert shuffled != ROWS and sorted(row["answer"] for row in shuffled) == [1, 2, 3, 4, 5, 6]
     assert shuffled == read({"name": data, "seed": 3}) == read({"name": data, "seed": 3, "streaming": True})
     assert shuffled[:2] == read({"name": data, "seed": 3, "limit": 2}) and shuffled != read({"name": data, "seed": 4})
-    with pytest.raises(ConfigError, match=r"line 1 has no column 'questoin'; it has: question, answer, meta\ndid you"):
-        read({"name": data, "prompt": "questoin"})
+    with pytest.raises(ConfigError, match=r"line 1 has no column 'quest'; it has: question, answer, meta\ndid you"):
+        read({"name": data, "prompt": "quest"})
     with pytest.raises(ConfigError, match=r"--data.limit 0: expected 1 or more"):
         read({"name": data, "limit": 0})
 
