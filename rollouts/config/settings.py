@@ -26,6 +26,7 @@ COMPONENT_KINDS = {
     "tool_parser": "tool_parsers",
     "sandbox": "sandboxes",
     "reward": "rewards",
+    "data": "datasets",
     "mix": "mixers",
     "shaping": "shapings",
     "loss": "losses",
@@ -199,7 +200,8 @@ class Settings:
             one of a package, such as bubblewrap, podman or docker.
         reward: A reward, as [alias=]name[:weight]. `env` means the rewards in the environment's class. To mix several,
             repeat the flag. Flags replace the file's list.
-        data: A file of rows (.jsonl or .json) for the environment `prompts`. Default: none.
+        data: Rows: a file (.jsonl, .json, .csv, .parquet), a folder, OWNER/NAME of a hub, or LOADER:SOURCE. They are
+            the tasks of the environment `prompts`. Settings: --data.prompt COLUMN. Default: none.
         system: A system prompt that comes before every task. Default: none.
         template: Arguments of the chat template: --template.enable-thinking false.
         loss: The loss or algorithm. Default: grpo; sft in mode sft.

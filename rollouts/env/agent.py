@@ -15,6 +15,7 @@ import random
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ class Agent(Prompts):
 
     command: str = ""  # the program, as a shell command, such as 'python my_agent.py'
 
-    def tasks(self, split: str, rng: random.Random) -> list[Task]:
+    def tasks(self, split: str, rng: random.Random) -> list[Task] | Iterator[Task]:
         """All tasks of the split, as `Prompts.tasks`. Raises ConfigError if there is no such program."""
         _check_command(self.command)
         if not self.data:

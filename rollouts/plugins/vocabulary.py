@@ -153,6 +153,10 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "lora_rank": "the rank of LoRA adapters; 0: all weights are trained",
         "lora_roles": "the names of the roles with a LoRA adapter of their own; empty: there is one policy",
     },
+    "datasets": {
+        "source": "what `--data` names, as text, without the name of the loader; may be empty",
+        "streaming": "whether the rows are read while the run goes on",
+    },
     "loggers": {
         "folder": "the run's folder",
         "settings": "the run's resolved settings",
