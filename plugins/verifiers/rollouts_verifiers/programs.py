@@ -75,7 +75,7 @@ def check_harness(name: str, harness: str, config: Mapping[str, Any]) -> None:
         raise ConfigError(f"{label} is no harness that can be imported: {named(error)}") from error
     if found.NEEDS_CONTAINER:
         raise ConfigError(
-            f"{label} cannot play {name}: it needs a container (NEEDS_CONTAINER), into which it installs another program\n"
+            f"{label} cannot play {name}: it needs a container (NEEDS_CONTAINER), where it installs another program\n"
             "rollouts runs harnesses that need none, such as bash; a program that is installed here plays in the "
             "environment `agent`: --env agent --env.command COMMAND"
         )

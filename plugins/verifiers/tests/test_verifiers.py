@@ -174,15 +174,7 @@ PROGRAMS = [  # with the harness, its config, and how many conversations the mod
     ("sums-v1", {}, 1, [say("2"), say("so it is")], "loop-v1", {"tries": 0}, 2),
     ("sums-v1", {}, 2, shell, "bash", {"edit": False}, 1),
     ("sums-v1", {"system": None}, 2, [say("4")], "null", {}, 1),
-    (
-        "adder-v1",
-        {},
-        1,
-        [call("adder_add", 1, first=1, second=40), call("bash", 2, command="exit 3"), say("41")],
-        "bash",
-        {},
-        1,
-    ),
+    ("adder-v1", {}, 1, [call("adder_add", 1, first=1, second=40), shell[0], say("41")], "bash", {}, 1),
 ]
 
 
