@@ -489,6 +489,7 @@ class ChatModel:
             temperature=self._limits.temperature,
             order=(group, rollout, self._state.turns),
             session=self._engine.session,
+            role=self._role.name,
         )
         return TurnRequest(messages, schemas, asked, context, is_new_segment, limit < room, wishes.stop)
 

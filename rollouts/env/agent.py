@@ -14,6 +14,7 @@ import os
 import random
 import shlex
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,7 @@ class Agent(Prompts):
 
     command: str = ""  # the program, as a shell command, such as 'python my_agent.py'
 
-    def tasks(self, split: str, rng: random.Random) -> list[Task]:
+    def tasks(self, split: str, rng: random.Random) -> list[Task] | Iterator[Task]:
         """All tasks of the split, as `Prompts.tasks`. Raises ConfigError if there is no such program."""
         _check_command(self.command)
         if not self.data:
