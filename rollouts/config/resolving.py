@@ -96,7 +96,7 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     if mode == "eval":
         tree = _with_settings_of_run(_of_evaluation(tree, source))
         infos["temperature"] = infos["temperature"]._replace(minimum=0.0, above=-math.inf)  # 0: greedy
-    elif plain(tree.get("from_run")):
+    elif plain(tree.get("from_run")) and not allow_left_out:  # its file has all settings, also if that run is gone
         tree = _from_saved(tree, mode, source)
     tree = with_secrets_of_run(tree)
     if not allow_left_out:

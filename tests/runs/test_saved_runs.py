@@ -16,6 +16,7 @@ import trio
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError, RunError
+from rollouts.runs.earlier_run import run_of
 from rollouts.runs.saved import open_runs
 from rollouts.training.algorithms.recipes import DPO, GRPO
 from rollouts.training.algorithms.selection import all_pairs
@@ -204,7 +205,9 @@ def test_a_step_on_saved_trajectories_is_the_step_of_the_run(here, capsys):
     assert [(each["run"], each["groups"], each["rollouts"]) for each in manifest] == [
         (str(Path("live").absolute()), 4, 16)
     ]
-    read, saved = ([line["segments"][0]["tokens"] for line in lines_of(run)] for run in ("trained", "live"))
+    Path("live").rename("gone")
+    assert run_of("trained").settings.env == ENVIRONMENT, "a run can be read without the one that it was trained on"
+    read, saved = ([line["segments"][0]["tokens"] for line in lines_of(run)] for run in ("trained", "gone"))
     assert sorted(read) == sorted(saved)
 
 
