@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,15 +183,11 @@ def open_runs(settings: Settings, held_out: Sequence[Task]) -> SavedRuns:
     aliases = {alias for run in runs for alias, _ in run.task_keys}
     keys = {alias: held_out_keys(held_out, alias) for alias in aliases}
     everything = [(number, index) for number, run in enumerate(runs) for index in range(len(run.places))]
-    places = [(number, index) for number, index in everything if not _is_in(runs[number].task_keys[index], keys)]
+    tasks = {(number, index): runs[number].task_keys[index] for number, index in everything}
+    places = [place for place, (alias, key) in tasks.items() if key not in keys[alias]]
     if not places:
         raise ConfigError("--from: every saved group is of a held-out task; hold out fewer: --eval-tasks 0")
     return SavedRuns(runs, places, len(everything) - len(places))
-
-
-def _is_in(task: tuple[str, str], keys: Mapping[str, frozenset[str]]) -> bool:
-    alias, key = task
-    return key in keys[alias]
 
 
 def _check_tokenizer(saved: SavedRuns, model: str, tokenizer: Any) -> list[str]:

@@ -15,9 +15,11 @@ import trio
 
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
+from rollouts.encoding import encode
 from rollouts.errors import ConfigError, RunError
 from rollouts.runs.earlier_run import run_of
-from rollouts.runs.saved import open_runs
+from rollouts.runs.folder import episode_records
+from rollouts.runs.saved import groups_of_file, open_runs
 from rollouts.training.algorithms.recipes import DPO, GRPO
 from rollouts.training.algorithms.selection import all_pairs
 from rollouts.training.filters import any_success
@@ -25,6 +27,7 @@ from rollouts.training.loops.rl_batch import why_untrained
 from rollouts.training.rollout_gen.groups import Filter
 from rollouts.training.rollout_gen.saved import SavedGroups, positions_buffer
 from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
 ENVIRONMENT = f"{Path(__file__).parents[2] / 'benchmarks' / 'two_roles.py'}:Counting"
 REWARDS = '''
@@ -176,6 +179,34 @@ def test_another_version_and_other_folders_are_named(here, capsys):
     for file in Path("live/trajectories").iterdir():
         file.unlink()
     assert "no trajectories of training steps" in refused(capsys, "live", "--reward", "./mine.py:odd", "--out", "again")
+
+
+def test_episodes_are_read_back_as_they_were_written(tmp_path):
+    """Several trajectories of an episode, rewards by turn, and roles that another model played."""
+    task = Task([Message("user", "Play.")], answer={"best": 3}, id="a", env="game")
+
+    def played(text, role=""):
+        segment = Segment([5, 6, 7], [0.0, 1.0, 0.5], [0.0, -0.25, -1.5], [-1, 3, 4])
+        messages = [*task.messages, Message("assistant", text, tool_calls=[ToolCall("look", {"at": 1}, "c1")])]
+        metrics = {"turns": 1.0, "tool_calls": 1.0, "tool_failures": 0.0}
+        return Trajectory(task, messages, [segment], Status.COMPLETED, metrics, role=role, info={"seen": [1]})
+
+    score = Score(1.5, {"own": 1.5, "words": 4.0}, "own: well done", {"own": 1.0}, [0.5, 1.0])
+    several = Episode((0, 0), task, [played("first"), played("second")], score, {"metric/depth": 2.0}, judged=0)
+    failed = Trajectory(task, task.messages, status=Status.TIMEOUT, error="it took too long")
+    lost = Episode((0, 1), task, [failed], Score(None, {}, "timeout: it took too long"), {"reward_failures": 1.0})
+    against = Episode((1, 0), task, [played("mine", "buyer")], score, {}, 0, role="buyer")
+    groups = [[several, lost], [against._replace(others=(played("theirs", "seller"),))]]
+    written = [line for group in groups for episode in group for line in episode_records(episode)]
+    file = tmp_path / "trajectories" / "step_000000.jsonl"
+    file.parent.mkdir()
+    file.write_bytes(b"".join(encode(line) + b"\n" for line in written))
+    read = groups_of_file(file)
+    assert [(group.number, group.role, len(group.episodes)) for group in read] == [(0, "", 2), (1, "buyer", 1)]
+    assert read[0].rewards == [1.5, None] and read[0].episodes[0].trajectory.last_text == "first"
+    assert read[0].turn_rewards([1.5, None]) == [[0.5, 1.0], []] and read[1].episodes[0].others[0].role == "seller"
+    again = [line for group in read for episode in group.episodes for line in episode_records(episode)]
+    assert [encode(line) for line in again] == [encode(line) for line in written]
 
 
 # --- run --from -------------------------------------------------------------------------------------------------------
