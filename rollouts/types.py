@@ -101,7 +101,8 @@ class Task(msgspec.Struct, omit_defaults=True):
 class Role(msgspec.Struct, frozen=True, omit_defaults=True):
     """One of several agents of an environment: its name, and the system prompt of its conversation.
 
-    The model that is trained plays every role. `model` is for another model; it must be empty for now.
+    Which model plays a role is a setting of the run: the trained one, or that of `--role.NAME.model`. `model` is
+    reserved; it must be empty.
     """
 
     name: str

@@ -259,7 +259,7 @@ def test_the_page_has_every_method_with_its_arguments_every_input_and_the_versio
         assert f"`{'async ' if name == 'rollout' else ''}{name}({', '.join(('self', *arguments))})`" in PAGE
     for method, inputs in INPUTS.items():
         assert f"`{method}`" in PAGE and all(f"`{each}`" in PAGE for each in inputs)
-    assert VERSIONS == ("1",) and "This is version 1. It is a **draft**" in PAGE
+    assert VERSIONS == ("1",) and "This is **version 1**. It is frozen" in PAGE
     assert set(re.findall(r"`Role\.(\w+)`", PAGE)) <= set(Role.__struct_fields__)
 
 

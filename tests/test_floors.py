@@ -31,6 +31,7 @@ FLOORS = {
     "rollouts.config": 0,
     "rollouts.plugins": 0,
     # 1: pure functions
+    "rollouts.data": 1,
     "rollouts.env": 1,
     "rollouts.env.agent": 2,  # it holds a sandbox
     "rollouts.env.workers": 2,

@@ -332,9 +332,9 @@ DATA = [
     row("one bad line", PROMPTS, "line 4: not JSON", files=rows(ROW * 3 + "{'prompt': 'a'}\n")),
     row("a prompt that is a number", PROMPTS, '"prompt" is text or a list', files=rows('{"prompt": 3}\n')),
     row("prompts without rows", f"{CALC} --env prompts --reward ./r.py:good", "--data rows.jsonl", files=GOOD),
-    row("a directory of rows", PROMPTS, "Is a directory", files={**GOOD, "rows.jsonl/x": ""}),
-    row("a dataset of a hub", PROMPTS.replace("rows.jsonl", "openai/gsm8k"), ".jsonl", "saved as", files=GOOD),
-    row("a csv file", PROMPTS.replace("rows.jsonl", "r.csv"), "not '.csv'", files={**GOOD, "r.csv": "prompt\na\n"}),
+    row("a directory of rows", PROMPTS, "data files found in rows.jsonl", files={**GOOD, "rows.jsonl/x": ""}),
+    row("a dataset of a hub", PROMPTS.replace("rows.jsonl", "acme/none"), "acme/none (split train)", files=GOOD),
+    row("a column", PROMPTS.replace("rows", "r"), "--data.prompt text", files={**GOOD, "r.jsonl": '{"text": "a"}'}),
     row("rows without a reward", "run --data rows.jsonl", "no @reward", "--reward", files=rows(ROW * 9)),
     row("rows for another environment", f"{CALC} --data rows.jsonl", "`--env prompts` reads", files=rows(ROW)),
 ]

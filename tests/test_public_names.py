@@ -24,7 +24,7 @@ def entry_points(project: Path) -> list[ComponentRef]:
     return [
         ComponentRef(group.removeprefix("rollouts."), name, value, about["name"], about["version"])
         for group, points in about.get("entry-points", {}).items()
-        if group.startswith("rollouts.")
+        if group.startswith("rollouts.") and group != "rollouts.contract"
         for name, value in points.items()
     ]
 

@@ -233,7 +233,7 @@ def test_a_kind_has_several_words(word):
     ("arguments", "words"),
     [
         (["enviroments", "x"], ["no kind 'enviroments'", "did you mean: environment?"]),
-        (["dataset", "x"], ["rollouts run --data rows.jsonl", "rollouts new environment"]),
+        (["dataset", "x"], ["rollouts run --data rows.jsonl", "--data ./my_rows.py:load"]),
         (["env", "my-env"], ["'my-env' cannot be", "type: my_env"]),
         (["env", "MyEnv"], ["type: my_env"]),
         (["env", "rollouts-cafe"], ["type: cafe"]),

@@ -77,10 +77,12 @@ class EpisodeLimits(NamedTuple):
 
 @dataclass(eq=False)
 class Turns:
-    """What the roles of an episode share: one of them waits for a reply at a time. `failure` is a bug in rollouts or in
-    the environment's `rollout`. It ends the run, even if the environment's loop catches it.
+    """What the roles of an episode share: one of them waits for a reply at a time. Requests of clients hold `lock`, so
+    that they are answered in the order of their arrival. `failure` is a bug in rollouts or in the environment's
+    `rollout`. It ends the run, even if the environment's loop catches it.
     """
 
+    lock: trio.Lock = field(default_factory=trio.Lock)
     is_waiting: bool = False
     failure: Exception | None = None
 
@@ -313,7 +315,7 @@ class ChatModel:
         if asked.logprobs and self._chat is None:
             words = "logprobs is not supported: the model is behind an API without them"
             raise APIError(400, words, parameter="logprobs")
-        async with self._served.lock:
+        async with self._turns.lock:
             keys = prefix_keys(asked.messages)
             if asked.count == 0:
                 return Answered([], self._prompt_tokens(asked, keys))
@@ -487,6 +489,7 @@ class ChatModel:
             temperature=self._limits.temperature,
             order=(group, rollout, self._state.turns),
             session=self._engine.session,
+            role=self._role.name,
         )
         return TurnRequest(messages, schemas, asked, context, is_new_segment, limit < room, wishes.stop)
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import msgspec
-import trio
 
 from rollouts.agent.messages import readable_message
 from rollouts.agent.records import EpisodeOver, OpenTrajectory
@@ -61,11 +60,10 @@ class SentReply(NamedTuple):
 
 @dataclass(eq=False)
 class ServedTurns:
-    """What a model keeps to answer clients: one request at a time is answered, in the order of arrival. `refusal` is
-    why the last request got no reply, if a limit of the episode is the reason.
+    """What a model keeps to answer clients. `refusal` is the limit of the episode for which the last request got no
+    reply.
     """
 
-    lock: trio.Lock = field(default_factory=trio.Lock)
     replies: dict[bytes, SentReply] = field(default_factory=dict)  # by `prefix_keys`
     refusal: EpisodeOver | None = None
 

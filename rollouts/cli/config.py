@@ -46,10 +46,14 @@ def _explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict
         for index, component in enumerate(components[key] if key in given else ()):
             if not component.name or component.name == _WORDS.get(key):
                 continue
-            from rollouts.runs.components import signed  # imported here, because a file of defaults needs no component
+            # imported here, because a file of defaults needs no component
+            from rollouts.data.source import find_loader
+            from rollouts.runs.components import signed
 
             label = f"{KIND_WORDS[kind]} {component.name}"
-            signature = signed(manager.load(manager.find(kind, component.name)), kind, label)[1]
+            name = component.name
+            ref = find_loader(manager, name)[0] if key == "data" else manager.find(kind, name)
+            signature = signed(manager.load(ref), kind, label)[1]
             path = settings_path(key, component)
             signatures[path] = signature.settings
             fillable = Signature(

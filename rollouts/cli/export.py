@@ -24,16 +24,25 @@ from rollouts.cli.app import NamedCommand
     default=None,
     help="The type of the exported weights.  [default: the stored type]",
 )
+@click.option("--role", default="", metavar="NAME", help="The role whose LoRA adapter is exported.")
 @click.option("--adapter", is_flag=True, help="Export only the LoRA adapter, in peft's format.")
 @click.option("--push", metavar="NAME", help="Also upload OUT to this repository on the Hugging Face Hub: USER/MODEL.")
 @click.option("--public", is_flag=True, help="With --push: make the repository public, if the upload creates it.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
 def export(
-    source: str, out: str, dtype: str | None, adapter: bool, push: str | None, public: bool, trust_remote_code: bool
+    source: str,
+    out: str,
+    dtype: str | None,
+    role: str,
+    adapter: bool,
+    push: str | None,
+    public: bool,
+    trust_remote_code: bool,
 ) -> int:
     """Export the model, and with `--push` upload it. Prints what was done. Returns the exit code."""
     from rollouts.errors import ConfigError
     from rollouts.runs.export import export as write
+    from rollouts.runs.export import model_of_role
     from rollouts.runs.publish import check_push
     from rollouts.runs.publish import push as upload
     from rollouts.training.models import remote_code
@@ -45,7 +54,7 @@ def export(
             "--public is for an upload, and there is none\ntype: --push USER/MODEL, or leave --public out"
         )
     with remote_code(trust_remote_code):
-        exported = write(source, out, dtype=dtype or "", adapter=adapter)
+        exported = write(model_of_role(source, role), out, dtype=dtype or "", adapter=adapter)
     click.echo(exported.words())
     if push is not None:
         click.echo(f"uploaded to {upload(exported.out, push, is_public=public)}")

@@ -81,7 +81,7 @@ def show(name: str, kind: str | None) -> int:
     label = f"{KIND_WORDS[ref.kind]} {ref.name}"
     facts = {
         "distribution": f"{ref.distribution} {ref.version}    (also: {ref.qualified})" if ref.distribution else "",
-        "contract": (stated_version(ref.distribution) or "") if ref.kind == "environments" and ref.distribution else "",
+        "contract": (stated_version(ref.distribution) or "") if ref.distribution else "",
         "object": ref.value,
         "code": f"{place.file}, line {place.line}" if place else "",
     }

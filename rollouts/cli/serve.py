@@ -15,15 +15,16 @@ SHOWN = "tool_parser template inference max_tokens temperature trust_remote_code
 
 
 def _serve(
-    model: str, host: str, port: int, name: str, connections: int, request_seconds: float, **options: Any
+    model: str, role: str, host: str, port: int, name: str, connections: int, request_seconds: float, **options: Any
 ) -> int:
     from rollouts.config.merging import merge
     from rollouts.gateway.http_server import HTTPLimits
+    from rollouts.runs.export import model_of_role
     from rollouts.runs.run_model import model_plan
     from rollouts.runs.serve import SETTINGS, Address, serve
 
     given = merge(given_flags(options), click.get_current_context().obj or {})
-    with model_plan(model, given, SETTINGS) as plan:
+    with model_plan(model_of_role(model, role), given, SETTINGS) as plan:
         for note in plan.notes:
             click.echo(f"note: {note}", err=True)
         limits = HTTPLimits(connections_max=connections)
@@ -47,6 +48,7 @@ serve = SettingsCommand(
     infos=_settings_infos(),
     argument=click.Argument(["model"], metavar="RUN"),
     own=[
+        click.Option(["--role"], default="", metavar="NAME", help="The role whose LoRA adapter is served."),
         click.Option(["--host"], default="127.0.0.1", show_default=True, help="The address to listen on."),
         click.Option(
             ["--port"],

@@ -244,6 +244,7 @@ def run_settings_file(model: Any) -> Path | None:
     if not isinstance(model, str) or not model:
         return None
     path = Path(model).expanduser().absolute()
+    path = path.parents[1] if path.parent.name == "adapters" else path  # the adapter of a role, in its checkpoint
     folders = [path]
     if path.name == "checkpoints":
         folders.append(path.parent)

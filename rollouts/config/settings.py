@@ -26,6 +26,7 @@ COMPONENT_KINDS = {
     "tool_parser": "tool_parsers",
     "sandbox": "sandboxes",
     "reward": "rewards",
+    "data": "datasets",
     "mix": "mixers",
     "shaping": "shapings",
     "loss": "losses",
@@ -199,7 +200,8 @@ class Settings:
             one of a package, such as bubblewrap, podman or docker.
         reward: A reward, as [alias=]name[:weight]. `env` means the rewards in the environment's class. To mix several,
             repeat the flag. Flags replace the file's list.
-        data: A file of rows (.jsonl or .json) for the environment `prompts`. Default: none.
+        data: Rows: a file (.jsonl, .json, .csv, .parquet), a folder, OWNER/NAME of a hub, or LOADER:SOURCE. They are
+            the tasks of the environment `prompts`. Settings: --data.prompt COLUMN. Default: none.
         system: A system prompt that comes before every task. Default: none.
         template: Arguments of the chat template: --template.enable-thinking false.
         loss: The loss or algorithm. Default: grpo; sft in mode sft.
@@ -221,6 +223,7 @@ class Settings:
         model: The model: a path, a name on the hub, or `tiny`, which is part of the package.
         trust_remote_code: Run Python code that comes with the models of this run: true or false.
         lora_rank: The rank of LoRA adapters. 0 trains every weight.
+        lora_per_role: Train an adapter of its own for each role of the environment: true or false.
         inference: The inference backend.
         training: The training backend.
         optimizer: The optimizer. Default: the training backend's own; of torch and fsdp it is adamw, or the one that
@@ -313,6 +316,7 @@ class Settings:
     model: str = "tiny"
     trust_remote_code: bool = False
     lora_rank: int = _bounded(0, minimum=0)
+    lora_per_role: bool = False
     inference: str = "hf"
     training: str = "torch"
     optimizer: str = ""

@@ -14,6 +14,7 @@ import os
 import random
 import shlex
 import subprocess
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ import msgspec
 
 from rollouts.env.prompts import Prompts
 from rollouts.errors import ConfigError
-from rollouts.types import Task
+from rollouts.types import Task, Trajectory
 
 if TYPE_CHECKING:
     from rollouts.sandboxes.base import Result, Sandbox
@@ -39,7 +40,7 @@ class Agent(Prompts):
 
     command: str = ""  # the program, as a shell command, such as 'python my_agent.py'
 
-    def tasks(self, split: str, rng: random.Random) -> list[Task]:
+    def tasks(self, split: str, rng: random.Random) -> list[Task] | Iterator[Task]:
         """All tasks of the split, as `Prompts.tasks`. Raises ConfigError if there is no such program."""
         _check_command(self.command)
         if not self.data:
@@ -50,8 +51,8 @@ class Agent(Prompts):
         """Keep the sandbox of the episode."""
         self._sandbox = sandbox
 
-    async def rollout(self, task: Task, model: Any) -> None:
-        """Run the program. `trajectory.info["program"]` has what it printed.
+    async def rollout(self, task: Task, model: Any) -> Trajectory:
+        """Run the program. Returns the conversation with its last reply. `info["program"]` has what it printed.
 
         Raises RuntimeError if it fails, or if it ends without a reply of the model.
         """
@@ -72,6 +73,8 @@ class Agent(Prompts):
                 f"the program ended without a reply of the model: {_last_words(result)}. It must send its requests to "
                 "OPENAI_BASE_URL or ANTHROPIC_BASE_URL. A sandbox without a network cannot: use --sandbox subprocess"
             )
+        last: Trajectory = model.trajectory
+        return last
 
     def _run(self, task: bytes, variables: dict[str, str]) -> Result:
         lines = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())

@@ -150,8 +150,8 @@ def _check_roles(env: Any, label: str) -> None:
             )
         if role.model:
             raise EnvironmentDefinitionError(
-                f"the role {role.name} of {label} names a model, {shown(role.model)}; other models in an episode are "
-                "planned, and not possible yet. Remove `model`: then the trained model plays the role"
+                f"the role {role.name} of {label} names a model, {shown(role.model)}; which model plays a role is "
+                f"a setting of the run\nremove `model` here, and type: --role.{role.name}.model MODEL"
             )
     twice = [name for name, count in Counter(role.name for role in given).items() if count > 1]
     if twice:

@@ -16,7 +16,7 @@ from packaging.version import InvalidVersion, Version
 
 from rollouts.env.installs import all_installed, package_of
 from rollouts.plugins import index
-from rollouts.plugins.loading import CORE
+from rollouts.plugins.contract import CORE
 
 _MANY = 10**9  # larger than a part of any real version
 

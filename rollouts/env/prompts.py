@@ -3,48 +3,63 @@
     rollouts run --env prompts --data rows.jsonl --reward pkg/f
 
 A row is {"prompt": text or a list of messages, "answer": ..., "id": ...}. Its other keys become the task's `info`.
-With a `response` (or `completion`), text or messages, it is a demonstration too. The last turn of {"messages": [...]}
-is its response. Not here: tools, an own reward, formats other than .jsonl and .json.
+With a `response` (or `completion`), text or messages, it is a demonstration too. The last turn of a conversation is its
+response (`rollouts.data.conversations`). Not here: tools, an own reward, reading files (`rollouts.data`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import random
-from collections.abc import Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from rollouts.errors import ConfigError
+from rollouts.data.conversations import BadRowError, read_conversation
+from rollouts.data.loaders import NotARow
+from rollouts.data.source import Row, open_rows
+from rollouts.env.advice import EnvironmentWarning
+from rollouts.errors import ConfigError, counted, first_line, in_lines
 from rollouts.types import Message, Task
+
+Data = str | dict[str, Any]
+"""What `--data` names: rows.jsonl; or a table with this as its `name`, and with settings."""
+
+PROMPT_COLUMNS = ("question", "problem", "query", "instruction", "input", "text")
+ANSWER_COLUMNS = ("answer", "solution", "target", "label", "output")
+CONVERSATION_COLUMNS = ("messages", "conversations", "instruction", "input", "output", "question", "history", "system")
 
 
 @dataclass
 class Prompts:
-    """Tasks from the rows of a file: one turn, no tools."""
+    """Tasks from rows: one turn, no tools."""
 
-    data: str = ""  # the rows: a .jsonl file, or a .json file that holds a list
-    eval_data: str = ""  # rows for evaluation; without it, a fraction of `data` is held out
+    data: str | dict[str, Any] = ""  # the rows: a file, a folder, OWNER/NAME of a hub, or LOADER:SOURCE
+    eval_data: str | dict[str, Any] = ""  # rows for evaluation; without them, a fraction of `data` is held out
     eval_fraction: float = 0.1  # the fraction of rows to hold out, by a hash of the row: the same in every run
 
-    def tasks(self, split: str, rng: random.Random) -> list[Task]:
-        """All tasks of the split, "train" or "eval", shuffled by `rng`.
+    def tasks(self, split: str, rng: random.Random) -> list[Task] | Iterator[Task]:
+        """All tasks of the split, "train" or "eval", shuffled by `rng`; of data with `streaming`, in their order while
+        they are read.
 
-        With `eval_fraction` above 0 and at least two tasks, each split has at least one. Raises ConfigError for a file
-        that is missing or malformed (with the line), and for settings out of their range.
+        With `eval_fraction` above 0 and at least two tasks, each split has at least one, unless the data is streamed.
+        Raises ConfigError for data that is missing or malformed (with the row), and for settings out of their range.
         """
         if not self.data:
             raise ConfigError("the environment prompts needs rows: type --data rows.jsonl")
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"--env.eval-fraction {self.eval_fraction}: expected 0 or more, below 1, such as 0.1")
-        if self.eval_data:
-            chosen = self._read(self.eval_data if split == "eval" else self.data)
-        else:
-            held_out, rest = split_tasks(self._read(self.data), self.eval_fraction)
+        data = self.eval_data if self.eval_data and split == "eval" else self.data
+        divides = not self.eval_data
+        if isinstance(data, dict) and data.get("streaming"):
+            return (task for task in self._read(data) if not divides or self._is_held_out(task) == (split == "eval"))
+        chosen = self._all(data)
+        if divides:
+            held_out, rest = split_tasks(chosen, self.eval_fraction)
             chosen = held_out if split == "eval" else rest
         rng.shuffle(chosen)
         return chosen
@@ -54,11 +69,41 @@ class Prompts:
         found = [messages for task in self.tasks(split, rng) if (messages := _demonstration(task))]
         if not found:
             shapes = '{"messages": [...]} or {"prompt": "...", "response": "..."}'
-            raise ConfigError(f"{self.data} has no demonstrations; a row to learn from is {shapes}")
+            raise ConfigError(f"{_name(self.data)} has no demonstrations; a row to learn from is {shapes}")
         return found
 
-    def _read(self, file: str) -> list[Task]:
-        return read_tasks(Path(file))
+    def _is_held_out(self, task: Task) -> bool:
+        return _unit_hash(task.key) < self.eval_fraction
+
+    def _all(self, data: Data) -> list[Task]:
+        if tasks := list(self._read(data)):
+            return tasks
+        raise ConfigError(f'{_name(data)} holds no rows; a row is {{"prompt": "...", "answer": ...}}')
+
+    def _read(self, data: Data) -> Iterator[Task]:
+        """The tasks of the rows, in their order. Raises ConfigError with the place of a row that is no task; with
+        `bad_rows = "skip"`, these are left out, and a warning says how many.
+        """
+        skips, skipped = isinstance(data, dict) and data.get("bad_rows") == "skip", 0
+        sample = ""
+        for place, row in self._rows(data):
+            try:
+                yield _task_of(place, row)
+            except ConfigError as error:
+                if not skips:
+                    raise
+                skipped, sample = skipped + 1, sample or first_line(error)
+        if skipped:
+            warnings.warn(
+                f"{_name(data)}: {counted(skipped, 'row')} skipped, such as: {sample}", EnvironmentWarning, stacklevel=2
+            )
+
+    def _rows(self, data: Data) -> Iterator[Row]:
+        return open_rows(data)
+
+
+def _name(data: Data) -> str:
+    return data if isinstance(data, str) else str(data.get("name"))
 
 
 def given_prompts(rows: Mapping[str, bytes]) -> type[Prompts]:
@@ -71,10 +116,9 @@ def given_prompts(rows: Mapping[str, bytes]) -> type[Prompts]:
 
     @dataclass
     class GivenPrompts(Prompts):
-        def _read(self, file: str) -> list[Task]:
-            if file not in rows:
-                return super()._read(file)
-            return _tasks_of(Path(file), _rows_of_text(Path(file), rows[file].decode()))
+        def _rows(self, data: Data) -> Iterator[Row]:
+            name = data if isinstance(data, str) else str(data.get("name"))
+            return open_rows(data, lines=rows.get(name))
 
     GivenPrompts.__name__ = GivenPrompts.__qualname__ = Prompts.__name__
     return GivenPrompts
@@ -95,85 +139,57 @@ def split_tasks(tasks: list[Task], fraction: float) -> tuple[list[Task], list[Ta
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """The tasks of a .jsonl or .json file, in its order. Raises ConfigError with the file and the line or row."""
-    return _tasks_of(path, read_rows(path))
+    """The tasks of a file, in its order. Raises ConfigError with the file and the line or row."""
+    return Prompts()._all(str(path))
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """The rows of a .jsonl or .json file, each with its place in words. Raises ConfigError."""
-    if path.suffix not in (".jsonl", ".json"):
-        given = f"not {path.suffix!r}" if path.suffix else "and a dataset of a hub is saved as such a file first"
-        raise ConfigError(f"{path}: rows are in .jsonl (one object a line) or .json (a list), {given}")
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # Windows' editors write a byte order mark
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; type --data PATH-OF-ROWS") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
-    yield from _rows_of_text(path, text)
-
-
-def _rows_of_text(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    return _rows_of_lines(path, text) if path.suffix == ".jsonl" else _rows_of_list(path, text)
-
-
-def _tasks_of(path: Path, rows: Iterable[tuple[str, Any]]) -> list[Task]:
-    tasks = [_task_of(where, row) for where, row in rows]
-    if not tasks:
-        raise ConfigError(f'{path} holds no rows; a row is {{"prompt": "...", "answer": ...}}')
-    return tasks
-
-
-def _rows_of_lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    # Not splitlines(), which also splits at characters that JSON text may contain, such as U+2028.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            yield f"{path}, line {number}", _parse(f"{path}, line {number}", line)
-
-
-def _rows_of_list(path: Path, text: str) -> Iterator[tuple[str, Any]]:
-    rows = _parse(str(path), text)
-    if not isinstance(rows, list):
-        raise ConfigError(f"{path}: expected a list of rows, got {type(rows).__name__}; one object a line is .jsonl")
-    for number, row in enumerate(rows, start=1):
-        yield f"{path}, row {number}", row
-
-
-def _parse(where: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        place = f"{where}" if error.lineno == 1 else f"{where}, line {error.lineno}"
-        row = 'a row is {"prompt": "...", "answer": ...}'
-        raise ConfigError(f"{place}: not JSON: {error.msg} (column {error.colno}); {row}") from error
-
-
-def _task_of(where: str, row: Any) -> Task:
-    if isinstance(row, dict) and "messages" in row and "prompt" not in row:
-        row = _with_prompt(row)
+def _task_of(place: str, row: Any) -> Task:
+    if isinstance(row, NotARow):
+        raise ConfigError(f"{place}: {row.why}")
+    given = row
+    if isinstance(row, dict) and "prompt" not in row:
+        row = _with_prompt(place, row)
     if not isinstance(row, dict) or "prompt" not in row:
-        found = f"the keys {', '.join(sorted(row)) or '(none)'}" if isinstance(row, dict) else type(row).__name__
-        raise ConfigError(f'{where}: a row is {{"prompt": text or messages, "answer": ..., "id": ...}}, got {found}')
+        found = f"the keys {', '.join(sorted(given)) or '(none)'}" if isinstance(given, dict) else type(given).__name__
+        raise ConfigError(
+            in_lines(
+                f'{place}: a row is {{"prompt": text or messages, "answer": ..., "id": ...}}, got {found}',
+                f"to choose the columns, type: {_columns(given)}" if isinstance(given, dict) and given else "",
+            )
+        )
     prompt = row["prompt"]
     try:
         messages = prompt if isinstance(prompt, str) else msgspec.convert(prompt, list[Message])
     except msgspec.ValidationError as error:
-        raise ConfigError(f'{where}: "prompt" is text or a list of {{"role", "content"}} messages: {error}') from error
+        raise ConfigError(f'{place}: "prompt" is text or a list of {{"role", "content"}} messages: {error}') from error
     if not messages:
-        raise ConfigError(f'{where}: "prompt" is empty')
+        raise ConfigError(f'{place}: "prompt" is empty')
     identity = row.get("id")
     info = {key: value for key, value in row.items() if key not in ("prompt", "answer", "id")}
     return Task(messages, row.get("answer"), info, None if identity is None else str(identity))
 
 
-def _with_prompt(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `messages` as `prompt` and `response`: what comes before the assistant's last turn, and the rest."""
-    messages = row["messages"]
-    if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
+def _with_prompt(place: str, row: dict[str, Any]) -> dict[str, Any]:
+    """A row that is a conversation as `prompt` and `response`: what comes before the assistant's last turn, and the
+    rest. A row without a conversation is returned unchanged. Raises ConfigError for a bad conversation.
+    """
+    try:
+        conversation = read_conversation(row)
+    except BadRowError as error:
+        if "messages" in row or "conversations" in row:
+            raise ConfigError(f"{place}: {error}") from error
         return row
-    last = max((at for at, each in enumerate(messages) if each.get("role") == "assistant"), default=len(messages))
-    rest = {key: value for key, value in row.items() if key != "messages"}
+    messages = conversation.messages
+    last = max((at for at, each in enumerate(messages) if each.role == "assistant"), default=len(messages))
+    rest = {key: value for key, value in row.items() if key not in CONVERSATION_COLUMNS}
     return {"prompt": messages[:last], **({"response": messages[last:]} if messages[last:] else {}), **rest}
+
+
+def _columns(row: Mapping[str, Any]) -> str:
+    """The flags that would choose the columns of a row, as far as their names say it."""
+    prompt = next((name for name in PROMPT_COLUMNS if name in row), "COLUMN")
+    answer = next((name for name in ANSWER_COLUMNS if name in row), "")
+    return f"--data.prompt {prompt}" + (f" --data.answer {answer}" if answer else "")
 
 
 def _demonstration(task: Task) -> list[Message]:

@@ -22,6 +22,9 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     greedy (with logprobs of temperature 1). Sampling stops after an id of `stop_ids`, which the output includes, or
     after `max_tokens` ids. The random numbers of this request depend on `seed` alone.
 
+    `role` is the role that replies, in an environment with roles. An engine with an adapter for each role uses that
+    one; others ignore it.
+
     `offset` is above 0 if the request continues an aborted reply. If so, the last `offset` ids of `tokens` belong to
     that reply, and the first `offset` random numbers of the seed are used up.
     """
@@ -34,6 +37,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     order: tuple[int, ...] = ()
     session: str | None = None
     offset: int = 0
+    role: str = ""
 
 
 class VersionSpan(msgspec.Struct, frozen=True):

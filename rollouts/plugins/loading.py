@@ -28,10 +28,9 @@ from rollouts.errors import (
     suggestion,
     words_of,
 )
-from rollouts.plugins.contract import check_contract
+from rollouts.plugins.contract import CORE, check_contract
 from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, names_module, normalize
 
-CORE = "rollouts-rl"
 INSTALL_TORCH = (
     f"type: pip install '{CORE}[train]'\n"
     "or, without gigabytes of CUDA libraries, first: pip install torch --index-url https://download.pytorch.org/whl/cpu"
@@ -52,12 +51,11 @@ def load_component(ref: ComponentRef) -> Any:
     An entry point may name extras of its distribution (`module:attr [extra]`). If a package of these extras is not
     installed, the error names it, and nothing is imported.
 
-    Raises BrokenPluginError if the import fails, or if an environment's distribution states a version of the contract
-    that does not run here, MissingExtraError if an extra is not installed, and UnknownComponentError if a file has no
+    Raises BrokenPluginError if the import fails, or if the distribution states a version of the contract that does not
+    run here, MissingExtraError if an extra is not installed, and UnknownComponentError if a file has no
     such attribute.
     """
-    if ref.kind == "environments":
-        check_contract(ref)
+    check_contract(ref)
     if not ref.distribution:
         return _load_from_module(ref) if names_module(ref.value) else _load_from_file(ref)
     assert ref.value, f"a hook plugin provides {ref.qualified}: load it with PluginManager.load"

@@ -121,6 +121,7 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "steps": "the planned number of optimizer steps",
         "lr": "the learning rate",
         "lora_rank": "the rank of LoRA adapters; 0: all weights are trained",
+        "lora_roles": "the names of the roles with a LoRA adapter of their own; empty: there is one policy",
         "tokens_per_microbatch": "the most tokens in one forward pass",
         "algorithms": "a dict from name to Algorithm",
         "auxiliary_models": "an AuxiliaryModels: reference policy, critic and teacher; None: the run has none",
@@ -150,6 +151,11 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "folder": "the run's folder, for logs; it may not exist yet",
         "concurrency": "the number of episodes that run at the same time",
         "lora_rank": "the rank of LoRA adapters; 0: all weights are trained",
+        "lora_roles": "the names of the roles with a LoRA adapter of their own; empty: there is one policy",
+    },
+    "datasets": {
+        "source": "what `--data` names, as text, without the name of the loader; may be empty",
+        "streaming": "whether the rows are read while the run goes on",
     },
     "loggers": {
         "folder": "the run's folder",

@@ -17,6 +17,7 @@ from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
 from rollouts.config.resolving import Resolved
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting
+from rollouts.data.source import find_loader, loader_signature
 from rollouts.env.added_tools import added_tool
 from rollouts.env.authoring import tools_of
 from rollouts.env.schema import check_tool
@@ -213,7 +214,7 @@ def _choose(
             )
             settings = _own_settings(workers.settings(component, source, path), component)
             return Chosen(name, remote, settings, remote.description.ref, component.alias)
-        ref = _find(manager, key, component)
+        ref = find_loader(manager, name)[0] if key == "data" else _find(manager, key, component)
         with _with_line(ref, manager.load(ref)):
             found, signature = signed(manager.load(ref), kind, label)
     refuse_without_hint(found, signature, component.settings, label, source, path)
@@ -292,7 +293,7 @@ def signed(found: Any, kind: str, label: str) -> tuple[Any, Signature]:
         signature = Signature(check_signature(found, kind, label).requests, algorithm_settings(algorithm))
         check_defaults(found, signature, label)
         return algorithm, signature
-    signature = check_signature(found, kind, label)
+    signature = loader_signature(found, label) if kind == "datasets" else check_signature(found, kind, label)
     check_defaults(found, signature, label)
     if kind == "kl":
         taken = {setting.name for setting in KL_SETTINGS} & {setting.name for setting in signature.settings}
@@ -348,12 +349,16 @@ def _own_functions(algorithm: Algorithm, key: str) -> tuple[Any, ...]:
 
 
 def with_data(resolved: Resolved, manager: PluginManager, workers: Remote | None = None) -> Resolved:
-    """The configuration with `--data FILE` as the setting `data` of each environment that has this setting. Raises
-    ConfigError.
+    """The configuration with `--data` as the setting `data` of each environment that has this setting: its name, or a
+    table of its name and the settings that were given. Raises UserError.
     """
-    data = resolved.settings.data
-    if not data:
+    chosen = resolved.components["data"]
+    if not chosen:
         return resolved
+    (component,) = chosen
+    found = _choose(manager, "data", component, None, resolved.source, ("data",))
+    settings = {name: found.settings[name.replace("-", "_")] for name in component.settings}
+    data = {"name": component.name, **settings} if settings else component.name
     given = []
     for env in resolved.components["env"]:
         label = f"environment {env.name}"
@@ -368,6 +373,6 @@ def with_data(resolved: Resolved, manager: PluginManager, workers: Remote | None
     if not any("data" in env.settings for env in given):
         names = " and ".join(env.name for env in given)
         raise ConfigError(
-            f"--data {data}: the environment {names} has no setting `data`; `--env prompts` reads files of rows"
+            f"--data {component.name}: the environment {names} has no setting `data`; `--env prompts` reads rows"
         )
     return resolved._replace(components=resolved.components | {"env": given})

@@ -291,8 +291,9 @@ def memory_lines(plan: Plan) -> list[str]:
     ranks = ranks_of(training) if sharded else 1
     optimizer = next((each.name for each in plan.chosen["optimizer"]), str(given.get("optimizer", "adamw")))
     beside = plan.auxiliary_models or AuxiliaryModels()
+    rank = settings.lora_rank * (len(plan.lora_roles) or 1)  # as many numbers as the adapters of all roles
     try:
-        size, positions = _size_of(settings.model, settings.lora_rank, str(given.get("lora_targets", "all-linear")))
+        size, positions = _size_of(settings.model, rank, str(given.get("lora_targets", "all-linear")))
         # A head is much smaller than a model, so it is not counted.
         critic = None if beside.critic in ("", "head") else _size_of(beside.critic)[0]
         teacher = _size_of(beside.teacher)[0] if beside.teacher else None

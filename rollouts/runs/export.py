@@ -94,6 +94,11 @@ def is_of_run(source: str) -> bool:
     return not is_model and (holds_run(path) or bool(all_checkpoints(path)))
 
 
+def is_written_by_run(folder: Path) -> bool:
+    """Whether this is a checkpoint or an adapter. Servers are usually not started with these."""
+    return (folder / STATE).exists() or models.is_adapter(folder)
+
+
 def find_checkpoint(source: str) -> Path:
     """The folder with the weights: `source` itself, or the newest checkpoint of the run in it. For a run of mode
     sft+rl, the newest checkpoint of the last phase that has one. Raises ConfigError.
@@ -103,7 +108,7 @@ def find_checkpoint(source: str) -> Path:
         what = "is a file" if path.exists() else "does not exist"
         hint = nearest_checkpoints(path) or "give the folder of a run, a checkpoint, a model or a LoRA adapter"
         raise ConfigError(f"{source} {what}; {hint}")
-    if (path / "config.json").is_file() or models.is_adapter(path):
+    if (path / "config.json").is_file() or models.is_adapter(path) or models.role_adapters(path):
         return path
     phases = [path / phase for phase in PHASES if (path / phase).is_dir()]  # of a run of mode sft+rl
     for run in (*phases, path):
@@ -126,6 +131,19 @@ def find_checkpoint(source: str) -> Path:
     give = "give a folder that a run wrote, such as runs/first or runs/first/checkpoints/step_000120"
     advice = f"\ndid you mean: {', '.join(runs[:3])}?" if runs else f"; {give}"
     raise ConfigError(f"the folder {source} holds no run, no checkpoint, no model and no adapter{advice}")
+
+
+def model_of_role(source: str, role: str) -> str:
+    """The adapter of a role in `source`, the folder of a run or a checkpoint. If roles have no adapters of their own,
+    there must be no `role`, and the result is `source`. Raises ConfigError.
+    """
+    own = models.role_adapters(find_checkpoint(source)) if role or Path(source).expanduser().is_dir() else {}
+    if role in own or (not own and not role):
+        return str(own.get(role, source))
+    if not own:
+        raise ConfigError(f"--role {role}: {source} has one model for all roles; leave --role out")
+    asked = f"--role {role}" if role else "which role?"
+    raise ConfigError(f"{asked}: {source} has an adapter for each of {', '.join(own)}; type --role {next(iter(own))}")
 
 
 def _first_checkpoint(run: Path) -> str:

@@ -8,7 +8,8 @@
     url = "http://127.0.0.1:9000/v1"
 
 `inference` is the engine, `hf` by default, and the other keys are its settings. Such a role is neither judged nor
-trained. Not here: how an episode uses the engines (`rollouts.agent.episode`).
+trained. The other roles share one policy, or each has a LoRA adapter of its own (`plan_lora_roles`). Not here: how an
+episode uses the engines (`rollouts.agent.episode`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import Chosen, choose
 from rollouts.runs.environments import Environment
 from rollouts.runs.session import make_inference
-from rollouts.training.models import load_tokenizer
+from rollouts.training.algorithms.algorithm import requests
+from rollouts.training.models import load_tokenizer, role_adapters
 
 ENGINE = "hf"
 
@@ -82,8 +84,46 @@ def _planned(
         raise ConfigError(f"--role.{role}.inference {name}: which model? type: --role.{role}.model MODEL")
     from rollouts.runs.export import find_checkpoint
 
-    found = str(find_checkpoint(model)) if Path(model).expanduser().is_dir() else model
-    return PlannedOpponent(role, found, engine)
+    if Path(model).expanduser().is_dir():
+        found = find_checkpoint(model)
+        model = str(role_adapters(found).get(role, found))
+    return PlannedOpponent(role, model, engine)
+
+
+def plan_lora_roles(
+    settings: Settings, chosen: Mapping[str, list[Chosen]], environments: Sequence[Environment]
+) -> tuple[str, ...]:
+    """The roles with a LoRA adapter of their own: with `--lora-per-role` each role that the run trains, and in an
+    evaluation those of the model's checkpoint. Raises ConfigError if that is not possible.
+    """
+    folders = role_adapters(settings.model) if settings.mode == "eval" else {}
+    if not folders and not settings.lora_per_role:
+        return ()
+    what = f"{settings.model} has an adapter for each role" if folders else "--lora-per-role"
+    if not folders and not settings.lora_rank:
+        raise ConfigError(f"{what}: there are no adapters, because every weight is trained; type --lora-rank 16")
+    if settings.mode == "sft":
+        raise ConfigError(f"{what}: demonstrations do not say whose they are; leave it out in mode sft")
+    one = f"or give that of one role: {', '.join(map(str, folders.values()))}" if folders else "or leave it out"
+    roles = dict[str, None]()
+    for env in environments:
+        own = [role.name for role in roles_of(env.make())]
+        if not own:
+            raise ConfigError(f"{what}, and the environment {env.name} has no roles; give another one, {one}")
+        roles |= dict.fromkeys(own)
+    others = [name.replace("-", "_") for name in settings.role]
+    found = tuple(folders or (role for role in roles if role.replace("-", "_") not in others))
+    if missing := [role for role in roles if role not in found and role.replace("-", "_") not in others]:
+        raise ConfigError(f"{what}, but none for {missing[0]}; type --role.{missing[0]}.model MODEL, {one}")
+    if not roles:
+        raise ConfigError(f"{what}, and no environment says who speaks; name one, {one}")
+    for kind, own_name, verb in (("inference", ENGINE, "serves"), ("training", "torch", "trains")):
+        for each in chosen.get(kind, ()):
+            if not each.is_absent and "lora_roles" not in requests(each.component, kind):
+                raise ConfigError(
+                    f"{what}: --{kind} {each.name} {verb} one adapter at a time; type --{kind} {own_name}, {one}"
+                )
+    return found
 
 
 def make_opponents(
@@ -104,6 +144,7 @@ def make_opponents(
             "folder": folder,
             "concurrency": settings.concurrency,
             "lora_rank": 0,
+            "lora_roles": (),
         }
         try:
             engine = make_inference(each.engine, available, environments, must_train=False)

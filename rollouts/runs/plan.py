@@ -50,7 +50,7 @@ from rollouts.runs.earlier_run import overlap_notes, run_of, trained_before, unu
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
-from rollouts.runs.opponents import PlannedOpponent, plan_opponents
+from rollouts.runs.opponents import PlannedOpponent, plan_lora_roles, plan_opponents
 from rollouts.runs.sandboxes import unused_sandbox, with_sandboxes
 from rollouts.runs.session import model_words
 from rollouts.runs.workers import Workers, refuse_env_of_rewards
@@ -76,7 +76,7 @@ class Plan(NamedTuple):
     An evaluation has no filters, no schedule and no auxiliary models. In a training run, `schedule` has all stages, the
     first included; `chosen` are the components of the whole run, and `stages_chosen` those of each later stage;
     `auxiliary_models` are reference, critic and teacher (None: no such models). `make_optimizer` makes the chosen
-    optimizer (None: none is chosen). `opponents`: see `rollouts.runs.opponents`. `notes` are warnings.
+    optimizer (None: none is chosen). `opponents` and `lora_roles`: see `rollouts.runs.opponents`. `notes` are warnings.
     """
 
     resolved: Resolved
@@ -91,6 +91,7 @@ class Plan(NamedTuple):
     manager: PluginManager
     make_optimizer: Any = None
     opponents: tuple[PlannedOpponent, ...] = ()
+    lora_roles: tuple[str, ...] = ()
 
     @property
     def settings(self) -> Settings:
@@ -206,6 +207,7 @@ class Plan(NamedTuple):
             "steps": settings.steps * (1 if settings.mode == "sft" else settings.minibatches),
             "lr": self.lr,
             "lora_rank": settings.lora_rank,
+            "lora_roles": self.lora_roles,
             "tokens_per_microbatch": settings.tokens_per_microbatch,
             "algorithms": self.algorithms,
             "auxiliary_models": self.auxiliary_models,
@@ -224,6 +226,7 @@ class Plan(NamedTuple):
             "folder": folder,
             "concurrency": settings.concurrency,
             "lora_rank": settings.lora_rank,
+            "lora_roles": self.lora_roles,
         }
 
     def eval_tasks(self) -> list[Task]:
@@ -243,6 +246,8 @@ def title(plan: Plan) -> str:
     settings = plan.settings
     rollouts = f" × {counted(settings.samples_per_prompt, 'rollout')}" if settings.mode == "rl" else ""
     lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
+    if settings.lora_per_role:
+        lora += f" for each of {', '.join(plan.lora_roles)}"
     return (
         f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {counted(settings.steps, 'step')} of "
         f"{counted(settings.prompts_per_step, 'prompt')}{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
@@ -313,6 +318,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
         manager,
         None if is_evaluation else chosen_optimizer(chosen),
         plan_opponents(manager, settings, environments, source),
+        plan_lora_roles(settings, chosen, environments),
     )
     if is_evaluation and not may_be_absent:
         _require_packages(inference)
@@ -555,7 +561,7 @@ def _evaluated(settings: Settings, inference: Chosen) -> tuple[Settings, tuple[s
     path = Path(given).expanduser()
     if not path.is_dir():  # not a folder but a name, which the engine resolves
         return settings, _check_served(given, given, inference, of_run=False)
-    from rollouts.runs.export import find_checkpoint
+    from rollouts.runs.export import find_checkpoint, is_written_by_run
     from rollouts.training.weights.store import STATE, check_folder
 
     found = find_checkpoint(given)
@@ -588,11 +594,3 @@ def _check_served(given: str, model: str, inference: Chosen, *, of_run: bool) ->
         f"is started with {given}; or export it (`rollouts export {shlex.quote(given)} FOLDER`), start the server with "
         "the exported folder, and type --inference.served-model NAME with the server's name for the model"
     )
-
-
-def is_written_by_run(folder: Path) -> bool:
-    """Whether this is a checkpoint or an adapter. Servers are usually not started with these."""
-    from rollouts.training.models import is_adapter
-    from rollouts.training.weights.store import STATE
-
-    return (folder / STATE).exists() or is_adapter(folder)

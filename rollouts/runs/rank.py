@@ -24,7 +24,7 @@ def without_episodes(resolved: Resolved) -> Resolved:
     """The configuration without what only rank 0 uses, because it plays all episodes: environments with their workers,
     rewards, tools and data.
     """
-    components = resolved.components | {"env": [], "reward": [], "tool": []}
+    components = resolved.components | {"env": [], "reward": [], "tool": [], "data": []}
     settings = dataclasses.replace(resolved.settings, data="", worker={})
     return resolved._replace(settings=settings, components=components)
 

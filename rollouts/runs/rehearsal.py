@@ -494,7 +494,7 @@ def _toy_backend(plan: Plan) -> Any:
         critic = wanted.critic if wanted.critic in ("", "head") else TOY
         wanted = wanted._replace(critic=critic, teacher=TOY if wanted.teacher else "")
     rank = min(plan.settings.lora_rank, 2)
-    return create_torch_backend(TOY, 0, 1, plan.lr, rank, 4096, plan.algorithms, wanted)
+    return create_torch_backend(TOY, 0, 1, plan.lr, rank, 4096, plan.algorithms, wanted)  # invented, without roles
 
 
 async def _step(plan: Plan, stage: Stage, score: Score, backend: Any) -> str:

@@ -104,6 +104,7 @@ def served_name(model: str) -> str:
     ('first', 'Qwen/Qwen3-0.6B')
     """
     path = Path(model)
+    path = path.parents[1] if path.parent.name == "adapters" else path  # the adapter of a role, in its checkpoint
     if path.parent.name == "checkpoints":
         return run_name(path.parents[1])
     return run_name(path) if path.expanduser().is_dir() else model

@@ -37,7 +37,7 @@ from rollouts.types import Task
 RL, SFT = PHASES
 SUPERVISED = "the supervised phase"
 
-_SHARED = ("env", "sandbox", "tool", "tool_parser", "reward", "inference", "training", "optimizer", "logger")
+_SHARED = ("env", "data", "sandbox", "tool", "tool_parser", "reward", "inference", "training", "optimizer", "logger")
 """The components of the run that the supervised phase also uses, unless `[sft]` changes them. All others are for
 rollouts.
 """
@@ -70,8 +70,9 @@ def phases(resolved: Resolved) -> tuple[Resolved, Resolved]:
     values = {key: getattr(defaults, key) for key in _FOR_ROLLOUTS} | component_names(components)
     if _env_names(components) != _env_names(resolved.components):
         # `[sft]` names another environment, to which the run's data and rewards do not belong.
-        values |= {"data": "", "eval_tasks": 0}
-    values |= core | {"mode": "sft", "sft": {}, "out": _inside(settings.out, SFT)}
+        components = components if "data" in given else components | {"data": []}
+        values |= component_names(components) | {"eval_tasks": 0}
+    values |= core | {"mode": "sft", "sft": {}, "lora_per_role": False, "out": _inside(settings.out, SFT)}
     sft = dataclasses.replace(settings, **values)
     return Resolved(sft, components, resolved.source), resolved._replace(settings=rl)
 

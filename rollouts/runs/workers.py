@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,8 @@ class Workers:
     def settings(self, component: Component, source: Source, path: Sequence[str]) -> dict[str, Any]:
         """All settings of an environment that `load` has loaded, checked. Raises ConfigError."""
         loaded = self._classes[component.alias, component.name]
-        if component.settings.get("data") in self._rows:
+        data = component.settings.get("data")
+        if (data.get("name") if isinstance(data, Mapping) else data) in self._rows:
             raise ConfigError(
                 f"--worker {loaded.pool.settings.kind}: the rows of `prompts` are in the memory of this program, and a "
                 'worker reads files\nwrite them to a file, and give data="rows.jsonl" instead; or give worker="inline"'

@@ -21,7 +21,9 @@ from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, installed_co
 
 TEMPLATES = Path(__file__).parent / "templates"
 
-KIND_NAMES = {("environment" if key == "env" else key): kind for key, kind in COMPONENT_KINDS.items()} | {
+KIND_NAMES = {
+    "environment" if key == "env" else key: kind for key, kind in COMPONENT_KINDS.items() if key != "data"
+} | {
     "curriculum": "curricula",
     "worker": "workers",
     "command": "commands",
@@ -79,14 +81,15 @@ def kind_of(word: str) -> str:
     """The kind that a word names: `environment`, `env`, `reward`, `rewards`, `mixer`, ... Raises UserError."""
     given = word.lower().replace("-", "_")
     kinds = {kind: kind for kind in KIND_NAMES.values()} | COMPONENT_KINDS | {"hook": HOOKS}
+    del kinds["data"]
     singular = {word.replace(" ", "_"): kind for kind, word in KIND_WORDS.items() if kind in kinds}
     if kind := (kinds | singular | KIND_NAMES).get(given):
         return kind
     if given in ("dataset", "datasets", "data"):
         raise UserError(
-            "no run chooses a dataset by name, so there is no package of this kind\n"
             "rows of a file need no package: rollouts run --data rows.jsonl --reward NAME\n"
-            "rows from elsewhere are the tasks of an environment: rollouts new environment NAME"
+            "rows from elsewhere need one function, and no package either: --data ./my_rows.py:load\n"
+            'to publish it, add an entry point of the group "rollouts.datasets" (docs/data.md)'
         )
     known = ", ".join(KIND_NAMES)
     raise UserError(in_lines(f"there is no kind {word!r}", suggestion(given, singular | KIND_NAMES), f"kinds: {known}"))
@@ -113,7 +116,6 @@ def render_package(kind: str, name: str, author: str = "") -> NewPackage:
         "distribution": _distribution(name),
         "target": package if kind == HOOKS else f"{package}:{_class_name(name) if is_class else name}",
         "group": "rollouts" if kind == HOOKS else f"rollouts.{kind}",
-        "contract": _CONTRACT if kind == "environments" else "",
         "requirement": "rollouts-rl[train]" if is_torch else "rollouts-rl",
         "author": author,
         "author_toml": json.dumps(author, ensure_ascii=False),
@@ -159,12 +161,6 @@ def namesakes(kind: str, name: str) -> list[str]:
     return [
         f"{ref.qualified} is installed and has the same name; with both, type {own} instead of {name}" for ref in others
     ]
-
-
-_CONTRACT = """
-[project.entry-points."rollouts.contract"]
-version = "1"
-"""
 
 
 def _check_name(name: str) -> None:

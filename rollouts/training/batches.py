@@ -33,6 +33,7 @@ class Row(msgspec.Struct):
         segment: the number of the row within its rollout
         pair_index: -1 if the row is in no pair
         temperature: None for the batch's temperature
+        role: the role that the row's sample belongs to; empty in an environment without roles
     """
 
     tokens: list[int]
@@ -51,6 +52,7 @@ class Row(msgspec.Struct):
     teacher_logprobs: list[float] | None = None
     old_values: list[float] | None = None
     returns: list[float] | None = None
+    role: str = ""
 
 
 class TrainBatch(msgspec.Struct):

@@ -106,6 +106,7 @@ def make_batch(
                 group_index=group,
                 prefix_length=prefix,
                 segment=segments[rollout],
+                role=str(sample.metadata.get("role", "")),
             )
         )
         segments[rollout] += 1
@@ -203,6 +204,22 @@ def split_microbatches(
         else:
             microbatches += _fill(units, tokens_max, share_prefix)
     return microbatches
+
+
+def split_by_role(
+    batch: TrainBatch, roles: Sequence[str], split: Callable[[TrainBatch], list[list[Row]]]
+) -> list[list[Row]]:
+    """Split the rows of each role by `split`, so that no microbatch has two roles. Raises TrainingError for a row of
+    another role.
+    """
+    strange = {row.role for row in batch.rows}.difference(roles)
+    if strange:
+        raise TrainingError(
+            f"a sample is of the role {min(strange)!r}, and there are adapters of {', '.join(roles)}; write the role "
+            'of each sample into its metadata, as {"role": "' + roles[0] + '"}'
+        )
+    of_role = [[row for row in batch.rows if row.role == role] for role in roles]
+    return [part for rows in of_role for part in split(msgspec.structs.replace(batch, rows=rows))]
 
 
 def _units(members: list[Row], tokens_max: int, share_prefix: bool, keep: Keep, packed: bool) -> list[list[Row]]:

@@ -39,6 +39,7 @@ BUNDLED = {"tiny": Bundled(TINY_PATH, lr=3e-4)}
 _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTERS = "adapters"  # in a checkpoint: a folder with the adapter of each role
 
 _OF_TOKENIZERS = ("transformers",)
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -90,6 +91,9 @@ def resolve_model_name(name: str) -> str:
         raise ModelError("no model was given; give a folder, a hub name, or `--model tiny`")
     path = Path(name).expanduser()
     if path.is_dir():
+        if own := role_adapters(path):
+            listed = ", ".join(map(str, own.values()))
+            raise ModelError(f"{name} has an adapter for each role; give that of one role: {listed}")
         if not (path / "config.json").is_file() and not is_adapter(path):
             found = [*path.glob("*/config.json"), *path.glob(f"*/{ADAPTER_CONFIG}"), *path.glob("*/config.toml")]
             hint = "; give a folder that a run or save_pretrained wrote, a hub name, or `--model tiny`"
@@ -179,7 +183,7 @@ def adapters_beneath(name: str) -> tuple[str, tuple[str, ...]]:
             )
         folders.append(resolved)
         try:
-            resolved = resolve_model_name(_base_of(Path(resolved)))
+            resolved = resolve_model_name(base_of(Path(resolved)))
         except ModelError as error:
             raise _of_adapter(folders[-1], error) from error
     return resolved, tuple(reversed(folders))
@@ -189,6 +193,12 @@ def is_adapter(folder: str | Path) -> bool:
     """Whether the folder has an adapter and no whole model."""
     path = Path(folder).expanduser()
     return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
+
+
+def role_adapters(folder: str | Path) -> dict[str, Path]:
+    """The folders with the adapters of a checkpoint, by role; empty if the roles have no adapters of their own."""
+    found = sorted((Path(folder).expanduser() / ADAPTERS).glob(f"*/{ADAPTER_CONFIG}"))
+    return {file.parent.name: file.parent for file in found}
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -221,7 +231,7 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def _base_of(folder: Path) -> str:
+def base_of(folder: Path) -> str:
     """The base model of an adapter: `tiny`, an existing folder, or a hub name.
 
     `tiny` is found wherever the package is installed. If a run of mode sft+rl was moved, the checkpoint of its first
@@ -309,7 +319,7 @@ def load_tokenizer(name: str, **settings: Any) -> Any:
     require_packages(f"the tokenizer of {name}", _OF_TOKENIZERS)
     from transformers import AutoTokenizer
 
-    whole, adapters = adapters_beneath(name)
+    whole, adapters = adapters_beneath(str(next(iter(role_adapters(name).values()), name)))  # all have the same one
     own = [folder for folder in adapters if has_tokenizer(folder)]
     return _from_pretrained(AutoTokenizer, own[-1] if own else whole, "tokenizer", **settings)
 

@@ -22,7 +22,7 @@ EVALUATION = {"reward_mean": 0.25, "greedy_mean": None, "parts": {"right": 0.25,
 
 def plan(**changed):
     values = {"steps": 4, "prompts_per_step": 8, "samples_per_prompt": 8, "mode": "rl", "lora_rank": 0,
-              "model": "tiny", "seed": 7}  # fmt: skip
+              "lora_per_role": False, "model": "tiny", "seed": 7}  # fmt: skip
     names = {"loss": SimpleNamespace(name="grpo")}
     settings = SimpleNamespace(**values | changed)
     return SimpleNamespace(settings=settings, one=names.__getitem__, env_name="calculator", lr=3e-4)

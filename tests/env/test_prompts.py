@@ -73,7 +73,9 @@ def test_rows_of_their_own_for_evaluation_and_a_json_list(tmp_path: Path) -> Non
         ("rows.json", "{}", "expected a list of rows, got dict"),
         ("rows.json", '[{"prompt": "a"},\n oops]', "rows.json, line 2: not JSON"),
         ("rows.json", '[{"prompt": "a"}, {}]', "row 2: a row is"),
-        ("rows.csv", "prompt", "not '.csv'"),
+        ("rows.jsonl", '{"problem": "a", "solution": 1}', "type: --data.prompt problem --data.answer solution"),
+        ("rows.jsonl", '{"messages": [{"content": "a"}]}', "line 1: message 1: it has no role"),
+        ("rows.txt", "prompt", r"no loader reads it.*\n.*\.csv, \.json, \.jsonl"),
     ],
 )
 def test_bad_rows_are_named(tmp_path: Path, name: str, text: str, words: str) -> None:

@@ -80,7 +80,7 @@ def test_roles_may_be_a_property_that_uses_the_settings() -> None:
     ("roles", "said"),
     [
         ((SELLER, SELLER, BUYER), "two roles named 'seller'"),
-        ((SELLER, BUYER, Role("judge", model="big")), "planned, and not possible yet. Remove `model`"),
+        ((SELLER, BUYER, Role("judge", model="big")), "remove `model` here, and type: --role.judge.model MODEL"),
         (("seller", "buyer"), "not a tuple of Role; write `roles = (Role("),
         ((SELLER, BUYER, Role("the judge")), "a name has letters, digits"),
         ((SELLER, BUYER, Role("judge", system=Message("system", "?"))), "write text"),  # type: ignore[arg-type]

@@ -23,8 +23,8 @@ assert sorted(task) == ["id", "info", "prompt"], task
 assert "SECRET_API_KEY" not in os.environ
 print("playing", task["prompt"])
 
-def ask(text, key=os.environ["OPENAI_API_KEY"], **more):
-    body = {"model": "gpt-9", "messages": [{"role": "user", "content": text}], **more}
+def ask(text, *before, key=os.environ["OPENAI_API_KEY"], **more):
+    body = {"model": "gpt-9", "messages": [*before, {"role": "user", "content": text}], **more}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps(body).encode())
     request.add_header("authorization", "Bearer " + key)
     request.add_header("content-type", "application/json")
@@ -50,7 +50,11 @@ if number == 7:
     ask(task["prompt"], stream=True)
 if number == 8:
     ask(task["prompt"], key="rollouts-of-another-episode")
-ask(task["prompt"])
+first = ask(task["prompt"])
+if number == 4:
+    ask("a subagent")
+    ask("go on", {"role": "user", "content": task["prompt"]}, {"role": "assistant", "content": first})
+    sys.exit()
 if number == 3:
     import subprocess, time
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -100,6 +104,9 @@ def test_programs_play_and_fail_without_ending_the_run(files):
     done = [played[str(number)] for number in range(4, 8)]
     assert {line["status"] for line in done} <= {"completed", "truncated"}
     assert done[0]["info"]["program"] == {"stdout": "playing Say 4\n", "stderr": "", "exit_code": 0}
+    agents = [line for line in lines if line["task"]["id"] == "4" and line["messages"][0]["content"] == "Say 4"]
+    last = [line["messages"][3]["content"] for line in agents]
+    assert len(last) == 2 and [line["reward"] for line in agents] == list(map(len, last)), "not the subagent's reply"
     flood = done[1]["info"]["program"]["stdout"]
     assert flood.startswith("playing Say 5\nxxx") and len(flood) < 1_000_000
     for pid in map(int, Path("pids.txt").read_text().split()):

@@ -461,3 +461,19 @@ def test_each_role_has_an_address() -> None:
     episode = play(Game, engine, DecodingChat())
     check_exact(episode, engine)
     assert [(each.role, each.last_text) for each in episode.trajectories] == [("white", "e4"), ("black", "e5")]
+
+
+def test_programs_of_two_roles_may_ask_at_once() -> None:
+    class Game(Quiz):
+        roles = (Role("white"), Role("black"))
+
+        async def rollout(self, task: Any, model: Any) -> None:
+            async with model.role("white").serve() as white, model.role("black").serve() as black:
+                async with trio.open_nursery() as nursery:
+                    for endpoint in (white, black, white, black):
+                        nursery.start_soon(Chat(endpoint).ask, "your move")
+
+    engine = FakeEngine("e4", "e5")
+    episode = play(Game, engine, DecodingChat())
+    check_exact(episode, engine)
+    assert [each.role for each in episode.trajectories] == ["white"] * 2 + ["black"] * 2

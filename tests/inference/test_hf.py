@@ -20,6 +20,8 @@ from rollouts.training.backends.futures import TorchThread
 class Training:
     """As much of a training backend as the engine may touch."""
 
+    model_files = None
+
     def __init__(self, model: Any) -> None:
         self.model, self.version, self.thread = model, 3, TorchThread()
 
@@ -328,5 +330,5 @@ def test_every_setting_has_its_words():
     from rollouts.plugins.signature import read_signature
 
     signature = read_signature(create_hf_inference, "inference")
-    assert signature.requests == ("model", "training", "seed")
+    assert signature.requests == ("model", "training", "seed", "lora_roles")
     assert all(setting.doc and "\n" not in setting.doc and len(setting.doc) < 120 for setting in signature.settings)

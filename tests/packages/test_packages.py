@@ -173,6 +173,6 @@ def test_an_environment_of_another_contract_version_is_refused_before_it_is_impo
     later = pip_install("acme_later")
     for command in (("run", "--env", "acme_later", "--dry-run"), ("plugins", "show", "acme_later")):
         done = rollouts(*command, path=(later,))
-        assert_mistake(done, "is written for version 2 of the environment contract", "runs version 1")
+        assert_mistake(done, "is written for version 2 of the contract", "runs version 1")
         assert_mistake(done, "type: pip install --upgrade rollouts-rl, or install another release")
     assert "acme_later" in rollouts("plugins", "list", path=(later,)).stdout

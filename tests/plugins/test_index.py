@@ -248,7 +248,7 @@ def test_core_components_use_the_same_door():
     for group, points in groups.items():
         assert group.removeprefix("rollouts.") in KINDS
         for name, value in points.items():
-            module, colon, attribute = value.partition(":")
+            module, colon, attribute = value.partition(" [")[0].partition(":")
             assert module.startswith("rollouts.") and all(map(str.isidentifier, module.split("."))), (name, value)
             assert colon and attribute.isidentifier(), (name, value)
 

@@ -14,7 +14,8 @@ from rollouts.config.render import to_toml
 from rollouts.config.resolving import resolve
 from rollouts.config.settings import EVAL, setting_infos
 from rollouts.errors import BrokenPluginError, ConfigError, EnvironmentDefinitionError, RunError
-from rollouts.runs.plan import is_written_by_run, make_plan
+from rollouts.runs.export import is_written_by_run
+from rollouts.runs.plan import make_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from mock_engine import started

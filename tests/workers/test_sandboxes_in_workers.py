@@ -47,7 +47,12 @@ def boxes(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", None)
     with worker_pools():
         yield folder
-    assert list(folder.glob("rollouts-sandbox-*")) == [] and not workers()
+    assert folders(folder) == [] and not workers()
+
+
+def folders(boxes: Path) -> list[Path]:
+    """The folders of the sandboxes."""
+    return list(boxes.glob("rollouts-sandbox-*"))
 
 
 def keepers() -> list[psutil.Process]:
@@ -108,9 +113,10 @@ def opened(env: Any, count: int) -> Any:
 @pytest.mark.parametrize("how", ["killed", "closed", "episode", "forgotten"])
 def test_sandboxes_end_with_the_worker_or_the_episode(how, boxes):
     (env,) = make_plan(resolve({"env": BOXED, "worker": "process", "eval_tasks": 0})).environments
+    before = keepers()  # those of other tests, if any
     held = opened(env, 3)
-    assert len(list(boxes.iterdir())) == 3 and len(keepers()) >= 3
-    kept = keepers()
+    kept = [each for each in keepers() if each not in before]
+    assert len(folders(boxes)) == 3 and len(kept) >= 3
     if how == "killed":
         (worker,) = workers()
         worker.kill()
@@ -126,7 +132,7 @@ def test_sandboxes_end_with_the_worker_or_the_episode(how, boxes):
     held.clear()  # the objects are forgotten
     _, alive = psutil.wait_procs(kept, timeout=60)
     assert not alive
-    until(lambda: not list(boxes.iterdir()))
+    until(lambda: not folders(boxes))
     assert env.remote.pool.deaths == (how == "killed")
 
 
@@ -140,7 +146,7 @@ rollouts.run(env={BOXED!r}, worker="process", out="run", steps=1000, prompts_per
 def test_nothing_is_left_of_a_run_that_is_killed(boxes):
     process = subprocess.Popen([sys.executable, "-c", RUN])
     try:
-        while not Path("run/metrics.jsonl").exists() or not list(boxes.iterdir()):
+        while not Path("run/metrics.jsonl").exists() or not folders(boxes):
             assert process.poll() is None
             time.sleep(0.01)
         children = psutil.Process(process.pid).children(recursive=True)

@@ -210,6 +210,7 @@ def _new_engine(subject: Subject) -> Any:
         "folder": str(subject.scratch / "run"),
         "concurrency": 2,
         "lora_rank": 0,
+        "lora_roles": (),
     }
     try:
         with trying("make the engine"):

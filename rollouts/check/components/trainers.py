@@ -220,6 +220,7 @@ async def _made(subject: Subject) -> AsyncIterator[Any]:
         "steps": 10,
         "lr": LR,
         "lora_rank": 0,
+        "lora_roles": (),
         "tokens_per_microbatch": 4096,
         "algorithms": {"main": ALGORITHM},
         "auxiliary_models": None,

@@ -162,12 +162,15 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
 
 class SavedCache(NamedTuple):
-    """A session's keys and values [layers, heads, K, dim] for `tokens` [K], computed by policy `version`."""
+    """A session's keys and values [layers, heads, K, dim] for `tokens` [K], computed by policy `version`, with the
+    adapter of `role` if each role has one.
+    """
 
     version: int
     tokens: list[int]
     keys: Tensor
     values: Tensor
+    role: str = ""
 
     @property
     def bytes(self) -> int:
@@ -215,12 +218,12 @@ class SessionCaches:
                 self._live[session] = saved
                 self._bytes += saved.bytes
 
-    def take(self, session: str, version: int) -> SavedCache | None:
+    def take(self, session: str, version: int, role: str = "") -> SavedCache | None:
         """Remove and return the session's cache; None if the session has no cache, or if other weights computed it."""
         with self._lock:
             saved = self._live.get(session)
             self._forget(session)
-        return saved if saved is not None and saved.version == version else None
+        return saved if saved is not None and (saved.version, saved.role) == (version, role) else None
 
     def _forget(self, session: str) -> None:
         saved = self._live.get(session)

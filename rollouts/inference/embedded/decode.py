@@ -33,6 +33,7 @@ from rollouts.inference.embedded.decode_slots import (
     detect_cache_support,
 )
 from rollouts.inference.embedded.scheduler import InferenceStatistics
+from rollouts.training.backends.lora import use_adapter
 
 BLOCK = 64  # random numbers per draw
 GROWTH = 64  # columns reserved for replies at first; longer replies grow the buffer
@@ -62,14 +63,22 @@ class Decoder:
             return detect_cache_support(self.network)
 
     def run(self, rows: list[DecodeRow], version: int, deliver: Callable[[list[DecodeRow]], None]) -> None:
-        """Sample every row with weights `version`. `deliver` is called with rows as soon as they finish.
+        """Sample every row with weights `version`, one role after another. `deliver` is called with rows as soon as
+        they finish.
 
         Raises InferenceError if the model's logits are not finite.
         """
         self.statistics.batches += 1
+        for role in dict.fromkeys(row.role for row in rows):
+            if role:
+                use_adapter(self.model, role)
+            self._run([row for row in rows if row.role == role], version, deliver)
+
+    def _run(self, rows: list[DecodeRow], version: int, deliver: Callable[[list[DecodeRow]], None]) -> None:
+        """Sample rows of one role."""
         with evaluating(self.model):
             for row in rows:
-                saved = None if row.session is None else self.sessions.take(row.session, version)
+                saved = None if row.session is None else self.sessions.take(row.session, version, row.role)
                 if saved is not None:
                     # The common prefix is reused; the last token is always computed.
                     row.cached = common_prefix(saved.tokens, row.tokens[:-1])
@@ -113,8 +122,10 @@ class Decoder:
         """Free the buffer between phases of generation. Sessions keep their caches."""
         self._cache = None
 
-    def score(self, tokens: list[int], temperature: float) -> list[float]:
+    def score(self, tokens: list[int], temperature: float, role: str = "") -> list[float]:
         """The logprob of each token [L] given the tokens before it, in float32; the first is 0.0."""
+        if role:
+            use_adapter(self.model, role)
         with evaluating(self.model):
             ids = torch.tensor([tokens], device=self.network.device)
             logits = self.network.model(input_ids=ids, use_cache=False).logits[0, :-1]

@@ -40,6 +40,7 @@ class DecodeRow:
     temperature: float
     numbers: Iterator[float]
     session: str | None = None
+    role: str = ""  # whose adapter decodes it; empty: the model has no adapters by role
     pending: Any = None  # the `PendingRequest` that the row answers
     sampled: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -217,7 +218,9 @@ class CachedSlots:
                 continue
             if self.sessions.has_room(row.session, row.length * self.cache.shape.token_bytes):
                 tokens = (row.tokens + row.sampled)[: row.length]
-                self.sessions.store(row.session, SavedCache(self.version, tokens, *self.cache.read(slot, row.length)))
+                self.sessions.store(
+                    row.session, SavedCache(self.version, tokens, *self.cache.read(slot, row.length), row.role)
+                )
         leaving = set(finished)
         remaining = len(rows) - len(finished)
         gaps = [slot for slot in finished if slot < remaining]

@@ -41,8 +41,9 @@ class HFInference:
 
     With a training backend it uses the backend's `thread`, `model` and `version`. With a sharded backend, `model` is a
     copy, and every update writes new weights into it. Without a backend the engine has its own thread, which ends when
-    you leave the context manager. `adapter` is the PeftModel around this copy if updates bring only the adapter. If
-    `generate` is cancelled, its row leaves the batch at the next step.
+    you leave the context manager. `adapter` is the PeftModel around this copy if updates bring only the adapter.
+    `roles` are those with an adapter of their own in the model: each request then names its role. If `generate` is
+    cancelled, its row leaves the batch at the next step.
     """
 
     model: Any
@@ -54,6 +55,7 @@ class HFInference:
     context_tokens: int = 0
     wait_seconds: float = 1800.0
     adapter: Any = None
+    roles: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         from rollouts.inference.embedded.decode import Decoder
@@ -121,13 +123,13 @@ class HFInference:
     async def generate(self, request: GenerateRequest) -> Generation:
         """Sample one turn, in a batch with the other waiting requests.
 
-        Raises InferenceError if an id is outside the vocabulary, the context is too long, the model fails, or the wait
-        for other episodes exceeds `wait_seconds`.
+        Raises InferenceError if an id is outside the vocabulary, the context is too long, the role has no adapter, the
+        model fails, or the wait for other episodes exceeds `wait_seconds`.
         """
         assert request.max_tokens >= 1, f"max_tokens must be at least 1, got {request.max_tokens}"
         assert request.tokens, "a request needs at least one token of context"
         assert request.temperature >= 0, f"temperature must be at least 0, got {request.temperature}"
-        self._check(request.tokens, request.max_tokens)
+        self._check(request.tokens, request.max_tokens, role=request.role)
         pending = PendingRequest(request)
         pending.wait_scope.deadline = trio.current_time() + self.wait_seconds
         try:
@@ -158,13 +160,15 @@ class HFInference:
         """End the session's request early (see `CanAbort`)."""
         self._scheduler.abort(session)
 
-    async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        """The logprob of each token [L] given the tokens before it; the first is 0.0. Raises InferenceError."""
+    async def score(self, tokens: list[int], temperature: float = 1.0, role: str = "") -> list[float]:
+        """The logprob of each token [L] given the tokens before it; the first is 0.0. `role` is like that of a request.
+        Raises InferenceError.
+        """
         assert tokens, "score needs at least one token"
         assert temperature >= 0, f"{temperature=}"
-        self._check(tokens)
+        self._check(tokens, role=role)
         try:
-            return await self._thread.submit(self._decoder.score, list(tokens), temperature)
+            return await self._thread.submit(self._decoder.score, list(tokens), temperature, role if self.roles else "")
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             raise InferenceError(f"the model failed to score {len(tokens)} tokens: {error}") from error
 
@@ -216,7 +220,7 @@ class HFInference:
         """Whether a forward pass works, and how the model is decoded."""
         try:
             cache_support = await self._thread.submit(lambda: self._decoder.cache_support)
-            await self.score([0, 0])
+            await self.score([0, 0], role=next(iter(self.roles), ""))
         except Exception as error:
             return Health(False, self.version, f"{type(error).__name__}: {error}")
         detail = (
@@ -236,8 +240,9 @@ class HFInference:
             request = pending.request
             tokens, stop_ids = list(request.tokens), frozenset(request.stop_ids)
             numbers = uniforms(request.seed, request.offset)
+            role = request.role if self.roles else ""
             pending.row = DecodeRow(
-                tokens, request.max_tokens, stop_ids, request.temperature, numbers, request.session, pending
+                tokens, request.max_tokens, stop_ids, request.temperature, numbers, request.session, role, pending
             )
             pending.wait_scope.deadline = math.inf  # no deadline once the request runs
         try:
@@ -275,8 +280,13 @@ class HFInference:
             failure.__cause__ = error
             post(rows, failure)
 
-    def _check(self, tokens: list[int], reply: int = 0) -> None:
-        """Raise InferenceError for ids outside the vocabulary, and if context and reply exceed the limit."""
+    def _check(self, tokens: list[int], reply: int = 0, *, role: str) -> None:
+        """Raise InferenceError for ids outside the vocabulary, for a role without an adapter, and if context and reply
+        exceed the limit.
+        """
+        if self.roles and role not in self.roles:
+            asked = f"the role {role} has no adapter" if role else "each role has an adapter, and a request names none"
+            raise InferenceError(f"{asked}; there are adapters of {', '.join(self.roles)}", is_transient=False)
         lowest, highest = min(tokens), max(tokens)
         if lowest < 0 or highest >= self.vocabulary_size:
             wrong = lowest if lowest < 0 else highest
@@ -297,6 +307,7 @@ def create_hf_inference(
     model: str,
     training: Any,
     seed: int,
+    lora_roles: tuple[str, ...] | None = None,
     *,
     rows_max: int = 256,
     cache_gib: float = 4.0,
@@ -308,8 +319,9 @@ def create_hf_inference(
 ) -> HFInference:
     """The embedded engine. It uses the trainer's model, or loads `model` if there is no trainer or a sharded one.
 
-    `seed` is not used, because every request has its own seed. Raises ModelError if the model cannot be loaded, and
-    ConfigError if a setting is out of bounds, or if `dtype` or `device` is given although there is a trainer.
+    `seed` is not used, because every request has its own seed. `lora_roles` are the roles with an adapter of their own
+    in the checkpoint `model`; a trainer says which ones its model has. Raises ModelError if the model cannot be loaded,
+    and ConfigError if a setting is out of bounds, or if `dtype` or `device` is given although there is a trainer.
 
     Args:
         rows_max: rows that decode at the same time; the other rows of a batch wait
@@ -327,12 +339,16 @@ def create_hf_inference(
         ("--inference.context-tokens", context_tokens, context_tokens >= 0, "0 (the model's own limit) or more"),
         ("--inference.wait-seconds", wait_seconds, wait_seconds > 0, "a number above 0"),
     )
-    from rollouts.training.backends.lora import wrap_in_adapter
-    from rollouts.training.models import load_hf_model
+    from rollouts.training.backends.lora import load_role_adapters, wrap_in_adapter
+    from rollouts.training.models import base_of, load_hf_model, role_adapters
 
-    adapter = None
+    adapter, roles = None, tuple(lora_roles or ())
     if training is None:
-        network = load_hf_model(model, dtype="float32" if dtype == "auto" else dtype, device=device)
+        folders = role_adapters(model) if roles else {}
+        base = base_of(next(iter(folders.values()))) if folders else model
+        network = load_hf_model(base, dtype="float32" if dtype == "auto" else dtype, device=device)
+        if folders:
+            load_role_adapters(network, folders)
     else:
         for name, value in (("dtype", dtype), ("device", device)):
             if value != "auto":
@@ -340,7 +356,7 @@ def create_hf_inference(
                     f"--inference.{name} {value}: this engine shares the trainer's parameters; "
                     f"type --training.{name} {value}"
                 )
-        network = training.model
+        network, roles = training.model, training.model_files.roles if training.model_files else ()
         if network is None:  # sharded: rank 0 samples with its own copy
             network = load_hf_model(model, dtype=training.compute_dtype, device=training.device)
             if training.model_files.adapter_config is not None:
@@ -354,6 +370,7 @@ def create_hf_inference(
         context_tokens=context_tokens,
         wait_seconds=wait_seconds,
         adapter=adapter,
+        roles=roles,
     )
 
 

@@ -1,28 +1,33 @@
-"""Low-rank adapters through peft: inject them, read their weights, merge a copy.
+"""Low-rank adapters through peft: inject them, choose the one of a role, read their weights, merge a copy.
 
 The causal LM keeps its class. Adapters are injected into its linear layers, so generation and training use one model.
-Only the adapters are trained. Not here: adapters with dropout (ratios would not be 1), several adapters at once.
+Only the adapters are trained. A model has one adapter, or one for each role, of which one is in use at a time; names of
+weights then begin with the role, as in `buyer/base_model...`. Not here: adapters with dropout (ratios would not be 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, ModelError
 from rollouts.training.models import no_peft_warnings, one_at_a_time, tied_with_adapter
+from rollouts.training.weights.files import read_tensors
 
 Whole = Callable[[Iterable[tuple[str, Tensor]]], dict[str, Tensor]]
 """Makes CPU copies by name. Joins sharded tensors. Returns an empty dict on ranks above 0."""
 
 ADAPTER = "default"
+_OF_ROLE = "role_"  # so that no role has a name that peft or torch refuses
 
 
-def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed: int) -> Any:
-    """Make a PeftModel of the causal LM, which changes in place. `alpha` None: 2 * rank.
+def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed: int, roles: Sequence[str] = ()) -> Any:
+    """Make a PeftModel of the causal LM, which changes in place. `alpha` None: 2 * rank. `roles`: those with an adapter
+    of their own; empty: one adapter.
 
     `targets` is "all-linear", or names of layers, separated by commas. Raises ConfigError if no layer matches, or if
     the weight of a layer is tied to another one.
@@ -42,7 +47,7 @@ def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed:
     with one_at_a_time(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            wrapped = wrap_in_adapter(causal, config)
+            wrapped = wrap_in_adapter(causal, config, roles)
         except ValueError as error:
             raise ConfigError(
                 f"lora_targets {targets!r} match no layer of {type(causal).__name__}; "
@@ -59,33 +64,83 @@ def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed:
 
 
 @one_at_a_time()
-def wrap_in_adapter(causal: Any, config: Any) -> Any:
+def wrap_in_adapter(causal: Any, config: Any, roles: Sequence[str] = ()) -> Any:
     """Make a PeftModel of the causal LM, which changes in place, from peft's configuration. Raises ValueError."""
     from peft import get_peft_model
 
     with no_peft_warnings():
-        return get_peft_model(causal, config)
+        first, *others = [_OF_ROLE + role for role in roles] or [ADAPTER]
+        wrapped = get_peft_model(causal, config, adapter_name=first)
+        for name in others:
+            wrapped.add_adapter(name, config)
+    for role in reversed(roles):
+        use_adapter(causal, role)
+    return wrapped
+
+
+def load_role_adapters(causal: Any, folders: Mapping[str, Path]) -> None:
+    """Add the adapters in these folders, by role. The causal LM changes in place. Raises ModelError."""
+    from peft import LoraConfig
+
+    first = next(iter(folders.values()))
+    try:
+        own = adapter_parameters(wrap_in_adapter(causal, LoraConfig.from_pretrained(str(first)), tuple(folders)))
+        for role, folder in folders.items():
+            for name, tensor in read_tensors(folder).items():
+                own[f"{role}/{name}"].data.copy_(tensor)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:  # peft and torch have no errors of their own
+        what = f"the adapters in {first.parent} do not fit {causal.name_or_path}: {error}"
+        raise ModelError(f"{what}; give another checkpoint") from error
+
+
+def roles_of(peft_model: Any) -> tuple[str, ...]:
+    """The roles with an adapter of their own; empty for one adapter, and for None."""
+    names = [] if peft_model is None else peft_model.peft_config
+    return tuple(name.removeprefix(_OF_ROLE) for name in names if name != ADAPTER)
+
+
+def trained_sets(peft_model: Any) -> list[list[Any]]:
+    """The parameters of each role's adapter, in the order of `roles_of`."""
+    own = adapter_parameters(peft_model) if peft_model is not None else {}
+    return [[each for name, each in own.items() if name.startswith(f"{role}/")] for role in roles_of(peft_model)]
+
+
+def use_adapter(causal: Any, role: str) -> None:
+    """From now on, the causal LM computes with the adapter of this role. The others stay trainable."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    name = _OF_ROLE + role
+    for module in causal.modules():
+        if isinstance(module, BaseTunerLayer) and module.active_adapters != [name]:
+            module.set_adapter(name)  # freezes the others
+            for layers in module.adapter_layer_names:
+                getattr(module, layers).requires_grad_(True)
 
 
 def read_adapter_weights(peft_model: Any, whole: Whole) -> dict[str, Tensor]:
-    """A CPU copy of the adapter's weights, under the names of peft's files."""
-    from peft import get_peft_model_state_dict
-
-    state = get_peft_model_state_dict(peft_model, adapter_name=ADAPTER, save_embedding_layers=False)
-    return whole(state.items())
+    """A CPU copy of the adapters' weights, under the names of peft's files."""
+    return whole((prefix + name, tensor) for _, prefix, name, tensor in _states(peft_model))
 
 
 def adapter_parameters(peft_model: Any) -> dict[str, Tensor]:
-    """The adapter's own parameters, under the names of peft's files."""
-    from peft import get_peft_model_state_dict
-
+    """The adapters' own parameters, under the names of peft's files."""
     named = dict(peft_model.named_parameters())
     found: dict[str, Tensor] = {}
-    for name in get_peft_model_state_dict(peft_model, adapter_name=ADAPTER, save_embedding_layers=False):
+    for adapter, prefix, name, _ in _states(peft_model):
         stem, _, last = name.rpartition(".")  # names in peft's files do not contain the adapter's name
-        own = next(each for each in (name, f"{stem}.{ADAPTER}.{last}", f"{name}.{ADAPTER}") if each in named)
-        found[name] = named[own]
+        own = next(each for each in (name, f"{stem}.{adapter}.{last}", f"{name}.{adapter}") if each in named)
+        found[prefix + name] = named[own]
     return found
+
+
+def _states(peft_model: Any) -> Iterator[tuple[str, str, str, Tensor]]:
+    """Of each weight: its adapter, the prefix of its role, its name in peft's files, and its values."""
+    from peft import get_peft_model_state_dict
+
+    for adapter in peft_model.peft_config:
+        prefix = "" if adapter == ADAPTER else adapter.removeprefix(_OF_ROLE) + "/"
+        state = get_peft_model_state_dict(peft_model, adapter_name=adapter, save_embedding_layers=False)
+        yield from ((adapter, prefix, name, tensor) for name, tensor in state.items())
 
 
 def merged_weights(causal: Any, whole: Whole) -> dict[str, Tensor]:

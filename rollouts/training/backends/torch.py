@@ -65,6 +65,7 @@ def create_torch_backend(
     algorithms: dict[str, Algorithm],
     auxiliary_models: AuxiliaryModels | None,
     make_optimizer: MakeOptimizer | None = None,
+    lora_roles: tuple[str, ...] | None = None,
     *,
     settings: TorchSettings = TorchSettings(),
     share_prefix: bool = True,
@@ -79,7 +80,7 @@ def create_torch_backend(
     check_torch(locals())
     chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=share_prefix)
     causal = load_hf_model(model, dtype=settings.dtype, device=settings.device, attention=settings.attention)
-    adapter = put_in(causal, settings, lora_rank, seed)
+    adapter = put_in(causal, settings, lora_rank, seed, lora_roles or ())
     source = resolve_model_name(model)
     trainer = Trainer(
         causal,
@@ -93,7 +94,7 @@ def create_torch_backend(
     return TorchBackend(Executor(trainer))
 
 
-def put_in(causal: Any, settings: TorchSettings, lora_rank: int, seed: int) -> Any:
+def put_in(causal: Any, settings: TorchSettings, lora_rank: int, seed: int, roles: Sequence[str] = ()) -> Any:
     """Convert the causal LM's head to float32 and inject adapters, as the settings say. Returns the PeftModel, or
     None.
     """
@@ -101,7 +102,8 @@ def put_in(causal: Any, settings: TorchSettings, lora_rank: int, seed: int) -> A
         use_float32_head(causal)
     if not lora_rank:
         return None
-    return lora.add_lora(causal, rank=lora_rank, alpha=settings.lora_alpha, targets=settings.lora_targets, seed=seed)
+    alpha, targets = settings.lora_alpha, settings.lora_targets
+    return lora.add_lora(causal, rank=lora_rank, alpha=alpha, targets=targets, seed=seed, roles=roles)
 
 
 # --- executors --------------------------------------------------------------------------------------------------------
@@ -251,6 +253,8 @@ class TorchBackend:
         """A CPU copy by name. `full` has the adapters merged in. `adapter` raises TrainingError without LoRA."""
         if kind == "adapter" and self._trainer.adapter is None:
             raise TrainingError('this run trains all weights, so there is no adapter; ask for kind "full"')
+        if kind == "full" and self._trainer.roles:
+            raise TrainingError('each role has an adapter, so there are no merged weights; ask for kind "adapter"')
         weights: dict[str, Any] = self._executor.call("get_weights", kind=kind)
         return weights
 

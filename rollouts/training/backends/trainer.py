@@ -34,7 +34,7 @@ from rollouts.training.backends.profiling import Profile, peak_gib
 from rollouts.training.backends.sharding import Sharding
 from rollouts.training.backends.transformer import ModelPaths, inspect_model, prefers_packing
 from rollouts.training.batches import AuxiliaryModels, Row, StepResult, TrainBatch
-from rollouts.training.batching import BUCKET_SAVING_MIN, MICROBATCH_SAVING_MIN, Keep, split_microbatches
+from rollouts.training.batching import BUCKET_SAVING_MIN, MICROBATCH_SAVING_MIN, Keep, split_by_role, split_microbatches
 from rollouts.training.estimates import ModelSize, model_size_of, moments_of, peak_flops, train_flops
 from rollouts.training.models import prepare_gradient_checkpointing
 from rollouts.training.weights import checkpoint, files, store
@@ -61,6 +61,7 @@ class Trainer:
     Attributes:
         networks: everything that is trained
         causal: the policy, with its adapters; sharded if this trainer shards
+        roles: the roles with an adapter of their own; empty: there is one policy
         version: the number of optimizer steps that changed the weights
         notes: which optimizations this model cannot use, for the user
     """
@@ -85,14 +86,14 @@ class Trainer:
         self.rank = rank
         self.algorithms = dict(algorithms)
         self.adapter = adapter
+        self.roles = lora.roles_of(adapter)
         self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"  # the content of checkpoints
         self.is_sharded = shards is not None
         # Absolute, because every save reads it, and the working directory may have changed.
         self._source = str(Path(source).absolute()) if source is not None and Path(source).is_dir() else source
         self._settings, self.lr = settings, settings.lr
         self._shards = shards
-        self._denominator = 0.0
-        self._skipped = 0
+        self._denominator, self._skipped = 0.0, 0
         self._not_finite = 0  # steps in a row that were skipped because of a non-finite gradient
         self._never_flat: set[str] = set()  # algorithms that had a gradient at rows without an advantage
         self._profile = Profile()
@@ -120,8 +121,8 @@ class Trainer:
         computes = (shards and shards.compute_dtype) or causal.dtype
         self.compute_dtype = str(computes).removeprefix("torch.")
         self._parameters = [p for p in causal.parameters() if p.requires_grad]
-        # Sets of parameters that are clipped together, with their learning rates: the policy, and the critic.
-        self._sets = [(self._parameters, settings.lr)]
+        # Sets that are clipped together, with learning rates: the policy or the adapter of each role, and the critic.
+        self._sets = [(each, settings.lr) for each in lora.trained_sets(adapter) or [self._parameters]]
         if critic is not None:
             self._sets.append(([p for p in critic.parameters() if p.requires_grad], wanted.critic_lr))
         self._names = {p: name for name, p in self.networks.named_parameters() if p.requires_grad}
@@ -146,8 +147,8 @@ class Trainer:
     @functools.cached_property
     def model_files(self) -> files.ModelFiles:
         """The files beside the weights in a folder for other programs."""
-        config = None if self.adapter is None else self.adapter.peft_config[lora.ADAPTER]
-        return files.ModelFiles(self.causal, config, self._source)
+        config = None if self.adapter is None else next(iter(self.adapter.peft_config.values()))
+        return files.ModelFiles(self.causal, config, self._source, self.roles)
 
     def _inspect(self, wanted: AuxiliaryModels, critic: Critic | None, **how: Any) -> Models:
         """Find out how to run the policy, and load the teacher. Raises ConfigError, ModelError."""
@@ -170,9 +171,9 @@ class Trainer:
 
     def split(self, batch: TrainBatch, keep: Keep, only_live: bool, *, trained: bool = False) -> list[list[Row]]:
         """Split the rows into microbatches. If `trained`, flat rows may get microbatches of their own."""
-        return split_microbatches(
-            batch,
-            self._settings.tokens_per_microbatch,
+        split = functools.partial(
+            split_microbatches,
+            tokens_max=self._settings.tokens_per_microbatch,
             share_prefix=self.shares_prefix,
             keep=keep,
             only_live=only_live,
@@ -180,6 +181,7 @@ class Trainer:
             saving_min=self._microbatch_saving_min,
             flat_apart=trained and self._tries_flat(batch.algorithm),
         )
+        return split_by_role(batch, self.roles, split) if self.roles else split(batch)
 
     def _tries_flat(self, name: str) -> bool:
         """Whether flat rows may skip the backward pass. Never with several ranks, which wait for each other in every
@@ -217,6 +219,7 @@ class Trainer:
             if not any(wanted):
                 continue
             self._progressed()
+            self._use_adapter(self._adapter_of(chosen))
             results = [predict((chosen, wanted), temperature, own)] if own else []
             if "ref_logprobs" in needs:
                 assert self._reference is not None, "check_forward has refused it"
@@ -237,15 +240,19 @@ class Trainer:
         sums = MetricSums()
         learned: list[bool] = []  # for each microbatch with a backward pass and rows: whether it had a gradient
         flat: list[int] = []
+        still, moved = set[str](), set[str]()  # the adapters of flat rows, and of rows with a gradient
         try:
             # transformers checkpoints activations in training mode only. All dropout is 0.
             self.causal.train(self._settings.gradient_checkpointing)
             for number, rows in enumerate(shard.microbatches()):
                 if self._forward_only(rows, work, sums):
                     flat.append(number)
+                    still.add(self._adapter_of(rows))
                     continue
                 learned += self._microbatch(rows, work, sums)
-            if flat and not any(learned):  # momentum still moves weights with a gradient of 0, but not without one
+                moved |= {self._adapter_of(rows)} if rows and learned[-1] else set()
+            for role in sorted(still - moved):  # momentum still moves weights with a gradient of 0, but not without one
+                self._use_adapter(role)
                 self.networks(self._zero_objective, work.requested).backward()
             reading = sums.read()
         except BaseException:
@@ -274,9 +281,10 @@ class Trainer:
         gradients = [[p.grad for p in chosen if p.grad is not None] for chosen, _ in self._sets]
         has_tokens = denominator > 0
         norms = [_norm(each) / denominator if each and has_tokens else 0.0 for each in gradients]
-        metrics = {"optim/lr": settings.lr * factor, "optim/grad_norm": norms[0]}
-        if len(norms) > 1:
-            metrics["optim/critic_grad_norm"] = norms[1]
+        policies = len(self.roles) or 1
+        metrics = {"optim/lr": settings.lr * factor, "optim/grad_norm": math.hypot(*norms[:policies])}
+        if len(norms) > policies:
+            metrics["optim/critic_grad_norm"] = norms[policies]
         finite = all(map(math.isfinite, norms))
         if not any(gradients) or not has_tokens or not finite:
             self._skipped += 1
@@ -425,6 +433,14 @@ class Trainer:
             tensors["reference"] = dict(zip(names, self._reference.tensors, strict=True))
         return tensors
 
+    def _adapter_of(self, rows: Sequence[Row]) -> str:
+        """The role whose adapter these rows need; empty if there is one policy."""
+        return rows[0].role if self.roles else ""
+
+    def _use_adapter(self, role: str) -> None:
+        if self.roles:
+            lora.use_adapter(self.causal, role)
+
     def _reshard(self) -> None:
         if self._shards is not None:
             sharding.reshard(self.networks)
@@ -485,6 +501,7 @@ class Trainer:
 
     def _score(self, rows: list[Row], work: _Work) -> Scored:
         """Run the networks for the live tokens of the rows."""
+        self._use_adapter(self._adapter_of(rows))
         wanted = [[t for t, weight in enumerate(row.loss_mask) if weight > 0] for row in rows]
         return self._models.score((rows, wanted), work.batch.temperature, work.requested)
 

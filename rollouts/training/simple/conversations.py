@@ -19,8 +19,9 @@ import msgspec
 
 from rollouts.chat import ChatFormat, SupervisedRow, tokenize_supervised
 from rollouts.chat.format import chat_format
-from rollouts.env.prompts import read_rows
-from rollouts.errors import ConfigError, ModelError, TrainingError, first_line
+from rollouts.data.loaders import NotARow
+from rollouts.data.source import open_rows
+from rollouts.errors import ConfigError, ModelError, TrainingError
 from rollouts.training.simple.samples import Sample
 from rollouts.types import Message
 
@@ -140,27 +141,16 @@ def load_rows(
         num_samples = given.get("num_samples") or num_samples
     if num_samples is not None and num_samples < 0:
         raise ConfigError(f"num_samples is {num_samples}; expected 0 or more, or None for all rows")
-    path = Path(dataset)
-    rows = read_rows(path) if path.suffix in (".jsonl", ".json") else _hub_rows(str(dataset), split)
-    for place, row in itertools.islice(rows, num_samples):
+    name = str(dataset)
+    if Path(name).suffix not in (".jsonl", ".json"):
+        repository, _, config = name.partition(":")
+        dataset = {"name": f"hub:{repository}", "config": config, "split": split}
+    for place, row in itertools.islice(open_rows(dataset if isinstance(dataset, dict) else name), num_samples):
+        if isinstance(row, NotARow):
+            raise ConfigError(f"{place}: {row.why}")
         if not isinstance(row, dict):
             raise ConfigError(f"{place}: a row is a table of keys and values, got {type(row).__name__}")
         yield place, row
-
-
-def _hub_rows(name: str, split: str) -> Iterator[tuple[str, Any]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(f"the dataset {name} needs the library datasets: pip install datasets") from error
-    repository, _, config = name.partition(":")
-    try:
-        found = datasets.load_dataset(repository, config or None, split=split)
-    except Exception as error:  # the library raises many kinds: no such name, no network, no such split
-        what = f"the dataset {name} (split {split}) cannot be loaded: {first_line(error)}"
-        raise ConfigError(f"{what}; give a .jsonl file, or a name on the hub as `name` or `name:config`") from error
-    for number, row in enumerate(found, start=1):
-        yield f"{name}, row {number}", row
 
 
 def _conversation(row: Mapping[str, Any], place: str) -> list[Any]:

@@ -59,6 +59,7 @@ class Endpoint:
             "folder": "",
             "concurrency": concurrency,
             "lora_rank": 0,
+            "lora_roles": (),
         }
         address = {"url": self.api_base} if self.api_base else {}
         make = load_component(find_component("inference", self.provider))

@@ -3,7 +3,8 @@
     v000012/   of all weights: config.json, generation_config.json, the tokenizer's files, model.safetensors
                of an adapter: adapter_config.json, adapter_model.safetensors
 
-Checkpoints have the same files (`write_weights`, `read_weights`). Names of tensors are those of transformers' and
+Checkpoints have the same files (`write_weights`, `read_weights`); if each role has an adapter, in a folder
+`adapters/<role>`. Names of tensors are those of transformers' and
 peft's files. Of tied weights, only the first is written. A folder for servers gets its name when it is complete, and
 `check_folder` reads every byte of it. Not here: sending (`sync`), and other parts of a checkpoint (`checkpoint`).
 """
@@ -23,7 +24,7 @@ from typing import Any, Literal, NamedTuple
 from rollouts.disk import HIDDEN_NAME, new_folder
 from rollouts.errors import ConfigError, InferenceError, ModelError
 from rollouts.inference.base import TensorInfo
-from rollouts.training.models import load_hf_model, load_tokenizer, no_progress_bars
+from rollouts.training.models import ADAPTERS, load_hf_model, load_tokenizer, no_progress_bars, role_adapters
 from rollouts.training.weights.store import crc32_of, damaged
 
 Kind = Literal["full", "adapter"]
@@ -43,11 +44,13 @@ class ModelFiles(NamedTuple):
             meta device
         adapter_config: peft's configuration; None: all weights are trained
         source: the folder or name with the tokenizer, or None
+        roles: the roles with an adapter of their own, with whose names those of the weights begin (`buyer/...`)
     """
 
     causal: Any
     adapter_config: Any = None
     source: str | None = None
+    roles: tuple[str, ...] = ()
 
 
 # --- in a checkpoint --------------------------------------------------------------------------------------------------
@@ -65,8 +68,11 @@ def write_weights(folder: Path, kind: Kind, weights: Mapping[str, Any], files: M
         assert files.adapter_config is not None, "a backend with an adapter has its configuration"
         config = copy.copy(files.adapter_config)
         config.inference_mode = True  # as peft writes it, because adapters are usually loaded for inference
-        config.save_pretrained(str(folder))
-        save_tensors(folder / WEIGHTS["adapter"], weights)
+        parts = {folder / ADAPTERS / role: f"{role}/" for role in files.roles} or {folder: ""}
+        for place, prefix in parts.items():
+            own = {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
+            config.save_pretrained(str(place))
+            save_tensors(place / WEIGHTS["adapter"], own)
     return copy_tokenizer(files.source, folder)
 
 
@@ -76,7 +82,8 @@ def read_weights(path: str, *, kind: str, dtype: Any) -> dict[str, Any]:
     """
     try:
         if kind == "adapter":
-            return read_tensors(path)
+            parts = {f"{role}/": folder for role, folder in role_adapters(path).items()} or {"": Path(path)}
+            return {prefix + name: t for prefix, place in parts.items() for name, t in read_tensors(place).items()}
         return dict(load_hf_model(path, dtype=str(dtype).removeprefix("torch."), device="cpu").state_dict())
     except (OSError, ConfigError) as error:
         raise damaged(path, f"the weights of the checkpoint {path} cannot be read: {error}") from error

@@ -1,0 +1,176 @@
+"""The loaders of the core: `jsonl`, `json`, `csv`, `parquet`, `arrow` and `hub`.
+
+    rollouts run --data rows.parquet --data.prompt question --reward pkg/f
+
+A loader takes what `--data` names and returns the rows, each a dict. JSON needs only the standard library. All other
+formats are read by the library datasets, which is in the extra `data`. Not here: which loader reads a file (`source`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import gzip
+import json as json_library
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollouts.errors import ConfigError, first_line, in_lines, suggestion
+
+
+class NotARow(NamedTuple):
+    """A place without a row: why, in words. Empty words mean a blank line."""
+
+    why: str
+
+
+def jsonl(source: str) -> Iterator[Any]:
+    """One JSON object a line. The file may be compressed with gzip. Blank lines are skipped."""
+    opener: Any = gzip.open if Path(source).suffix == ".gz" else open
+    try:
+        # Windows' editors write a byte order mark. Only "\n" ends a line: JSON text may contain U+2028.
+        with opener(source, "rt", encoding="utf-8-sig", newline="\n") as lines:
+            yield from json_lines(lines)
+    except OSError as error:
+        raise _unreadable(source, error) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source} is not UTF-8 text: {error}") from error
+
+
+def json(source: str) -> Iterator[Any]:
+    """One JSON list of objects, or an object whose only list of objects is the rows."""
+    try:
+        text = Path(source).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise _unreadable(source, error) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source} is not UTF-8 text: {error}") from error
+    try:
+        rows = json_library.loads(text)
+    except json_library.JSONDecodeError as error:
+        place = source if error.lineno == 1 else f"{source}, line {error.lineno}"
+        raise ConfigError(f"{place}: {_not_json(error)}") from error
+    if isinstance(rows, dict) and len(lists := [each for each in rows.values() if _is_table(each)]) == 1:
+        rows = lists[0]
+    if not isinstance(rows, list):
+        raise ConfigError(f"{source}: expected a list of rows, got {type(rows).__name__}; one object a line is .jsonl")
+    yield from rows
+
+
+def csv(source: str, *, delimiter: str = ",") -> Iterator[Any]:
+    """A table of text with a line of column names.
+
+    Args:
+        delimiter: the character between two columns
+    """
+    return _file("csv", source, sep=delimiter)
+
+
+def parquet(source: str) -> Iterator[Any]:
+    """A Parquet file."""
+    return _file("parquet", source)
+
+
+def arrow(source: str, *, split: str = "train") -> Iterator[Any]:
+    """A folder that `save_to_disk` of the library datasets wrote, or an Arrow file.
+
+    Args:
+        split: which part of a folder with several
+    """
+    if Path(source).is_file():
+        return _file("arrow", source)
+    import datasets
+
+    try:
+        found = datasets.load_from_disk(source)
+    except Exception as error:  # the library raises many kinds
+        raise ConfigError(f"{source} cannot be read as an Arrow folder: {first_line(error)}") from error
+    if isinstance(found, datasets.DatasetDict):
+        if split not in found:
+            has = f"{source} has no split {split!r}; it has: {', '.join(found)}"
+            raise ConfigError(in_lines(has, suggestion(split, found, "--data.split {}".format)))
+        found = found[split]
+    return map(plain_row, found)
+
+
+def hub(source: str, streaming: bool, *, split: str = "train", config: str = "", revision: str = "") -> Iterator[Any]:
+    """A dataset of the Hugging Face hub, or a folder of data files.
+
+    Args:
+        split: which split; a part of it is `train[:10%]`
+        config: which configuration of the dataset
+        revision: a branch, a tag or a commit
+    """
+    import datasets
+
+    try:
+        given = {"revision": revision} if revision else {}
+        found = datasets.load_dataset(source, config or None, split=split, streaming=streaming, **given)
+    except Exception as error:  # the library raises many kinds: no such name, no network, no such split
+        raise ConfigError(
+            f"the dataset {source} (split {split}) cannot be loaded: {first_line(error)}\n"
+            "type a file, or OWNER/NAME with --data.split SPLIT and --data.config CONFIG"
+        ) from error
+    return map(plain_row, found)
+
+
+def json_lines(lines: Iterable[str]) -> Iterator[Any]:
+    """The rows of lines of JSON, with a NotARow in place of each line that has none."""
+    for line in lines:
+        if not line.strip():
+            yield NotARow("")
+            continue
+        try:
+            yield json_library.loads(line)
+        except json_library.JSONDecodeError as error:
+            yield NotARow(_not_json(error))
+
+
+def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of an Arrow table as JSON would hold it.
+
+    Arrow gives every struct of a column all keys that any of them has, and None for those that it lacks. So inner keys
+    with None are left out. Dates and decimals become text.
+
+    >>> plain_row({"id": None, "messages": [{"role": "user", "content": "Hi", "tool_calls": None}]})
+    {'id': None, 'messages': [{'role': 'user', 'content': 'Hi'}]}
+    """
+    return {key: _plain(value) for key, value in row.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items() if each is not None}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    return str(value) if isinstance(value, decimal.Decimal) else value
+
+
+def _file(form: str, source: str, **options: Any) -> Iterator[Any]:
+    """The rows of a file, read piece by piece: nothing is copied to the library's cache."""
+    import datasets
+
+    if not Path(source).is_file():
+        raise ConfigError(f"{source} cannot be read: No such file or directory; type --data PATH-OF-ROWS")
+    try:
+        rows = datasets.load_dataset(form, data_files=source, split="train", streaming=True, **options)
+        for row in rows:
+            yield plain_row(row)
+    except Exception as error:  # the library raises many kinds
+        cause = error.__cause__ or error
+        raise ConfigError(f"{source} cannot be read as {form}: {first_line(cause)}") from error
+
+
+def _unreadable(source: str, error: OSError) -> ConfigError:
+    return ConfigError(f"{source} cannot be read: {error.strerror or error}; type --data PATH-OF-ROWS")
+
+
+def _not_json(error: json_library.JSONDecodeError) -> str:
+    return f'not JSON: {error.msg} (column {error.colno}); a row is {{"prompt": "...", "answer": ...}}'
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)

@@ -1,0 +1,259 @@
+"""What `--data` names: its loader, its settings, and its rows with their places.
+
+    for row in open_rows({"name": "rows.parquet", "prompt": "question", "limit": 100}):
+        print(row.place, row.value["prompt"])
+
+The value chooses the loader: `rows.csv` by its ending, a folder by its content, `OWNER/NAME` the hub, `LOADER:SOURCE`
+any loader, and a loader's own name one that needs no source. Not here: the loaders, and what a row means.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rollouts.author_code import authors_code
+from rollouts.config.files import NOWHERE
+from rollouts.data.loaders import NotARow, json_lines
+from rollouts.errors import ConfigError, RolloutsError, SignatureError, first_line, in_lines, suggestion, words_of
+from rollouts.plugins.index import ComponentRef, names_file, names_module, normalize
+from rollouts.plugins.loading import install_hint
+from rollouts.plugins.manager import PluginManager
+from rollouts.plugins.settings import converted
+from rollouts.plugins.signature import Signature, call_with, check_signature, read_signature
+
+KIND = "datasets"
+SHUFFLED_MAX = 10_000  # rows of a stream are shuffled through a window of so many
+_SAME_ENDING = {"ndjson": "jsonl", "gz": "jsonl"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """The settings of all data: which columns hold what, and which rows are used.
+
+    A column inside of another one is written with dots: `reward_model.ground_truth`.
+
+    Args:
+        prompt: the column of the prompt, if it is not `prompt`
+        answer: the column of the answer, if it is not `answer`
+        id: the column of the identity of a row, if it is not `id`
+        response: the column of the reply, if it is not `response`
+        messages: the column of the conversation, if it is not `messages`
+        tools: the column of the tools of a conversation, if it is not `tools`
+        limit: use at most so many rows
+        seed: shuffle the rows by this seed, before `limit`
+        streaming: read rows while the run goes on, instead of all of them at its start
+        bad_rows: what to do with a row that cannot be used: end with an error, or skip and count it
+    """
+
+    prompt: str = ""
+    answer: str = ""
+    id: str = ""
+    response: str = ""
+    messages: str = ""
+    tools: str = ""
+    limit: int | None = None
+    seed: int | None = None
+    streaming: bool = False
+    bad_rows: Literal["error", "skip"] = "error"
+
+
+COLUMNS = ("prompt", "answer", "id", "response", "messages", "tools")
+"""The columns that a setting can name."""
+
+
+class Row(NamedTuple):
+    """A row, and its place in words: `rows.jsonl, line 3`."""
+
+    place: str
+    value: Any
+
+
+class Loader(NamedTuple):
+    """The loader of a source, and its settings. `settings` has those of the loader, `rows` those of all data."""
+
+    name: str
+    ref: ComponentRef
+    source: str
+    component: Callable[..., Any]
+    settings: Mapping[str, Any]
+    rows: RowSettings
+
+
+def find_loader(manager: PluginManager, value: str) -> tuple[ComponentRef, str]:
+    """The loader that a value of `--data` chooses, and its source. Raises UserError."""
+    refs = manager.list(KIND)
+    owned = {f"{normalize(ref.distribution)}/{ref.name}" for ref in refs if ref.distribution}
+    name, source = split_value(value, {ref.name for ref in refs} | owned)
+    return manager.find(KIND, name), source
+
+
+def split_value(value: str, loaders: Collection[str]) -> tuple[str, str]:
+    """The name of the loader that a value of `--data` chooses, and its source. `loaders` has the names of all loaders,
+    those of packages also as `dist/name`. Raises ConfigError.
+
+    >>> split_value("rows.jsonl", ["jsonl", "hub"]), split_value("hub:acme/rows", ["jsonl", "hub"])
+    (('jsonl', 'rows.jsonl'), ('hub', 'acme/rows'))
+    """
+    if in_file := re.fullmatch(r"(?P<name>.*\.py:\w+)(?::(?P<source>.*))?", value):
+        return in_file["name"], in_file["source"] or ""
+    head, colon, rest = value.partition(":")
+    if colon and _is_loader(head, loaders):
+        return head, rest
+    path = Path(value)
+    ending = path.suffix.removeprefix(".").lower()
+    ending = _SAME_ENDING.get(ending, ending)
+    if ending in loaders and not path.is_dir():
+        return ending, value
+    if path.is_dir():
+        is_arrow = any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+        return "arrow" if is_arrow else "hub", value
+    if names_module(value) or _is_loader(value, loaders):
+        return value, ""
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", value) and not names_file(value) and not Path(head.split("/")[0]).exists():
+        return "hub", value
+    endings = ", ".join(f".{name}" for name in sorted(loaders) if name not in ("arrow", "hub") and "/" not in name)
+    raise ConfigError(
+        in_lines(
+            f"--data {value}: no loader reads it, and there is no such folder",
+            suggestion(value, loaders),
+            f"files end in {endings}; a dataset of the hub is OWNER/NAME or hub:NAME; other loaders: LOADER:{value}",
+        )
+    )
+
+
+def _is_loader(name: str, loaders: Collection[str]) -> bool:
+    owner, slash, rest = name.partition("/")
+    return name in loaders or (bool(slash) and f"{normalize(owner)}/{rest}" in loaders)
+
+
+def loader_signature(found: Any, label: str) -> Signature:
+    """The inputs of a loader, and its settings after those of all data. Raises SignatureError."""
+    own, common = check_signature(found, KIND, label), read_signature(RowSettings, KIND).settings
+    if taken := {each.name for each in common} & {each.name for each in own.settings}:
+        raise SignatureError(
+            f"{label}: its settings {', '.join(sorted(taken))} have the names of settings that all data has\n"
+            "give them other names"
+        )
+    return own._replace(settings=(*common, *own.settings))
+
+
+def choose_loader(manager: PluginManager, data: str | Mapping[str, Any]) -> Loader:
+    """The loader of a value of `--data`, or of a table with its `name` and settings. Raises UserError."""
+    table = {"name": data} if isinstance(data, str) else data
+    if not isinstance(table.get("name"), str):
+        raise ConfigError('the table of `data` needs a name: data = { name = "rows.jsonl", prompt = "question" }')
+    ref, source = find_loader(manager, table["name"])
+    found, label = manager.load(ref), f"data {table['name']}"
+    given = {key: value for key, value in table.items() if key != "name"}
+    settings = converted(loader_signature(found, label), given, label, NOWHERE, ("data",))
+    common = {each.name: settings.pop(each.name) for each in fields(RowSettings)}
+    return Loader(table["name"], ref, source, found, settings, RowSettings(**common))
+
+
+def open_rows(
+    data: str | Mapping[str, Any], manager: PluginManager | None = None, *, lines: bytes | None = None
+) -> Iterator[Row]:
+    """The rows that `--data` names, in their order or shuffled by `seed`, with renamed columns.
+
+    `lines` are JSON lines in place of the source's content. A row that a loader could not read has a NotARow as its
+    value. Raises UserError, also for a column that a row lacks.
+    """
+    loader = choose_loader(manager or PluginManager(), data)
+    settings = loader.rows
+    if settings.limit is not None and settings.limit < 1:
+        raise ConfigError(f"--data.limit {settings.limit}: expected 1 or more")
+    given = _load(loader) if lines is None else json_lines(lines.decode().split("\n"))
+    rows: Iterator[Row] = _placed(given, loader)
+    if settings.seed is not None:
+        rows = _shuffled(rows, random.Random(settings.seed), SHUFFLED_MAX if settings.streaming else None)
+    rows = itertools.islice(rows, settings.limit)
+    named = {column: getattr(settings, column) for column in COLUMNS if getattr(settings, column)}
+    return _renamed(rows, named, skips=settings.bad_rows == "skip") if named else rows
+
+
+def _renamed(rows: Iterable[Row], columns: Mapping[str, str], *, skips: bool) -> Iterator[Row]:
+    """The rows with renamed columns. A row without a column is no row if bad rows are skipped, but for the first."""
+    for number, (place, value) in enumerate(rows):
+        try:
+            yield Row(place, renamed(value, columns, place))
+        except ConfigError as error:
+            if not (skips and number):
+                raise
+            yield Row(place, NotARow(first_line(error)))
+
+
+def _load(loader: Loader) -> Iterator[Any]:
+    available = {"source": loader.source, "streaming": loader.rows.streaming}
+    label = f"--data {loader.name}"
+    try:
+        with authors_code():
+            rows = call_with(loader.component, available, loader.settings)
+            if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
+                raise ConfigError(f"{label}: its loader returned {type(rows).__name__}; expected an iterable of rows")
+            yield from rows
+    except RolloutsError:
+        raise
+    except ImportError as error:
+        raise ConfigError(in_lines(f"{label}: {first_line(error)}", install_hint(error, loader.ref))) from error
+    except Exception as error:  # a loader may raise anything
+        raise ConfigError(f"{label}: its loader raised {words_of(error)}") from error
+
+
+def _placed(given: Iterable[Any], loader: Loader) -> Iterator[Row]:
+    """The rows with their places, without blank lines."""
+    unit = "line" if split_is_lines(loader) else "row"
+    for number, value in enumerate(given, start=1):
+        if value != NotARow(""):
+            yield Row(f"{loader.source or loader.name}, {unit} {number}", value)
+
+
+def split_is_lines(loader: Loader) -> bool:
+    """Whether the rows of this loader are the lines of a file."""
+    return getattr(loader.component, "__name__", "") == "jsonl"
+
+
+def _shuffled(rows: Iterable[Row], rng: random.Random, window: int | None) -> Iterator[Row]:
+    """The rows in another order. With a `window`, at most so many are in memory, and a row moves about as far."""
+    held: list[Row] = []
+    for row in rows:
+        if window is None or len(held) < window:
+            held.append(row)
+        else:
+            place = rng.randrange(window)
+            yield held[place]
+            held[place] = row
+    rng.shuffle(held)
+    yield from held
+
+
+def renamed(row: Any, columns: Mapping[str, str], place: str) -> Any:
+    """A row with its columns under the names that rollouts reads. Raises ConfigError for a column that it lacks.
+
+    >>> renamed({"q": "2+2?", "meta": {"a": 4}}, {"prompt": "q", "answer": "meta.a"}, "row 1")
+    {'meta': {'a': 4}, 'prompt': '2+2?', 'answer': 4}
+    """
+    if not isinstance(row, dict):
+        return row
+    found, rest = {}, dict(row)
+    for name, column in columns.items():
+        value: Any = row
+        for part in [column] if column in row else column.split("."):
+            if not isinstance(value, dict) or part not in value:
+                raise ConfigError(_no_column(row, name, column, place))
+            value = value[part]
+        found[name] = value
+        rest.pop(column, None)
+    return rest | found
+
+
+def _no_column(row: Mapping[str, Any], name: str, column: str, place: str) -> str:
+    return in_lines(
+        f"--data.{name} {column}: {place} has no column {column!r}; it has: {', '.join(map(str, row)) or 'none'}",
+        suggestion(column, map(str, row), f"--data.{name} {{}}".format),
+    )
