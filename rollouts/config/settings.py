@@ -201,7 +201,8 @@ class Settings:
         reward: A reward, as [alias=]name[:weight]. `env` means the rewards in the environment's class. To mix several,
             repeat the flag. Flags replace the file's list.
         data: Rows: a file (.jsonl, .json, .csv, .parquet), a folder, OWNER/NAME of a hub, or LOADER:SOURCE. They are
-            the tasks of the environment `prompts`. Settings: --data.prompt COLUMN. Default: none.
+            the tasks of the environment `prompts`, and in mode sft the conversations to learn from. Settings:
+            --data.prompt COLUMN. Default: none.
         system: A system prompt that comes before every task. Default: none.
         template: Arguments of the chat template: --template.enable-thinking false.
         loss: The loss or algorithm. Default: grpo; sft in mode sft.

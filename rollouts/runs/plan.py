@@ -44,6 +44,7 @@ from rollouts.runs.components import (
     choose,
     chosen_optimizer,
     completed,
+    takes_rows,
     with_data,
 )
 from rollouts.runs.earlier_run import overlap_notes, run_of, trained_before, unused_of_run
@@ -186,7 +187,7 @@ class Plan(NamedTuple):
     @property
     def env_name(self) -> str:
         """The environment's name, or the aliases of several, for a title."""
-        return " + ".join(env.alias or env.name for env in self.environments)
+        return " + ".join(env.alias or env.name for env in self.environments) or Path(self.settings.data).stem
 
     @property
     def on_step(self) -> tuple[Callable[..., Any], ...]:
@@ -262,7 +263,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     """
     resolved = with_rows(resolved)
     settings, source = resolved.settings, resolved.source
-    _check_settings(settings, needs_environment and not resolved.components["env"])
+    of_rows = settings.mode == "sft" and bool(settings.data)
+    _check_settings(settings, needs_environment and not of_rows and not resolved.components["env"])
     is_evaluation, given = settings.mode == "eval", settings.model
     keys = [key for key in resolved.components if key in EVAL or not is_evaluation]
     manager = manager_for(resolved, keys)
@@ -300,10 +302,11 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
         notes += tuple(changed_code(Path(run.source.path).parent, code_files(used, source)))
     rewards = reward_terms(components["reward"], chosen["reward"])
     notes += (*_dropped_rewards(environments, rewards), *unread_notes(resolved))
-    notes += _tools_of_demonstrations(environments) if settings.mode == "sft" else ()
+    mode = "rl" if takes_rows(settings.mode, chosen) else settings.mode  # of the environments
+    notes += _tools_of_demonstrations(environments) if mode == "sft" else ()
     refuse_env_of_rewards(environments, rewards)
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
-    _check_environments(environments, chosen["tool"], rewards if judges else None, settings.mode)
+    _check_environments(environments, chosen["tool"], rewards if judges else None, mode)
     components["env"] = _with_curricula(components["env"], environments)
     plan = Plan(
         resolved,
