@@ -1,4 +1,4 @@
-"""Conversations as trained rows: hand-labelled masks of real templates, weights, cuts, and files of prepared rows."""
+"""Conversations as trained rows: hand-labeled masks of real templates, weights, cuts, and files of prepared rows."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ DEEP = (
 )
 DEEP_ASKED = "<|begin_of_text|><｜User｜>1 + 1?<｜Assistant｜>"
 NO_THOUGHT = "<think>\n\n</think>\n\n"  # Qwen3 writes it before a last turn without a thought
-LABELLED = [
+LABELED = [
     ("qwen2_5", CALLS, [HEAD + QWEN]),
     ("qwen2_5", EMPTY, [HEAD + QWEN_EMPTY]),
     ("qwen3", CALLS, [QWEN.replace("⟦é", f"⟦{NO_THOUGHT}é")]),
@@ -152,7 +152,7 @@ def rows_of(messages: list[dict[str, Any]], chat: ChatFormat, **options: Any) ->
     return supervised_rows(read_conversation({"messages": messages}), chat, ChatOptions(**options))
 
 
-def labelled(row: SupervisedRow, chat: ChatFormat) -> str:
+def labeled(row: SupervisedRow, chat: ChatFormat) -> str:
     """The text of a row, with its trained parts in ⟦ ⟧."""
     text = ""
     for weight, run in itertools.groupby(zip(*row, strict=True), key=lambda pair: pair[1]):
@@ -161,12 +161,12 @@ def labelled(row: SupervisedRow, chat: ChatFormat) -> str:
     return text
 
 
-@pytest.mark.parametrize(("name", "messages", "expected"), LABELLED, ids=itertools.count())
-def test_masks_equal_hand_labelled_ones(name: str, messages: list[dict[str, Any]], expected: list[str]) -> None:
+@pytest.mark.parametrize(("name", "messages", "expected"), LABELED, ids=itertools.count())
+def test_masks_equal_hand_labeled_ones(name: str, messages: list[dict[str, Any]], expected: list[str]) -> None:
     """Seven families: parallel calls, empty turns, thinking, characters of several tokens."""
     chat = chat_for(name)
     rows, cut = rows_of(messages, chat)
-    assert [labelled(row, chat) for row in rows] == expected and cut == Cut()
+    assert [labeled(row, chat) for row in rows] == expected and cut == Cut()
 
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12).map(str.strip)
@@ -321,7 +321,9 @@ def test_a_run_learns_from_rows_and_stops_early(tmp_path: Path, monkeypatch: pyt
     assert summary["stopped"]["by"] == "patience" and summary["steps"] < 6
     assert losses[str(summary["steps"])] > min(losses.values()), "it ends after a loss that is not the lowest"
     logged = [json.loads(line) for line in Path("o/metrics.jsonl").read_text().splitlines()]
-    assert {line["eval/loss"] for line in logged if "eval/loss" in line} == set(losses.values())
+    assert {line["eval/loss"] for line in logged if "eval/loss" in line} == {
+        loss for step, loss in losses.items() if step != "0"
+    }
     assert re.search(r'^name = "chat.json"$', Path("o/config.toml").read_text(), re.MULTILINE)
     with pytest.raises(ConfigError, match=r"--data\.held-out: this setting is for conversations to learn from"):
         run(resolve({"data": {"name": "chat.json", "held_out": 0.3}, "reward": ["constant"]}))
