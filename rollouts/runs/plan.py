@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -245,14 +246,15 @@ class Plan(NamedTuple):
 def title(plan: Plan) -> str:
     """The training run in one line, for the observer."""
     settings = plan.settings
-    rollouts = f" × {counted(settings.samples_per_prompt, 'rollout')}" if settings.mode == "rl" else ""
+    size = counted(settings.prompts_per_step, "group" if settings.from_run else "prompt")
+    size += f" × {counted(settings.samples_per_prompt, 'rollout')}" if settings.samples else ""
+    size += "".join(f" of {os.path.relpath(run)}" for run in settings.from_run)
     lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
     if settings.lora_per_role:
         lora += f" for each of {', '.join(plan.lora_roles)}"
     return (
         f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {counted(settings.steps, 'step')} of "
-        f"{counted(settings.prompts_per_step, 'prompt')}{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
-        f"{model_words(settings.model)}"
+        f"{size} · lr {plan.lr:g} · seed {settings.seed}{model_words(settings.model)}"
     )
 
 
@@ -263,8 +265,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     """
     resolved = with_rows(resolved)
     settings, source = resolved.settings, resolved.source
-    of_rows = settings.mode == "sft" and bool(settings.data)
-    _check_settings(settings, needs_environment and not of_rows and not resolved.components["env"])
+    _check_settings(settings, needs_environment and not resolved.components["env"])
     is_evaluation, given = settings.mode == "eval", settings.model
     keys = [key for key in resolved.components if key in EVAL or not is_evaluation]
     manager = manager_for(resolved, keys)
@@ -532,7 +533,7 @@ def _check_settings(settings: Settings, lacks_environment: bool) -> None:
         raise ConfigError(
             "mode sft+rl is two runs, and each has a plan; rollouts.runs.sft_then_rl.phases() gives their settings"
         )
-    if lacks_environment:
+    if lacks_environment and not (settings.mode == "sft" and settings.data):
         raise ConfigError(
             "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
         )

@@ -29,7 +29,7 @@ CHECKED = [
     "reasoning_gym/leg_counting",
     "reasoning_gym/simple_equations",
     "reasoning_gym/spell_backward",
-    "reasoning_gym/sudoku",
+    "reasoning_gym/mini_sudoku",
     "textarena/TicTacToe-v0",
     "textarena/2048-v0",
     "textarena/GuessTheNumber-v0",
@@ -46,7 +46,7 @@ def test_keeps_the_contract(name):
     if find_spec(NEEDS[name.partition("/")[0]]) is None:
         pytest.skip(f"the upstream package of {name} is not installed; to run these tests: make test-adapters")
     command = [sys.executable, "-m", "rollouts", "check", name, "--skip", "wheel", "--tasks", "2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

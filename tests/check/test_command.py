@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,22 @@ def test_a_class_in_a_test_of_its_author():
         check_environment_class(Silent, only=["oracle", "no-op", "echo"])
     with pytest.raises(AssertionError, match="definition"):
         check_environment_class(type("Empty", (), {}), only=["definition"])
+
+
+def test_slow_tasks_are_drawn_for_a_limited_time(monkeypatch):
+    from rollouts_calculator import Calculator
+
+    monkeypatch.setattr("rollouts.check.environments.tasks.IDS_SECONDS", 0.2)
+    drawn = []
+
+    class Slow(Calculator):
+        def tasks(self, split, rng):
+            for task in super().tasks(split, rng):
+                drawn.append(time.sleep(0.002))
+                yield task
+
+    check_environment_class(Slow, only=["task-ids"])
+    assert 0 < len(drawn) < 1000  # without the limit, 1000 of each split
 
 
 def run_pytest(folder, *arguments):

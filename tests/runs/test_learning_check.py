@@ -294,6 +294,12 @@ def test_calls_that_all_fail_are_found(call, failures, words, role):
     assert failed_calls([bad, good]) == {CALLS: ""} and failed_calls([calls()]) == {}
 
 
+def test_a_program_does_not_answer_a_call_that_it_saw_as_text():
+    unread = ToolCall("", error="bad JSON")
+    played = calls("Are you sure?", call=unread, failures="tool_failure/malformed", role="user")
+    assert "the first error is 'bad JSON'" in failed_calls([played])[CALLS]
+
+
 def test_all_calls_together_are_left_out_if_a_tool_says_more():
     notes = []
     check = LearningCheck(notes.append)

@@ -58,12 +58,15 @@ class TwentyQuestions:
 
     things: int = 24  # how many things there are to choose from
     questions: int = 20  # how many messages the model has, guesses included
+    pool: int = 24  # the things of a game are chosen from the first so many in the alphabet
 
     reward_range = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        if not 2 <= self.things <= len(THINGS):
-            raise ConfigError(f"--env.things {self.things}: expected 2 to {len(THINGS)}")
+        if not 2 <= self.pool <= len(THINGS):
+            raise ConfigError(f"--env.pool {self.pool}: expected 2 to {len(THINGS)}")
+        if not 2 <= self.things <= self.pool:
+            raise ConfigError(f"--env.things {self.things}: expected 2 to {self.pool}, as many as --env.pool has")
         if self.questions < 1:
             raise ConfigError(f"--env.questions {self.questions}: expected at least 1")
 
@@ -111,7 +114,7 @@ class TwentyQuestions:
         return float(trajectory.turns)
 
     def _draw(self, rng: random.Random) -> Task:
-        things = sorted(rng.sample(sorted(THINGS), self.things))
+        things = sorted(rng.sample(sorted(THINGS)[: self.pool], self.things))
         words = [word for word in PROPERTIES if 0 < sum(word in THINGS[each].split() for each in things) < self.things]
         thing = rng.choice(things)
         prompt = (

@@ -59,7 +59,12 @@ def test_a_game_ends_with_a_right_guess_or_the_last_question() -> None:
     assert env.guessed(task, played(" ".join(THINGS))) == 0.0
 
 
-@pytest.mark.parametrize("settings", [{"things": 1}, {"things": 25}, {"questions": 0}])
+def test_a_smaller_pool_has_its_first_things_alone() -> None:
+    tasks = itertools.islice(TwentyQuestions(things=3, pool=4).tasks("train", random.Random(0)), 50)
+    assert {thing for task in tasks for thing in task.info["things"]} == {"ant", "apple", "ball", "bat"}
+
+
+@pytest.mark.parametrize("settings", [{"things": 1}, {"things": 9, "pool": 8}, {"pool": 25}, {"questions": 0}])
 def test_settings_that_make_no_sense(settings: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"--env\."):
         TwentyQuestions(**settings)

@@ -5,6 +5,7 @@ program. The model of the run is its model.
 
     catalog     which tasksets there are, how upstream's environment is made, and why one cannot be served
     serving     upstream's environment while it is served
+    programs    harnesses, which are programs: the address that they ask, and why one cannot play
     client      the model as upstream's client, and messages in both forms
     hooks       the names, for `rollouts`
 
@@ -22,9 +23,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
-from rollouts import Message, Score, Task, metric, reward
+from rollouts import Message, Score, Task, Trajectory, metric, reward
 from rollouts.agent.on_asyncio import AsyncioModel, play_on_asyncio
 from rollouts.errors import ConfigError
+from rollouts.gateway.endpoint import Endpoint
 from rollouts_verifiers import catalog
 from rollouts_verifiers.serving import Served, serving
 
@@ -37,14 +39,17 @@ class Verifiers:
 
     taskset: ClassVar[str] = ""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of the taskset's own config
+    harness: str = ""  # the program that plays, such as bash; empty: a chat loop in this process
+    harness_config: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of the harness's own config
 
     def __post_init__(self) -> None:
-        catalog.check(self.taskset, self.config)
+        catalog.check(self.taskset, self.config, self.harness, self.harness_config)
         self._trace: Any = None
 
     async def shared(self) -> AsyncIterator[Served]:
         """The taskset, and the servers that all of its tasks share."""
-        async with serving(catalog.make(self.taskset, self.config)) as served:
+        env = catalog.make(self.taskset, self.config, self.harness, self.harness_config)
+        async with serving(env, has_harness=bool(self.harness)) as served:
             yield served
             await asyncio.sleep(0)
 
@@ -61,12 +66,27 @@ class Verifiers:
                 "does not load the same tasks each time"
             )
 
-    async def rollout(self, task: Task, model: Any) -> None:
-        """Let upstream play and score the task."""
-        await play_on_asyncio(model, self._play)
+    async def rollout(self, task: Task, model: Any) -> Trajectory | None:
+        """Let upstream play and score the task. Returns the conversation with the last reply."""
+        if not self.harness:
+            await play_on_asyncio(model, self._play)
+            return None
+        async with model.serve() as endpoint:
+            await play_on_asyncio(model, functools.partial(self._play_program, endpoint, model))
+        last: Trajectory | None = model.trajectory
+        return last
 
     async def _play(self, model: AsyncioModel) -> None:
-        episode = await self._served.play(self._task, model)
+        self._keep(await self._served.play(self._task, model))
+
+    async def _play_program(self, endpoint: Endpoint, model: Any, _: AsyncioModel) -> None:
+        def limit() -> str:
+            return "max_output_tokens" if model.turns_left else "max_turns"
+
+        self._keep(await self._served.play_program(self._task, endpoint, limit))
+
+    def _keep(self, episode: Any) -> None:
+        """Keep upstream's trace. Raises RuntimeError if the rollout failed."""
         if len(episode.traces) > 1:
             raise RuntimeError(f"verifiers/{self.taskset} played a task {len(episode.traces)} times in one episode")
         self._trace = episode.traces[0] if episode.traces else None

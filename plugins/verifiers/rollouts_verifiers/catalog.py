@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rollouts.errors import ConfigError, in_lines, named, suggestion
@@ -24,6 +25,11 @@ CONTAINER = "its tasks need a container (NEEDS_CONTAINER)\nrollouts serves tasks
 
 IN_CONTAINERS = {"harbor"}
 """Tasksets of upstream whose tasks name an image each, and whose class does not say so."""
+
+OWN_HARNESS = "rollouts-verifiers-harness"
+"""Upstream's chat loop in this process, which plays if no harness is chosen."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 _checking = threading.Lock()
 
@@ -59,21 +65,25 @@ def _published() -> Iterator[str]:
             yield name
 
 
-def check(taskset: str, config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the taskset cannot be served with this config. Each is tried once."""
+def check(taskset: str, config: Mapping[str, Any], harness: str = "", of_harness: Mapping[str, Any] = NOTHING) -> None:
+    """Raise ConfigError if the taskset cannot be served with this config and harness. Each is tried once."""
     with _checking:
-        _checked(taskset, json.dumps(config, sort_keys=True))
+        _checked(taskset, json.dumps(config, sort_keys=True), harness, json.dumps(of_harness, sort_keys=True))
 
 
 @functools.lru_cache(maxsize=64)
-def _checked(taskset: str, config: str) -> None:
-    make(taskset, json.loads(config))
+def _checked(taskset: str, config: str, harness: str, of_harness: str) -> None:
+    make(taskset, json.loads(config), harness, json.loads(of_harness))
 
 
-def make(taskset: str, config: Mapping[str, Any]) -> Any:
-    """Upstream's environment of a taskset, with our harness for its agent. Raises ConfigError."""
+def make(taskset: str, config: Mapping[str, Any], harness: str = "", of_harness: Mapping[str, Any] = NOTHING) -> Any:
+    """Upstream's environment of a taskset. `harness` plays it, with its own config; empty: our harness. Raises
+    ConfigError.
+    """
     from verifiers.v1.configs.agent import agent_config_fields
     from verifiers.v1.utils import loaders
+
+    from rollouts_verifiers import programs
 
     name = f"verifiers/{taskset}"
     try:
@@ -87,13 +97,21 @@ def make(taskset: str, config: Mapping[str, Any]) -> Any:
     roles = list(agent_config_fields(env_type()))
     if len(roles) != 1:
         raise ConfigError(f"{name} cannot be served: it has several agents ({', '.join(roles)}), and a run trains one")
-    agent = {"harness": {"id": "rollouts-verifiers-harness"}, "runtime": {"type": "subprocess"}}
+    program = {**of_harness, "id": harness or OWN_HARNESS}
+    agent = {"harness": program, "runtime": {"type": "subprocess"}}
     given = {"taskset": {**config, "id": taskset}, roles[0]: agent, "interception": {"type": "server"}}
+    if of_harness and not harness:
+        raise ConfigError("--env.harness-config is for a harness: type --env.harness NAME too, such as bash")
+    if harness:
+        programs.check_harness(name, harness, of_harness)
     try:
         env = loaders.load_environment(loaders.resolve_env_config(given))
         toolsets = [*env.taskset.toolsets(env.taskset.config), *_toolsets_of_tasks(env)]
     except Exception as error:
-        raise ConfigError(f"{name} refuses its config {dict(config)}: {_reason(error)}") from error
+        settings = f"{dict(config)}" + (f" or that of its harness {dict(of_harness)}" if of_harness else "")
+        raise ConfigError(f"{name} refuses its config {settings}: {_reason(error)}") from error
+    if harness:
+        programs.check_tools(name, harness, toolsets)
     for each in toolsets:
         if not each.config.url:
             _refuse_runtime(name, each)

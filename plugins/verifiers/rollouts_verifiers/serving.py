@@ -1,13 +1,17 @@
-"""Upstream's environment of a run while it is served: its tasks by their index, and rollouts of them."""
+"""Upstream's environment of a run while it is served: its tasks by their index, and rollouts of them.
+
+Upstream's chat loop asks the model of an episode through `PolicyClient`; a harness asks its address (`programs`).
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 from rollouts.agent.on_asyncio import AsyncioModel
+from rollouts.gateway.endpoint import Endpoint
 
 
 class Served:
@@ -41,6 +45,31 @@ class Served:
                 yield self.task(index)
                 index += 1
 
+    async def play_program(self, task: Any, endpoint: Endpoint, limit: Callable[[], str]) -> Any:
+        """One episode of upstream, whose harness asks the model at this address. `limit` gives upstream's name for the
+        limit of the run that ended the episode.
+        """
+        from verifiers.v1.clients import ModelContext
+
+        from rollouts_verifiers.client import MODEL
+        from rollouts_verifiers.programs import ProgramClient
+
+        begun: list[Any] = []
+
+        def stop() -> None:
+            for trace in begun:
+                trace.stop(limit())
+
+        client = ProgramClient(endpoint, stop)
+        known, key = self._env._interception.clients, client.config.model_dump_json()
+        known[key] = client
+        try:
+            context = ModelContext(model=MODEL, client=client.config)
+            return await self._env.run_episode(task, context, on_trace=begun.append)
+        finally:
+            del known[key]
+            await client.close()
+
     async def play(self, task: Any, model: AsyncioModel) -> Any:
         """One episode of upstream, with this model as its only agent."""
         from rollouts_verifiers.client import Conversation
@@ -59,10 +88,14 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(env: Any) -> AsyncIterator[Served]:
+async def serving(env: Any, *, has_harness: bool = False) -> AsyncIterator[Served]:
     """Start the tool servers that all tasks share, and the server through which upstream's program asks the model."""
     from verifiers.v1.clients import ModelContext, TrainClientConfig
 
+    if has_harness:
+        from rollouts_verifiers.programs import prepare_chat_program
+
+        prepare_chat_program()
     from rollouts_verifiers.client import MODEL, PolicyClient
 
     async with env.serving():

@@ -27,6 +27,8 @@ if hasattr(verifiers, "LegacyAliasFinder"):
 
 from rollouts_verifiers import Verifiers, catalog, environment_of
 from rollouts_verifiers.hooks import rollouts_find_component, rollouts_list_components
+from rollouts_verifiers.programs import prepare_chat_program
+from verifiers.v1.utils.loaders import builtin_harness_ids
 
 from rollouts import Message
 from rollouts.env.shared import shared_values
@@ -166,6 +168,15 @@ CASES = [
     ("guess-v1", {"largest": 2}, 3, [say("5"), say("a")]),
 ]
 
+shell = [call("bash", 1, command="echo 4 > sum.txt; cat sum.txt"), say("4")]
+PROGRAMS = [  # with the harness, its config, and how many conversations the model has
+    ("sums-v1", {}, 2, [say("2"), say("so it is"), say("4")], "loop-v1", {}, 2),
+    ("sums-v1", {}, 1, [say("2"), say("so it is")], "loop-v1", {"tries": 0}, 2),
+    ("sums-v1", {}, 2, shell, "bash", {"edit": False}, 1),
+    ("sums-v1", {"system": None}, 2, [say("4")], "null", {}, 1),
+    ("adder-v1", {}, 1, [call("adder_add", 1, first=1, second=40), shell[0], say("41")], "bash", {}, 1),
+]
+
 
 class Script:
     """An OpenAI server that streams these replies, and then says that the context is full."""
@@ -180,12 +191,15 @@ class Script:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 script.seen.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                status, kind, body = script.answer()
+                status, kind, body = script.answer(script.seen[-1].get("stream", False))
                 self.send_response(status)
                 self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
+
+            def do_GET(self) -> None:
+                self.send_error(404)
 
             def log_message(self, *_: object) -> None:
                 """Nothing is printed."""
@@ -197,7 +211,7 @@ class Script:
             server.shutdown()
             thread.join()
 
-    def answer(self) -> tuple[int, str, bytes]:
+    def answer(self, is_stream: bool = True) -> tuple[int, str, bytes]:
         if not self.left:
             return 400, "application/json", b'{"error": {"message": "maximum context length", "code": 400}}'
         said = self.left.pop(0)
@@ -216,6 +230,10 @@ class Script:
             ]
         head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": "policy"}
         end = "tool_calls" if said.tool_calls else "stop"
+        if not is_stream:
+            choice = {"index": 0, "message": delta, "finish_reason": end}
+            whole = {"id": "x", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+            return 200, "application/json", json.dumps(whole).encode()
         chunks = [
             {**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]},
             {**head, "choices": [{"index": 0, "delta": {}, "finish_reason": end}]},
@@ -224,14 +242,14 @@ class Script:
         return 200, "text/event-stream", "".join([*lines, "data: [DONE]\n\n"]).encode()
 
 
-def upstreams(taskset: str, config: dict, index: int, replies: list[Message]):
+def upstreams(taskset: str, config: dict, index: int, replies: list[Message], *harness):
     """The episode of upstream's environment with its own client, and what its server saw."""
     from verifiers.v1.clients import EvalClientConfig, ModelContext
 
     script = Script(replies)
 
     async def run(url: str):
-        env = catalog.make(taskset, config)
+        env = catalog.make(taskset, config, *harness)
         task = next(each for each in env.taskset if each.data.idx == index)
         async with env.serving():
             return await env.run_episode(task, ModelContext(model="policy", client=EvalClientConfig(base_url=url)))
@@ -289,6 +307,27 @@ def test_equals_upstream(taskset, config, index, replies):
     assert episode.metrics["turns"] == trace.num_turns
 
 
+@pytest.mark.parametrize(
+    ("taskset", "config", "index", "replies", "harness", "of_harness", "count"),
+    PROGRAMS,
+    ids=[f"{case[4]}-{case[0]}-{case[2]}" for case in PROGRAMS],
+)
+def test_a_harness_equals_upstream(taskset, config, index, replies, harness, of_harness, count):
+    prepare_chat_program()
+    theirs, seen = upstreams(taskset, config, index, replies, harness, of_harness)
+    (trace,) = theirs.traces
+    assert trace.ok, trace.errors
+    own = {"name": f"verifiers/{taskset}", "config": config, "harness": harness, "harness_config": of_harness}
+    episode, requests = played(taskset, config, index, replies, env=own)
+    assert [list(map(flat, each.messages)) for each in requests] == [list(map(flat, each["messages"])) for each in seen]
+    assert [each.tools for each in requests] == [each.get("tools", []) for each in seen]
+    assert len(episode.trajectories) == count, "a continued conversation is one"
+    rewards = {name: each.score for name, each in trace.rewards.items()}
+    assert episode.score.parts == pytest.approx({"score": trace.reward, **rewards, **trace.metrics})
+    assert episode.metrics["turns"] == trace.num_turns == len(replies)
+    assert episode.trajectory.last_text == replies[-1].text, "the conversation with the last reply is judged"
+
+
 # --- names and settings -----------------------------------------------------------------------------------------------
 
 
@@ -321,6 +360,26 @@ def test_names():
 def test_what_is_refused(taskset, config, message):
     with pytest.raises(ConfigError, match=message):
         environment_of(taskset)(config)
+
+
+@pytest.mark.parametrize(
+    ("taskset", "harness", "config", "message"),
+    [
+        *(
+            ("sums-v1", name, {}, r"it needs a container \(NEEDS_CONTAINER\)(.|\n)*--env agent --env.command")
+            for name in sorted(set(builtin_harness_ids()) - {"bash", "null", "node", "utils"})
+        ),
+        ("sums-v1", "bahs", {}, "no harness that can be imported: ModuleNotFoundError: .*built-in harnesses are: bash"),
+        ("sums-v1", "sums-v1", {}, "exports no Harness subclass"),
+        ("sums-v1", "bash", {"edti": 1}, "no field --env.harness-config.edti\ndid you mean: edit"),
+        ("sums-v1", "loop-v1", {"tries": "x"}, "or that of its harness .*tries: Input should be a valid integer"),
+        ("adder-v1", "loop-v1", {}, r"the taskset has tools, and this harness takes none \(SUPPORTS_MCP\)"),
+        ("sums-v1", "", {"tries": 1}, "type --env.harness NAME too"),
+    ],
+)
+def test_which_harnesses_are_refused(taskset, harness, config, message):
+    with pytest.raises(ConfigError, match=message):
+        environment_of(taskset)({}, harness, config)
 
 
 def test_a_task_that_needs_an_image_is_refused():
@@ -361,15 +420,42 @@ def test_the_limit_of_turns_ends_upstreams_rollout():
     assert (episode.score.value, episode.metrics["turn_limit"]) == (0.0, 1.0)
 
 
+LOOP = {"name": "verifiers/sums-v1", "harness": "loop-v1", "harness_config": {"tries": 5}}
+
+
+def test_a_limit_of_the_run_ends_a_harness_and_what_there_is_is_scored():
+    episode, requests = played("sums-v1", {}, 0, [say("0")] * 9, env=LOOP, max_turns=3)
+    assert len(requests) == 3 and episode.status is Status.COMPLETED, episode.trajectory.error
+    assert episode.score.parts["exact"] == 1.0 and episode.score.why == "score: max_turns"
+    assert (episode.metrics["metric/cut_off"], episode.metrics["turn_limit"]) == (1.0, 1.0)
+
+
+def test_a_harness_that_fails_is_no_rollout():
+    broken = {**LOOP, "harness_config": {"tries": 5, "env": {"PYTHONHOME": "/nowhere"}}}
+    episode, requests = played("sums-v1", {}, 0, [], env=broken)
+    assert not requests and episode.status is Status.ENVIRONMENT_ERROR
+    assert "HarnessError: harness 'loop-v1' exited 1" in episode.trajectory.error
+
+
+def test_a_harness_may_speak_to_the_model_as_to_anthropic():
+    spoken = {**LOOP, "harness_config": {"tries": 1, "api": "messages"}}
+    episode, _ = played("sums-v1", {}, 2, [say("2"), say("so it is"), say("4")], env=spoken)
+    assert episode.status is Status.COMPLETED and episode.score.parts["exact"] == 1.0
+    assert len(episode.trajectories) == 2 and episode.trajectory.turns == 2
+
+
 # --- upstream ---------------------------------------------------------------------------------------------------------
 
 
 def test_upstream_has_the_names_that_this_package_uses():
     from verifiers.v1.clients import Client
+    from verifiers.v1.clients.eval import EvalClient
     from verifiers.v1.env import Env
     from verifiers.v1.harnesses.null import NullHarness
     from verifiers.v1.harnesses.utils import launch
     from verifiers.v1.interception import InterceptionServer
+    from verifiers.v1.runtimes import SubprocessRuntime
+    from verifiers.v1.trace import Trace
 
     now = f"verifiers {version('verifiers')} differs from {WRITTEN_FOR}, for which this package was written: "
     signatures = {
@@ -377,12 +463,15 @@ def test_upstream_has_the_names_that_this_package_uses():
         Client.get_response: ["self", "dialect", "body", "sampling", "session_id", "turn", "headers"],
         NullHarness.launch: "self ctx trace runtime endpoint secret mcp_urls data tool_interception_url".split(),
         InterceptionServer._client: ["self", "config"],
+        EvalClient.relay: ["self", "dialect", "body", "session_id", "headers"],
+        Trace.stop: ["self", "condition", "override"],
     }
     for function, parameters in signatures.items():
         assert list(inspect.signature(function).parameters) == parameters, now + function.__qualname__
     source = inspect.getsource(launch.launch_chat_program)
     for name in ("runtime.write(", "runtime.prepare_uv_script(", "runtime.run_program(", "--initial-messages-file="):
         assert name in source, now + f"its launcher has no {name}"
+    assert isinstance(SubprocessRuntime._interpreters, dict) and SubprocessRuntime.scripts_dir
     assert "def parse_args" in launch.CHAT_PROGRAM_SOURCE and "async def main" in launch.CHAT_PROGRAM_SOURCE, now
 
 

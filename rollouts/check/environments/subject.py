@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -114,10 +116,11 @@ class Subject:
         """Random numbers that depend on `--seed` and the purpose alone."""
         return Random(f"{self.seed}/{purpose}")
 
-    def draw(self, count: int, split: str = "train", purpose: str = "check") -> list[Task]:
-        """The first `count` tasks; fewer if there are not enough."""
+    def draw(self, count: int, split: str = "train", purpose: str = "check", seconds: float = math.inf) -> list[Task]:
+        """The first `count` tasks; fewer if there are not enough, or if drawing takes longer than `seconds`."""
         rng = self.rng(purpose if split == "train" else f"{purpose}/{split}")
-        return list(itertools.islice(self.environment.draw(split, rng), count))
+        drawn, deadline = itertools.islice(self.environment.draw(split, rng), count), time.monotonic() + seconds
+        return list(itertools.takewhile(lambda _: time.monotonic() < deadline, drawn))
 
     @cached_property
     def drawn(self) -> list[Task]:

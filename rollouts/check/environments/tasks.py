@@ -20,6 +20,7 @@ from rollouts.errors import counted
 from rollouts.types import Message, Task
 
 IDS_MAX = 1000  # tasks whose ids are compared
+IDS_SECONDS = 10.0  # how long tasks are drawn to compare their ids
 ENDLESS = 20_000  # an iterator with more tasks counts as endless
 ENDLESS_SECONDS = 5.0
 DEMONSTRATIONS = 10  # demonstrations that are compared
@@ -92,7 +93,7 @@ def task_ids(subject: Subject) -> Passed:
     known: dict[str, Task] = {}
     prompts: dict[bytes, Task] = {}
     notes: list[str] = []
-    for task in [*subject.draw(IDS_MAX), *subject.draw(IDS_MAX, "eval")]:
+    for task in [task for split in ("train", "eval") for task in subject.draw(IDS_MAX, split, seconds=IDS_SECONDS)]:
         if task.id is None:
             other = prompts.setdefault(encode(task.messages), task)
             if encode(other) != encode(task) and not notes:

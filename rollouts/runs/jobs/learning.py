@@ -261,7 +261,11 @@ def failed_calls(groups: Sequence[Group], advice: str = ADVICE) -> dict[str, str
     )
     if not calls or failed < calls:
         return {CALLS: ""} if calls else {}
-    call, text = next((answer for each in trajectories for answer in _answers(each)), (None, ""))
+    answered = (answer for each in trajectories for answer in _answers(each) if answer[1].startswith(ERROR))
+    # A program that plays an episode sees a call that cannot be read as text, and does not answer it.
+    made = (call for each in trajectories for message in each.messages for call in message.tool_calls)
+    unread = ((call, call.error) for call in made if call.error)
+    call, text = next(answered, None) or next(unread, (None, ""))
     first = f"the first error{f' of `{call.name}`' if call and call.name else ''} is {_first_error(text)!r}"
     if malformed + unknown < calls:
         return {CALLS: f"every tool call failed: {first}"}
