@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import math
 import re
@@ -154,6 +155,7 @@ def test_commands_parse(command, tmp_path, monkeypatch, capsys):
     argv = shlex.split(command.partition(" #")[0].partition(" > ")[0])[1:]
     if argv[0] in ("run", "sft", "eval"):
         files = [argument for argument in argv[1:] if argument.endswith(".toml")]
+        files += [f"{run}/config.toml" for flag, run in itertools.pairwise(argv) if flag == "--from"]
         evaluated = re.match(r"runs/\w+", argv[1]) if argv[0] == "eval" else None  # a run's folder, or a part of it
         if evaluated:
             Path(argv[1]).mkdir(parents=True, exist_ok=True)

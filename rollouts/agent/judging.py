@@ -33,7 +33,7 @@ async def judge(
         own = [] if term.function is not None else of_role(rewards_of(env), role)
         asked = [RewardTerm(o.name, o.function, term.weight * o.weight, {}, requests_of(o.function)) for o in own]
         for each in asked if term.function is None else [term]:
-            verdict = await _run_reward(each, available, seconds)
+            verdict = await run_reward(each, available, seconds)
             verdicts.append(verdict._replace(alias=term.alias))
     values = {metric.name: await _measure(metric, available, seconds) for metric in of_role(metrics_of(env), role)}
     metrics = {f"metric/{name}": value for name, value in values.items() if value is not None}
@@ -46,7 +46,7 @@ async def judge(
     return mix(verdicts, on_invalid), metrics
 
 
-async def _run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: float) -> Verdict:
+async def run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: float) -> Verdict:
     """The verdict of one reward. A reward that raises or takes too long could not judge."""
     assert term.function is not None, "the caller replaces env by the environment's own rewards"
     try:

@@ -102,7 +102,7 @@ run = SettingsCommand(
 sft = SettingsCommand(
     "sft",
     callback=_run,
-    infos=[info for info in setting_infos() if info.name != "mode"],
+    infos=[info for info in setting_infos() if info.name not in ("mode", "from_run")],
     own=[_SEEDS, _DRY_RUN],
     help="Train a model on the demonstrations of an environment.\n\n"
     "The same as `rollouts run --mode sft`. FILE contains settings (.toml, .json or .py).\n\n"

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollouts.config.settings import SINGLE
+from rollouts.config.settings import FLAGS, SINGLE
 from rollouts.errors import ConfigError
 
 Tree = dict[str, Any]
@@ -58,7 +58,7 @@ def flag_name(path: Sequence[str]) -> str:
     >>> flag_name(("loss", "clip_high"))
     '--loss.clip-high'
     """
-    return "--" + ".".join(path).replace("_", "-")
+    return FLAGS.get(path[0], "--" + ".".join(path).replace("_", "-"))
 
 
 def take_dotted_flags(argv: Sequence[str]) -> tuple[list[str], Tree]:

@@ -16,6 +16,7 @@ from rollouts.config.files import NOWHERE, Source, check_tree, load_file, refusa
 from rollouts.config.flags import Flag, Tree
 from rollouts.config.foreign import foreign_hint
 from rollouts.config.merging import Component, component_names, components_of, merge
+from rollouts.config.saved import with_settings_of_saved
 from rollouts.config.schedule import check_schedule, scheduled_parts
 from rollouts.config.secrets import (
     components_without_secrets,
@@ -95,6 +96,8 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     if mode == "eval":
         tree = _with_settings_of_run(_of_evaluation(tree, source))
         infos["temperature"] = infos["temperature"]._replace(minimum=0.0, above=-math.inf)  # 0: greedy
+    elif plain(tree.get("from_run")) and not allow_left_out:  # its file has all settings, also if that run is gone
+        tree = _from_saved(tree, mode, source)
     tree = with_secrets_of_run(tree)
     if not allow_left_out:
         refuse_left_out(tree, source)
@@ -136,6 +139,19 @@ def _of_evaluation(tree: Tree, source: Source) -> Tree:
                 "leave it out\n`rollouts eval --help` lists the settings of an evaluation"
             )
     return {key: value for key, value in tree.items() if key in EVAL}
+
+
+def _from_saved(tree: Tree, mode: Any, source: Source) -> Tree:
+    """The settings of a run on saved trajectories, with those of the run that saved them. Raises ConfigError for
+    another mode, and for settings of sampling, because nothing is sampled.
+    """
+    if mode != "rl":
+        again = "leave one of them out; to train on the good rollouts alone, type: --loss rft"
+        raise refusal(("from_run",), tree["from_run"], source, f"a run of mode {mode} reads no trajectories", again)
+    for name in ("over_sampling", "refill", "staleness"):
+        if plain(tree.get(name)) not in (None, getattr(Settings, name)):
+            raise refusal((name,), tree[name], source, "with --from nothing is sampled; leave it out")
+    return with_settings_of_saved(tree)
 
 
 def _refuse_unknown(tree: Tree, known: Iterable[str], source: Source) -> None:

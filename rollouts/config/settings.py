@@ -51,7 +51,7 @@ MULTIPLE = ("tool", "reward", "shaping", "filter", "logger")
 SINGLE = tuple(key for key in COMPONENT_KINDS if key not in MULTIPLE)
 """The settings that name one component. `env` may also name several; each of those has an alias."""
 
-REPEATED = ("env", "worker", *MULTIPLE, "stop_when")
+REPEATED = ("env", "worker", *MULTIPLE, "from_run", "stop_when")
 """The settings whose flag may be repeated."""
 
 WEIGHTED = ("env", "reward")
@@ -102,6 +102,9 @@ FILE_ONLY = {
 }
 """Settings without their own flag, and how to give them."""
 
+
+FLAGS = {"from_run": "--from"}
+"""The flags that are not the name of their setting. `from` is a keyword of Python."""
 
 GROUPS = {
     "mode": "What",
@@ -158,7 +161,7 @@ class Setting(NamedTuple):
     @property
     def flag(self) -> str:
         """The flag of a core setting."""
-        return "--" + self.name.replace("_", "-")
+        return FLAGS.get(self.name) or "--" + self.name.replace("_", "-")
 
     @property
     def default_text(self) -> str:
@@ -202,6 +205,8 @@ class Settings:
             repeat the flag. Flags replace the file's list.
         data: Rows: a file (.jsonl, .json, .csv, .parquet), a folder, OWNER/NAME of a hub, or LOADER:SOURCE. They are
             the tasks of the environment `prompts`. Settings: --data.prompt COLUMN. Default: none.
+        from_run: Train on the trajectories that a run saved, not on new ones: the folder of the run. Repeat the flag
+            for more. Default: none.
         system: A system prompt that comes before every task. Default: none.
         template: Arguments of the chat template: --template.enable-thinking false.
         loss: The loss or algorithm. Default: grpo; sft in mode sft.
@@ -298,6 +303,7 @@ class Settings:
     sandbox: str = "subprocess"
     reward: tuple[str, ...] = ("env:1",)
     data: str = ""
+    from_run: tuple[str, ...] = ()
     system: str = ""
     template: dict[str, Any] = field(default_factory=dict)
     loss: str = "grpo"
@@ -360,6 +366,11 @@ class Settings:
     profile: int = _bounded(0, minimum=0)
     logger: tuple[str, ...] = ("jsonl",)
     out: str = ""
+
+    @property
+    def samples(self) -> bool:
+        """Whether the run trains on rollouts that it samples itself."""
+        return self.mode == "rl" and not self.from_run
 
 
 @functools.cache

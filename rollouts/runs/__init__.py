@@ -11,6 +11,8 @@ rehearsal.py     the trial of a dry run: a scripted episode, a small training st
 session.py       one run in its folder, from the opened folder to summary.json
 jobs/            what a session runs: train, evaluate
 sft_then_rl.py   one run after another: demonstrations, then reinforcement
+saved.py         the trajectories of earlier runs, read back
+rescore.py       judges them again
 resume.py        the checkpoint from which a run resumes; removes what later steps wrote
 clock.py         when a run began
 folder.py        the files of a run

@@ -22,6 +22,7 @@ from rollouts.runs.held_objects import ranks_of
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.rehearsal import rehearse
 from rollouts.runs.resume import run_to_resume
+from rollouts.runs.saved import open_runs
 from rollouts.runs.workers import worker_pools
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, is_reward_placed
 from rollouts.training.batches import AuxiliaryModels
@@ -140,7 +141,9 @@ def describe(
     if plan.settings.out and not (trains and run_to_resume(plan.resolved)):
         check_out(plan.settings.out)
     held_out = plan.eval_tasks()
-    if plan.settings.mode == "rl":
+    if plan.settings.from_run:
+        open_runs(plan.settings, held_out)
+    elif plan.settings.mode == "rl":
         task_buffer(plan.environments, held_out, plan.settings.prompts_per_step)
     elif trains:
         next(demonstrations(plan.environments, held_out, plan.settings.prompts_per_step))

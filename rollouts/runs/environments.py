@@ -395,6 +395,15 @@ def task_identity(task: Task) -> str:
     return task.key.removeprefix("id:") if task.key.startswith("id:prompt:") else task.key
 
 
+def held_out_keys(held_out: Sequence[Task], alias: str) -> frozenset[str]:
+    """The keys of tasks that the environment with this alias must not train on: a held-out prompt of any environment,
+    and a held-out id of its own.
+    """
+    return frozenset(
+        task.key for task in held_out if task.env == alias or task.key.startswith(("prompt:", "id:prompt:"))
+    )
+
+
 def task_buffer(environments: Sequence[Environment], held_out: Sequence[Task], tasks_per_step: int) -> DataBuffer:
     """The buffer of training tasks, of one environment or a mixture, without held-out tasks. A held-out prompt is
     removed from all environments, a held-out id only from its own environment.
@@ -406,9 +415,7 @@ def task_buffer(environments: Sequence[Environment], held_out: Sequence[Task], t
         if env.share == 0:
             parts.append(mixing.Source(env.alias, (), 0.0))
             continue
-        exclude = frozenset(
-            task.key for task in held_out if task.env == env.alias or task.key.startswith(("prompt:", "id:prompt:"))
-        )
+        exclude = held_out_keys(held_out, env.alias)
         prompts = env.training_source()
         with said_of(env.alias):
             DataBuffer(prompts, seed=env.seed, exclude=exclude).get_prompts(1)

@@ -42,6 +42,7 @@ LOCK = ".lock"
 PHASES = ("rl", "sft")  # the folders of a run of mode sft+rl, the last one first
 PARTS = ("trajectories", "checkpoints")
 STEP, EVALUATED = "step_", "eval_"  # the prefixes of file names in trajectories/; steps count from 0
+OTHERS = "another model played this role"  # the reason of a line that no reward judges and no run trains
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the errors of a file system without locks
 
 
@@ -418,7 +419,7 @@ def episode_records(
         for own in episode.by_role:
             yield from episode_records(own, advantage=advantage, dropped=dropped)
         return
-    unjudged = Score(None, {}, "another model played this role")
+    unjudged = Score(None, {}, OTHERS)
     for other in episode.others:
         played = Episode(episode.order, episode.task, [other], unjudged, {}, role=other.role)
         yield from episode_records(played, dropped=dropped)
@@ -433,7 +434,10 @@ def episode_records(
             "error": trajectory.error,
             "reward": episode.score.value,
             "parts": episode.score.parts,
+            "weights": episode.score.weights,
+            **({"turns": episode.score.turns} if episode.score.turns else {}),
             "why": episode.score.why,
+            **({"judged": trajectory is episode.trajectory} if len(episode.trajectories) > 1 else {}),
             "advantage": advantage,
             "dropped": dropped,
             "metrics": trajectory.metrics | (judged if trajectory is episode.trajectory else {}),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -244,14 +245,15 @@ class Plan(NamedTuple):
 def title(plan: Plan) -> str:
     """The training run in one line, for the observer."""
     settings = plan.settings
-    rollouts = f" × {counted(settings.samples_per_prompt, 'rollout')}" if settings.mode == "rl" else ""
+    size = counted(settings.prompts_per_step, "group" if settings.from_run else "prompt")
+    size += f" × {counted(settings.samples_per_prompt, 'rollout')}" if settings.samples else ""
+    size += "".join(f" of {os.path.relpath(run)}" for run in settings.from_run)
     lora = f", LoRA rank {settings.lora_rank}" if settings.lora_rank else ""
     if settings.lora_per_role:
         lora += f" for each of {', '.join(plan.lora_roles)}"
     return (
         f"{plan.env_name} · {plan.one('loss').name} · {settings.model}{lora} · {counted(settings.steps, 'step')} of "
-        f"{counted(settings.prompts_per_step, 'prompt')}{rollouts} · lr {plan.lr:g} · seed {settings.seed}"
-        f"{model_words(settings.model)}"
+        f"{size} · lr {plan.lr:g} · seed {settings.seed}{model_words(settings.model)}"
     )
 
 

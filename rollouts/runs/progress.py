@@ -146,6 +146,11 @@ class Progress:
             self._say(f"warning: {words}")
         if "evaluation" in summary:
             self._end_training(summary)
+        elif "rescored" in summary:
+            rewards = " -> ".join(_number(summary.get(name)) for name in ("reward_mean_before", "reward_mean"))
+            self._say(f"reward {rewards} ({counted(summary.get('rollouts', 0), 'rollout')}) · {self._folder}")
+            if summary["status"] == "done":
+                self._say(f"to train on them, type: rollouts run --from {shlex.quote(str(self._folder))}")
         elif summary.get("episodes"):
             self._console.print(_evaluation_table(summary))
             self._say(f"{summary['wall_seconds']:.0f} s · {self._folder}")

@@ -101,6 +101,9 @@ def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Reso
     """
     if not holds_run(folder):
         raise ConfigError(f"{folder} holds no run: it has no {CONFIG}{_hint(folder)}")
+    if "rescored" in read_json(folder / MANIFEST):
+        again = f"rollouts run --from {shlex.quote(str(folder))}"
+        raise ConfigError(f"{folder} holds rescored trajectories, and no run\nto train on them, type: {again}")
     for name in ("out", "resume"):
         if name in given:
             raise ConfigError(f"{name}: a run that is resumed stays in its folder, {folder}; leave {name} out")

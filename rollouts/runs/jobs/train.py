@@ -27,13 +27,14 @@ from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.runs.clock import Start
 from rollouts.runs.components import Chosen
-from rollouts.runs.environments import Environment, HeldOutPrompts, few_held_out_notes, task_buffer
+from rollouts.runs.environments import Environment, HeldOutPrompts, few_held_out_notes
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.held_objects import again_command
 from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.backend import make_training
 from rollouts.runs.jobs.demonstrations import demonstration_samples
 from rollouts.runs.jobs.saving import Occasion, Saving, profiled_steps
+from rollouts.runs.jobs.sources import TaskSource, group_source, task_source
 from rollouts.runs.jobs.stopping import Stopping, summary_of
 from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
@@ -53,16 +54,15 @@ from rollouts.runs.session import (
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.batches import RankServer, TrainingBackend
-from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl import LoopState, StepReport, run_rl_training
-from rollouts.training.loops.rl_batch import RLTrainingConfig, advantage_rewards
+from rollouts.training.loops.rl_batch import RLTrainingConfig
 from rollouts.training.loops.sft import SFTTrainingConfig, run_sft_training
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import Group, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import environment_metrics
 from rollouts.training.rollout_gen.pool import Job
-from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.rollout_gen.saved import SavedGroups
 from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Episode, Sample, Task
 
@@ -97,9 +97,9 @@ def train(
         KeyboardInterrupt: after Ctrl-C; the folder says how far the run came.
     """
     settings, environments = plan.settings, plan.environments
-    run_title, of_tasks = title(plan), _held_out_notes(settings, environments, held_out, also_held_out)
-    buffer = task_buffer(environments, held_out, settings.prompts_per_step) if settings.mode == "rl" else DataBuffer([])
+    run_title, tasks = title(plan), task_source(plan, held_out)
     chat = load_chat(settings, environments, tool_parser=plan.tool_parser)
+    of_tasks = _held_out_notes(settings, environments, held_out, also_held_out) + tasks.notes(settings, chat.tokenizer)
     everything = [*held_out, *also_held_out]
     samples = demonstration_samples(environments, everything, settings, chat) if settings.mode == "sft" else []
     with Session(observer, started, plan.manager) as session:
@@ -110,9 +110,9 @@ def train(
         session.resources.callback(backend.close)
         folder = open_folder(session, environments, make_folder)
         loggers, code = plan.chosen["logger"], code_files(plan.references, plan.resolved.source)
-        manifest = make_manifest(settings.seed, plan.references, code)
+        manifest = make_manifest(settings.seed, plan.references, code) | tasks.as_manifest
         engine_gets = plan.inference_arguments(backend, str(folder.path))
-        inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.mode == "rl")
+        inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.samples)
         session.backends = [(plan.one("training"), backend), (plan.one("inference"), inference)]
         own, resumed, first = [each for each in loggers if each.component is JSONLLogger], None, 0
         if resumes:
@@ -120,7 +120,7 @@ def train(
             resumed = resumed._replace(notes=(*resumed.notes, *changed_code(folder.path, code, folder.shown)))
             first = resumed.state.step
             if resumed.state.data:
-                buffer.load_state_dict(resumed.state.data)
+                tasks.buffer.load_state_dict(resumed.state.data)
         else:  # from here on the run can be resumed, also if the process is killed while a logger waits for a server
             folder.write_config(plan.config)
             folder.write_json(MANIFEST, manifest)
@@ -135,7 +135,7 @@ def train(
         if resumed is not None:
             folder.forget_steps(first)
         stopping = Stopping(settings, (hours_from or started).wall, observer.note)
-        job = Training(plan, session, chat, backend, inference, held_out, buffer, samples, resumed, stopping, advice)
+        job = Training(plan, session, chat, backend, inference, held_out, tasks, samples, resumed, stopping, advice)
         notes = [*plan.notes, *chat_notes(chat), *backend.notes, *of_tasks, *(resumed.notes if resumed else ())]
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         job.play()
@@ -150,8 +150,8 @@ def _logged(folder: Path, loggers: Sequence[Chosen]) -> Logged:
 
 @dataclasses.dataclass(eq=False)
 class Training:
-    """One run from its first step, or from its checkpoint, to its end. It trains on the tasks of the `buffer` (mode rl)
-    or on `samples` (mode sft), and fills `summary` on the way.
+    """One run from its first step, or from its checkpoint, to its end. It trains on `tasks` (mode rl) or on
+    `samples` (mode sft), and fills `summary` on the way.
 
     Its state is the content of the next checkpoint: the evaluations, the last step's metrics, and how long the last
     save took.
@@ -163,7 +163,7 @@ class Training:
     backend: TrainingBackend
     inference: InferenceBackend
     held_out: Sequence[Task]
-    buffer: DataBuffer
+    tasks: TaskSource
     samples: Sequence[Sample]
     resumed: Resumed | None
     stopping: Stopping
@@ -235,7 +235,7 @@ class Training:
         if self._settings.mode == "sft":
             await self._supervised()
         else:
-            async with self._manager() as manager:
+            async with self._groups() as manager:
                 await self._reinforcement(manager)
 
     def save_interrupted(self) -> None:
@@ -292,34 +292,19 @@ class Training:
         if steps and (after := self._evaluations["after"]):
             self.session.loggers.log(evaluation_metrics(after), steps - 1)
 
-    def _manager(self) -> AsyncRolloutManager:
-        """The manager that samples the groups, in its state of the checkpoint."""
-        plan, settings = self.plan, self._settings
-        manager = AsyncRolloutManager(
-            self.buffer,
-            RolloutConfig(
-                settings.prompts_per_step,
-                settings.samples_per_prompt,
-                settings.over_sampling,
-                concurrency=settings.concurrency,
-                refill=settings.refill > 0,
-                refills_max=max(1, settings.refill),
-                staleness=settings.staleness,
-            ),
-            play=self._player.at(settings.temperature, settings.seed),
+    def _groups(self) -> AsyncRolloutManager | SavedGroups:
+        """The source of the groups, in its state of the checkpoint."""
+        return group_source(
+            self.plan,
+            self.tasks,
+            self._start.rollouts,
+            play=self._player.at(self._settings.temperature, self._settings.seed),
             inference=self.inference,
-            filters=plan.filters,
-            see_rewards=lambda group, step: advantage_rewards(
-                group, stage_at(plan.schedule, step).algorithm, step, max_tokens=settings.max_tokens
-            ),
             score_group=self._score_group,
             failures=self._failures,
         )
-        if self._start.rollouts:
-            manager.load_state_dict(self._start.rollouts)
-        return manager
 
-    def _reinforcement(self, manager: AsyncRolloutManager) -> Awaitable[Any]:
+    def _reinforcement(self, manager: AsyncRolloutManager | SavedGroups) -> Awaitable[Any]:
         """The loop of mode rl, as an awaitable."""
         plan, settings = self.plan, self._settings
         kept = self._start.loop
@@ -329,11 +314,11 @@ class Training:
 
         def state(loop: LoopState) -> dict[str, Any]:
             own = {"kl_coefficients": dict(loop.kl_coefficients), "start_versions": list(loop.start_versions)}
-            return {"data": self.buffer.state_dict(), "rollouts": manager.state_dict(), "loop": own}
+            return {"data": self.tasks.buffer.state_dict(), "rollouts": manager.state_dict(), "loop": own}
 
         async def on_step(report: StepReport) -> dict[str, float]:
             self._folder.write_trajectories(f"{STEP}{report.step:06d}", step_records(report))
-            own = environment_metrics(report.groups, self.buffer.epochs)
+            own = environment_metrics(report.groups, self.tasks.buffer.epochs)
             own |= death_metrics(plan.environments, self.summary)
             self._parts.see(report.groups)
             algorithm = stage_at(plan.schedule, report.step).algorithm
@@ -348,18 +333,20 @@ class Training:
         self._loop = state(loop)
         # Groups that are carried over or prefetched have earlier weights, so the trainer's own tokens are weighed too.
         is_synchronous = settings.over_sampling == settings.sync_every == 1 and settings.staleness == 0
-        is_current = self.inference.capabilities.in_process and is_synchronous
+        samples = settings.samples
+        is_current = samples and self.inference.capabilities.in_process and is_synchronous
         config = RLTrainingConfig(
             settings.steps,
-            settings.sync_every,
+            settings.sync_every if samples else max(1, settings.steps),  # evaluations get the newest weights themselves
             temperature=settings.temperature,
             response_tokens_max=settings.max_tokens,
             minibatches=settings.minibatches,
             staleness=settings.staleness,
+            samples=samples,
         )
         return run_rl_training(
             self.backend,
-            self.buffer,
+            self.tasks.buffer,
             manager,
             [self.inference],
             config,

@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import NamedTuple
+from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple, Protocol
 
 from rollouts.errors import ConfigError
 from rollouts.inference.base import InferenceBackend
@@ -22,9 +23,9 @@ from rollouts.training.batching import part_batch
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch, rollout_advantages
 from rollouts.training.rollout_gen.groups import Group
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager, RewardFn
+from rollouts.training.rollout_gen.manager import RewardFn
 from rollouts.training.rollout_gen.metrics import rollout_metrics
-from rollouts.training.rollout_gen.steps import RolloutStep
+from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStep
 from rollouts.training.weights.sync import WeightSync, WeightSyncManager
 from rollouts.types import Sample
 
@@ -43,6 +44,22 @@ class LoopState(NamedTuple):
     step: int = 0
     kl_coefficients: Mapping[str, float] = {}
     start_versions: Sequence[int] = ()
+
+
+class GroupSource(Protocol):
+    """Where the loop gets its groups: AsyncRolloutManager samples them, SavedGroups reads them."""
+
+    policy_version: int | None
+
+    @property
+    def config(self) -> RolloutConfig:
+        """`staleness` is how many steps the source may be ahead."""
+
+    async def generate_batch(self, reward_fn: RewardFn | None = None, *, wanted: int | None = None) -> RolloutStep:
+        """The groups of the next step. `wanted` steps will still be taken, including this one."""
+
+    def pause(self) -> AbstractAsyncContextManager[None]:
+        """A block in which nothing is sampled, so that weights may change."""
 
 
 class StepReport(NamedTuple):
@@ -70,7 +87,7 @@ OnLogged = Callable[[StepReport], Awaitable[None]]
 async def run_rl_training(
     backend: TrainingBackend,
     data_buffer: DataBuffer,
-    rollout_manager: AsyncRolloutManager,
+    rollout_manager: GroupSource,
     inference_engines: Sequence[InferenceBackend],
     config: RLTrainingConfig,
     metrics_logger: MetricsLogger | None = None,
@@ -128,7 +145,7 @@ async def run_rl_training(
             if (step + 1) % config.sync_every == 0:
                 metrics |= await syncing.sync(backend)
                 rollout_manager.policy_version = backend.version
-            metrics |= _sampling_metrics(rollouts, data_buffer.epoch_id)
+            metrics |= _rollout_metrics(rollouts, data_buffer.epoch_id, samples=config.samples)
             metrics |= {"time/wait": generated - began, "time/step": time.perf_counter() - began}
             state = LoopState(step + 1, _by_stage(stages, coefficients), start_versions)
             finished = StepReport(step, metrics, rollouts.groups, rollout_advantages(batch, len(advantages)), state)
@@ -200,16 +217,14 @@ def _joined_metrics(reports: Sequence[dict[str, float]]) -> dict[str, float]:
     return joined
 
 
-def _sampling_metrics(rollouts: RolloutStep, epoch: int) -> dict[str, float]:
-    """Metrics of a step's rollouts, and the speed of sampling."""
+def _rollout_metrics(rollouts: RolloutStep, epoch: int, *, samples: bool) -> dict[str, float]:
+    """Metrics of a step's rollouts; if they were sampled, also the speed of sampling."""
+    metrics = {**rollout_metrics(rollouts.groups), **rollouts.metrics, "data/epoch": float(epoch)}
+    if not samples:
+        return {name: value for name, value in metrics.items() if not name.startswith("rollout/latency")}
     sampled = sum(sum(group.lengths) for group in rollouts.groups)
-    return {
-        **rollout_metrics(rollouts.groups),
-        **rollouts.metrics,
-        "data/epoch": float(epoch),
-        "perf/gen_tok_s": sampled / max(rollouts.seconds, 1e-9),
-        "time/generate": rollouts.seconds,
-    }
+    speed = sampled / max(rollouts.seconds, 1e-9)
+    return metrics | {"perf/gen_tok_s": speed, "time/generate": rollouts.seconds}
 
 
 async def _observed(

@@ -21,6 +21,7 @@ from rollouts.training.algorithms.algorithm import (
     KL,
     Algorithm,
     forward_needs,
+    function_label,
     is_batch_advantage,
     is_reward_placed,
     requests,
@@ -49,6 +50,7 @@ class RLTrainingConfig:
         response_tokens_max: L_max of the aggregation dr_grpo and of overlong shaping
         minibatches: optimizer steps for each batch
         staleness: how many steps sampling may be ahead of training. Tokens from older weights are not trained
+        samples: False if the groups were saved before: the age of their tokens and the speed of sampling are unknown
     """
 
     num_steps: int
@@ -57,6 +59,7 @@ class RLTrainingConfig:
     response_tokens_max: int | None = None
     minibatches: int = 1
     staleness: int = 0
+    samples: bool = True
 
     def __post_init__(self) -> None:
         for name in ("sync_every", "temperature", "minibatches"):
@@ -112,10 +115,7 @@ def prepare_rl_batch(
         first = len(rewards)
         lengths = group.lengths
         own = advantage_rewards(group, algorithm, step, max_tokens=config.response_tokens_max)
-        eligible = [
-            reward is not None and episode.status is Status.COMPLETED and length > 0 and index not in fresh.emptied
-            for index, (reward, episode, length) in enumerate(zip(own, group.episodes, lengths, strict=True), first)
-        ]
+        eligible = [fit and index not in fresh.emptied for index, fit in enumerate(_trainable(group, own), first)]
         if of_groups:
             turns = group.turn_rewards(own)
             advantages += calls.group_advantages(algorithm.advantage, own, lengths=lengths, turn_rewards=turns)
@@ -144,7 +144,31 @@ def prepare_rl_batch(
     # per token. A loss with one value per rollout keeps the sampler as its anchor, so that its ratio corrects.
     if algorithm.correction is not None and batch.unit == "token":
         batch.anchor = "current"
-    return PreparedBatch(fresh.samples, advantages, batch, fresh.metrics)
+    return PreparedBatch(fresh.samples, advantages, batch, fresh.metrics if config.samples else {})
+
+
+def _trainable(group: Group, rewards: Sequence[float | None]) -> list[bool]:
+    """Which rollouts [G] of the group may be trained on: those that were judged, not truncated and not empty."""
+    return [
+        reward is not None and episode.status is Status.COMPLETED and length > 0
+        for reward, episode, length in zip(rewards, group.episodes, group.lengths, strict=True)
+    ]
+
+
+def why_untrained(group: Group, algorithm: Algorithm, step: int, *, max_tokens: int | None = None) -> str | None:
+    """Why no rollout of the group is trained on in this step: the name of the selector or pair selector that leaves
+    nothing, or that no rollout is complete. None: at least one rollout is.
+    """
+    rewards, lengths = advantage_rewards(group, algorithm, step, max_tokens=max_tokens), group.lengths
+    fit = _trainable(group, rewards)
+    if not any(fit):
+        return "no_complete_rollout"
+    select, pairs = algorithm.select, algorithm.pairs
+    if select is not None and not any(calls.selected(select, rewards, fit, lengths=lengths, step=step)):
+        return f"select_{function_label(select)}"
+    if pairs is not None and not calls.paired(pairs, rewards, fit, lengths=lengths, step=step):
+        return f"pairs_{function_label(pairs)}"
+    return None
 
 
 class Fresh(NamedTuple):

@@ -1,0 +1,41 @@
+"""`rollouts rescore RUN --reward ...`: judge saved trajectories again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from rollouts.cli.options import SettingsCommand
+from rollouts.config.settings import setting_infos
+
+SETTINGS = ("reward", "on_invalid_reward", "concurrency", "reward_seconds", "out")
+
+
+def _rescore(run: str, **options: Any) -> int:
+    from rollouts.cli.options import given_flags
+    from rollouts.config.merging import merge
+    from rollouts.runs.progress import shown_progress
+    from rollouts.runs.rescore import rescore as rescore_run
+
+    given = merge(given_flags(options), click.get_current_context().obj or {})
+    with shown_progress("stdout") as progress:
+        rescore_run(run, given, progress)
+    return 0
+
+
+rescore = SettingsCommand(
+    "rescore",
+    callback=_rescore,
+    argument=click.Argument(["run"], metavar="RUN"),
+    infos=[
+        info._replace(shown="runs/<time>-<run>-rescored" if info.name == "out" else info.shown)
+        for info in setting_infos()
+        if info.name in SETTINGS
+    ],
+    help="Judge the saved trajectories of a run again, with other rewards. No model is loaded.\n\n"
+    "RUN is the folder of a run. The result is a new folder with the same tokens and the new rewards, which "
+    "`rollouts run --from` reads.\n\n"
+    "\b\nExamples:\n  rollouts rescore runs/first --reward ./brevity.py:brevity\n"
+    "  rollouts rescore runs/first --reward env:1 --reward ./brevity.py:brevity:-0.1 --out runs/brief",
+)
