@@ -25,9 +25,13 @@ class SupervisedRow(NamedTuple):
 
 
 def tokenize_supervised(
-    messages: list[Message], tools: Sequence[dict[str, Any]], chat: ChatFormat
+    messages: list[Message],
+    tools: Sequence[dict[str, Any]],
+    chat: ChatFormat,
+    weights: Sequence[float] | None = None,
 ) -> list[SupervisedRow]:
-    """The rows of one conversation: one row if the template is append-only, else one per segment.
+    """The rows of one conversation: one row if the template is append-only, else one per segment. `weights` has the
+    weight of each message in place of 1.0; only those of the assistant count.
 
     Messages after the last assistant turn are left out. A conversation without an assistant turn has no rows. Raises
     ModelError if the template refuses the conversation or does not show a reply.
@@ -49,7 +53,7 @@ def tokenize_supervised(
             open_row = SupervisedRow(tokens, [0.0] * len(tokens))
             rows.append(open_row)
         rest = chat.encode_marked(turn.rest)
-        _append(open_row, [*chat.encode_marked(turn.reply), rest[0]], 1.0)
+        _append(open_row, [*chat.encode_marked(turn.reply), rest[0]], 1.0 if weights is None else weights[place])
         if following is None:
             open_row = None
         else:
@@ -71,7 +75,7 @@ def _turn_alone(
     prompt, whole = chat.render_pair(before, [reply], tools, False)
     # DeepSeek: the generation prompt opens a thought. A reply without a thought starts at the first difference of the
     # two texts.
-    same = prompt if whole.startswith(prompt) else os.path.commonprefix([prompt, whole])  # noqa: RUF071
+    same = prompt if whole.startswith(prompt) else _common_start(prompt, whole, chat)
     turn = chat.split_turn(same, whole)
     if turn is None:
         raise ModelError(
@@ -79,3 +83,20 @@ def _turn_alone(
             "stop; use a chat template that closes each turn (as `<|im_end|>` does)."
         )
     return turn, len(prompt) - len(same)
+
+
+def _common_start(prompt: str, whole: str, chat: ChatFormat) -> str:
+    """The common start of two texts, which does not end within a token of either: `<think>` and `<|call|>` both begin
+    with `<`.
+    """
+    same = os.path.commonprefix([prompt, whole])  # noqa: RUF071
+    tokens = [str(token) for token in chat.tokenizer.added_tokens_decoder.values()]
+    before = -1
+    while before != len(same):
+        before = len(same)
+        for token in tokens:
+            for start in range(max(0, len(same) - len(token) + 1), len(same)):
+                if prompt.startswith(token, start) or whole.startswith(token, start):
+                    same = same[:start]
+                    break
+    return same

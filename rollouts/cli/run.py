@@ -104,9 +104,9 @@ sft = SettingsCommand(
     callback=_run,
     infos=[info for info in setting_infos() if info.name not in ("mode", "from_run")],
     own=[_SEEDS, _DRY_RUN],
-    help="Train a model on the demonstrations of an environment.\n\n"
+    help="Train a model on the demonstrations of an environment, or on conversations of a file.\n\n"
     "The same as `rollouts run --mode sft`. FILE contains settings (.toml, .json or .py).\n\n"
-    "\b\nExample:\n  rollouts sft --env calculator --steps 200",
+    "\b\nExamples:\n  rollouts sft --env calculator --steps 200\n  rollouts sft --data chat.jsonl --steps 200",
 )
 
 _EVAL_DOCS = {

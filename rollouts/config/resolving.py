@@ -105,7 +105,11 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     if mode == "sft":
         defaults["loss"] = "sft"
     if tree.get("data") is not None and plain(tree["data"]):
-        defaults["env"] = "prompts"  # the default environment for the rows of a file
+        if mode != "sft":
+            defaults["env"] = "prompts"  # the default environment for the rows of a file
+        elif tree.get("env") is None:
+            tree = dict(tree)
+            tree.setdefault("eval_tasks", 0)  # conversations alone have no tasks
     if isinstance(tree.get("optimizer"), dict):
         defaults["optimizer"] = "adamw"  # `--optimizer.betas` alone is a setting of the usual one
     chosen = merge(defaults, {key: value for key, value in tree.items() if key in COMPONENT_KINDS})

@@ -204,7 +204,8 @@ class Settings:
         reward: A reward, as [alias=]name[:weight]. `env` means the rewards in the environment's class. To mix several,
             repeat the flag. Flags replace the file's list.
         data: Rows: a file (.jsonl, .json, .csv, .parquet), a folder, OWNER/NAME of a hub, or LOADER:SOURCE. They are
-            the tasks of the environment `prompts`. Settings: --data.prompt COLUMN. Default: none.
+            the tasks of the environment `prompts`, and in mode sft the conversations to learn from. Settings:
+            --data.prompt COLUMN. Default: none.
         from_run: Train on the trajectories that a run saved, not on new ones: the folder of the run. Repeat the flag
             for more. Default: none.
         system: A system prompt that comes before every task. Default: none.

@@ -49,6 +49,12 @@ class RowSettings:
         seed: shuffle the rows by this seed, before `limit`
         streaming: read rows while the run goes on, instead of all of them at its start
         bad_rows: what to do with a row that cannot be used: end with an error, or skip and count it
+        turns: which of the assistant's turns `rollouts sft` trains
+        thinking: whether `rollouts sft` keeps the assistant's thinking
+        max_length: `rollouts sft` cuts conversations to so many tokens, at the end of a turn
+        held_out: the fraction of conversations of which `rollouts sft` only computes the loss
+        patience: `rollouts sft` ends after so many evaluations without a lower loss; 0: it does not
+        processes: how many processes tokenize the conversations of `rollouts sft`; 0: one for each core
     """
 
     prompt: str = ""
@@ -61,7 +67,16 @@ class RowSettings:
     seed: int | None = None
     streaming: bool = False
     bad_rows: Literal["error", "skip"] = "error"
+    turns: Literal["all", "last"] = "all"
+    thinking: Literal["keep", "drop"] = "keep"
+    max_length: int | None = None
+    held_out: float = 0.0
+    patience: int = 0
+    processes: int = 0
 
+
+OF_SFT = ("turns", "thinking", "max_length", "held_out", "patience", "processes")
+"""The settings that are for conversations, which only `rollouts sft` trains on."""
 
 COLUMNS = ("prompt", "answer", "id", "response", "messages", "tools")
 """The columns that a setting can name."""
@@ -152,8 +167,14 @@ def choose_loader(manager: PluginManager, data: str | Mapping[str, Any]) -> Load
     found, label = manager.load(ref), f"data {table['name']}"
     given = {key: value for key, value in table.items() if key != "name"}
     settings = converted(loader_signature(found, label), given, label, NOWHERE, ("data",))
-    common = {each.name: settings.pop(each.name) for each in fields(RowSettings)}
-    return Loader(table["name"], ref, source, found, settings, RowSettings(**common))
+    common = RowSettings(**{each.name: settings.pop(each.name) for each in fields(RowSettings)})
+    for name, least in (("limit", 1), ("max_length", 2), ("patience", 0), ("processes", 0)):
+        value = getattr(common, name)
+        if value is not None and value < least:
+            raise ConfigError(f"--data.{name.replace('_', '-')} {value}: expected {least} or more")
+    if not 0 <= common.held_out < 1:
+        raise ConfigError(f"--data.held-out {common.held_out}: expected 0 or more, below 1, such as 0.05")
+    return Loader(table["name"], ref, source, found, settings, common)
 
 
 def open_rows(
@@ -166,8 +187,6 @@ def open_rows(
     """
     loader = choose_loader(manager or PluginManager(), data)
     settings = loader.rows
-    if settings.limit is not None and settings.limit < 1:
-        raise ConfigError(f"--data.limit {settings.limit}: expected 1 or more")
     given = _load(loader) if lines is None else json_lines(lines.decode().split("\n"))
     rows: Iterator[Row] = _placed(given, loader)
     if settings.seed is not None:

@@ -17,9 +17,10 @@ from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
 from rollouts.config.resolving import Resolved
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting
-from rollouts.data.source import find_loader, loader_signature
+from rollouts.data.source import OF_SFT, RowSettings, find_loader, loader_signature
 from rollouts.env.added_tools import added_tool
 from rollouts.env.authoring import tools_of
+from rollouts.env.prompts import Prompts
 from rollouts.env.schema import check_tool
 from rollouts.env.toolsets import AddedTool, Toolset, check_toolset, is_toolset
 from rollouts.errors import (
@@ -40,6 +41,8 @@ from rollouts.training.algorithms.corrections import truncated
 from rollouts.training.algorithms.kl import KL_SETTINGS, check_kl
 
 Path = tuple[str, ...]
+
+_DATA = vars(RowSettings())
 
 _EXAMPLES = {
     "kl": "rk3_loss",
@@ -174,6 +177,17 @@ def chosen_optimizer(chosen: Mapping[str, list[Chosen]]) -> Any:
             check_optimizer(make, f"the optimizer {each.name}")
         return make
     return None
+
+
+def takes_rows(mode: str, chosen: Mapping[str, Sequence[Chosen]]) -> bool:
+    """Whether a run trains on conversations that `--data` names. An environment with demonstrations of its own, to
+    which the run gives `--data`, makes them of it.
+    """
+    makes_its_own = any(
+        "data" in each.settings and not (isinstance(each.component, type) and issubclass(each.component, Prompts))
+        for each in chosen["env"]
+    )
+    return mode == "sft" and bool(chosen.get("data")) and not makes_its_own
 
 
 def make_component(word: str, chosen: Chosen, available: Mapping[str, Any]) -> Any:
@@ -357,7 +371,13 @@ def with_data(resolved: Resolved, manager: PluginManager, workers: Remote | None
         return resolved
     (component,) = chosen
     found = _choose(manager, "data", component, None, resolved.source, ("data",))
-    settings = {name: found.settings[name.replace("-", "_")] for name in component.settings}
+    settings = {name: found.settings[name] for name in component.settings}
+    of_sft = [name for name in OF_SFT if settings.pop(name, _DATA[name]) != _DATA[name]]
+    if of_sft and resolved.settings.mode != "sft":
+        raise ConfigError(
+            f"--data.{of_sft[0].replace('_', '-')}: this setting is for conversations to learn from\n"
+            "type: rollouts sft --data ..., or in mode sft+rl --sft.data ..."
+        )
     data = {"name": component.name, **settings} if settings else component.name
     given = []
     for env in resolved.components["env"]:
@@ -370,7 +390,7 @@ def with_data(resolved: Resolved, manager: PluginManager, workers: Remote | None
             known = check_signature(manager.load(ref), "environments", label).settings
             takes = any(setting.name == "data" for setting in known)
         given.append(env._replace(settings={"data": data} | env.settings) if takes else env)
-    if not any("data" in env.settings for env in given):
+    if resolved.settings.mode != "sft" and not any("data" in env.settings for env in given):
         names = " and ".join(env.name for env in given)
         raise ConfigError(
             f"--data {component.name}: the environment {names} has no setting `data`; `--env prompts` reads rows"

@@ -15,7 +15,7 @@ from rollouts.env.shared import shared_values
 from rollouts.errors import ModelError, RolloutsError, counted, first_line, said_of
 from rollouts.plugins.loading import INSTALL_TORCH, absent_packages
 from rollouts.plugins.signature import read_signature
-from rollouts.runs.components import Chosen
+from rollouts.runs.components import Chosen, takes_rows
 from rollouts.runs.environments import demonstrations, few_held_out_notes, task_buffer
 from rollouts.runs.folder import check_out
 from rollouts.runs.held_objects import ranks_of
@@ -145,7 +145,7 @@ def describe(
         open_runs(plan.settings, held_out)
     elif plan.settings.mode == "rl":
         task_buffer(plan.environments, held_out, plan.settings.prompts_per_step)
-    elif trains:
+    elif trains and not takes_rows(plan.settings.mode, plan.chosen):
         next(demonstrations(plan.environments, held_out, plan.settings.prompts_per_step))
     samples = plan.settings.samples_per_prompt
     is_partial = bool(absent) and not plan.is_chat
@@ -195,6 +195,8 @@ def _training_lines(plan: Plan, absent: Sequence[str]) -> Iterator[str]:
 
 def _environment_lines(plan: Plan) -> Iterator[str]:
     """The environment, or the shares of several: at the first step, and at the last step if the shares change."""
+    if not plan.environments:
+        return
     weights = {env.alias: env.weight for env in plan.environments}
     ends = (shares_at(weights, step) for step in (0, max(0, plan.settings.steps - 1)))
     for env, chosen, first, last in zip(plan.environments, plan.chosen["env"], *ends, strict=True):
@@ -208,7 +210,7 @@ def _environment_lines(plan: Plan) -> Iterator[str]:
 
 def _counted_words(plan: Plan, tasks: Sequence[Task]) -> str:
     """How many of the tasks each of several environments has."""
-    if not plan.environments[0].alias:
+    if not any(env.alias for env in plan.environments):
         return ""
     counts = Counter(task.env for task in tasks)
     return f" ({', '.join(f'{env.alias} {counts[env.alias]}' for env in plan.environments)})"

@@ -45,6 +45,7 @@ from rollouts.runs.components import (
     choose,
     chosen_optimizer,
     completed,
+    takes_rows,
     with_data,
 )
 from rollouts.runs.earlier_run import overlap_notes, run_of, trained_before, unused_of_run
@@ -187,7 +188,7 @@ class Plan(NamedTuple):
     @property
     def env_name(self) -> str:
         """The environment's name, or the aliases of several, for a title."""
-        return " + ".join(env.alias or env.name for env in self.environments)
+        return " + ".join(env.alias or env.name for env in self.environments) or Path(self.settings.data).stem
 
     @property
     def on_step(self) -> tuple[Callable[..., Any], ...]:
@@ -302,10 +303,11 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
         notes += tuple(changed_code(Path(run.source.path).parent, code_files(used, source)))
     rewards = reward_terms(components["reward"], chosen["reward"])
     notes += (*_dropped_rewards(environments, rewards), *unread_notes(resolved))
-    notes += _tools_of_demonstrations(environments) if settings.mode == "sft" else ()
+    mode = "rl" if takes_rows(settings.mode, chosen) else settings.mode  # of the environments
+    notes += _tools_of_demonstrations(environments) if mode == "sft" else ()
     refuse_env_of_rewards(environments, rewards)
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
-    _check_environments(environments, chosen["tool"], rewards if judges else None, settings.mode)
+    _check_environments(environments, chosen["tool"], rewards if judges else None, mode)
     components["env"] = _with_curricula(components["env"], environments)
     plan = Plan(
         resolved,
@@ -531,7 +533,7 @@ def _check_settings(settings: Settings, lacks_environment: bool) -> None:
         raise ConfigError(
             "mode sft+rl is two runs, and each has a plan; rollouts.runs.sft_then_rl.phases() gives their settings"
         )
-    if lacks_environment:
+    if lacks_environment and not (settings.mode == "sft" and settings.data):
         raise ConfigError(
             "no environment was named; type --env calculator (`rollouts plugins list` shows what there is)"
         )

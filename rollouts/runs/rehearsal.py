@@ -29,7 +29,9 @@ from rollouts.env.schema import schema_of
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, counted, said_of
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest
+from rollouts.runs.components import takes_rows
 from rollouts.runs.environments import Environment
+from rollouts.runs.jobs.chat_data import first_rows
 from rollouts.runs.jobs.demonstrations import demonstration_samples
 from rollouts.runs.plan import Plan
 from rollouts.runs.sandboxes import sandbox_lines
@@ -363,7 +365,9 @@ def _number(value: float | None) -> str:
 
 
 def _demonstration_words(plan: Plan, held_out: Sequence[Task], chat: ChatFormat) -> str:
-    """Describe the rows of the first demonstration. Raises ModelError if the template cannot show it."""
+    """Describe the first demonstration or conversation. Raises ModelError if the template cannot show it."""
+    if takes_rows(plan.settings.mode, plan.chosen):
+        return first_rows(plan, chat)
     settings = dataclasses.replace(plan.settings, steps=1, prompts_per_step=1)
     samples = demonstration_samples(plan.environments, held_out, settings, chat)
     live = sum(weight > 0 for sample in samples for weight in sample.loss_mask)

@@ -22,9 +22,10 @@ EVALUATION = {"reward_mean": 0.25, "greedy_mean": None, "parts": {"right": 0.25,
 
 def plan(**changed):
     values = {"steps": 4, "prompts_per_step": 8, "samples_per_prompt": 8, "mode": "rl", "lora_rank": 0,
-              "lora_per_role": False, "model": "tiny", "seed": 7}  # fmt: skip
+              "lora_per_role": False, "model": "tiny", "seed": 7, "from_run": ()}  # fmt: skip
     names = {"loss": SimpleNamespace(name="grpo")}
     settings = SimpleNamespace(**values | changed)
+    settings.samples = settings.mode == "rl"
     return SimpleNamespace(settings=settings, one=names.__getitem__, env_name="calculator", lr=3e-4)
 
 

@@ -99,7 +99,11 @@ def in_its_mode(tree):
 TREES = st.fixed_dictionaries(
     {},
     optional={
-        **{info.name: core_value(info) for info in setting_infos() if info.name not in COMPONENT_KINDS},
+        **{
+            info.name: core_value(info)
+            for info in setting_infos()
+            if info.name not in COMPONENT_KINDS and info.name != "from_run"  # it names the folder of a run
+        },
         **{key: component(key) for key in COMPONENT_KINDS},
     },
 ).map(in_its_mode)

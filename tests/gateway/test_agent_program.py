@@ -113,6 +113,44 @@ def test_programs_play_and_fail_without_ending_the_run(files):
         assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
+TEN = """
+import json, os, urllib.request
+source = open("agent.py").read()
+exec(source[source.index("def ask"):source.index("number = int")])
+for number in range(10):
+    if os.fork() == 0:
+        open(f"reply_{number}.txt", "w").write(ask(f"process {number}"))
+        os._exit(0)
+codes = [os.wait()[1] for _ in range(10)]
+assert codes == [0] * 10, codes
+"""
+
+
+def test_ten_processes_of_an_agent_ask_at_once(files):
+    Path("ten.py").write_text(TEN)
+    rollouts.run(
+        env={
+            "name": "agent",
+            "command": f"{shlex.quote(sys.executable)} ten.py",
+            "data": "rows.jsonl",
+            "eval_data": "empty.jsonl",
+        },
+        reward="./judge.py:score",
+        mode="eval",
+        eval_tasks=1,
+        samples_per_prompt=1,
+        max_tokens=400,
+        max_turns=10,
+        out="run",
+    )
+    (file,) = Path("run").rglob("trajectories/*.jsonl")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {line["status"] for line in lines} == {"completed"}
+    found = {line["messages"][0]["content"]: line["messages"][1]["content"] for line in lines}
+    assert found == {f"process {number}": Path(f"reply_{number}.txt").read_text() for number in range(10)}
+    assert all(sum(line["segments"][0]["loss_mask"]) > 0 for line in lines)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

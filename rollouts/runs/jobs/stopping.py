@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from rollouts.errors import counted, suggestion
 class Stop(NamedTuple):
     """Why a run ended early, as summary.json has it: the setting that ended it, its value, and a sentence."""
 
-    by: Literal["stop_when", "max_hours"]
+    by: Literal["stop_when", "max_hours", "patience"]
     rule: str
     why: str
 
@@ -23,18 +24,21 @@ class Stop(NamedTuple):
 @dataclass
 class Stopping:
     """The rules of one run. `started` is `time.perf_counter()` at the start of the command: the hours include loading
-    the model and the first evaluation. `warn` gets a note for each rule whose metric is not logged.
+    the model and the first evaluation. `warn` gets a note for each rule whose metric is not logged. With `patience`,
+    the run ends after so many evaluations without a lower `eval/loss`; a run that is resumed counts anew.
     """
 
     settings: Settings
     started: float
     warn: Callable[[str], None]
+    patience: int = 0
     _unseen: list[StopRule] = field(init=False)
     _absent: dict[StopRule, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._rules = [read_rule(text) for text in self.settings.stop_when]
         self._unseen = list(self._rules)
+        self._lowest, self._since = math.inf, 0
 
     def reason(self, done: int, metrics: Mapping[str, float]) -> Stop | None:
         """Why the run ends now, after `done` steps, the last one with these metrics. None if it continues."""
@@ -45,6 +49,13 @@ class Stopping:
             if rule.holds(metrics):
                 was = f"{rule.metric} was {metrics[rule.metric]:g} after {counted(done, 'step')}"
                 return Stop("stop_when", str(rule), f"--stop-when '{rule}': {was}")
+        if self.patience and "eval/loss" in metrics:
+            loss = metrics["eval/loss"]
+            self._since = 0 if loss < self._lowest else self._since + 1
+            self._lowest = min(loss, self._lowest)
+            if self._since >= self.patience:
+                why = f"{counted(self._since, 'evaluation')} without a held-out loss below {self._lowest:.4f}"
+                return Stop("patience", str(self.patience), f"--data.patience {self.patience}: {why}")
         if hours is not None and time.perf_counter() - self.started >= hours * 3600:
             return Stop(
                 "max_hours", f"{hours:g}", f"--max-hours {hours:g}: they were over after {counted(done, 'step')}"

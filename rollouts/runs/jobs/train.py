@@ -20,19 +20,18 @@ import msgspec
 import trio
 
 from rollouts.chat.format import ChatFormat
-from rollouts.config.settings import Settings
 from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted
 from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.runs.clock import Start
 from rollouts.runs.components import Chosen
-from rollouts.runs.environments import Environment, HeldOutPrompts, few_held_out_notes
 from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
 from rollouts.runs.held_objects import again_command
 from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.backend import make_training
-from rollouts.runs.jobs.demonstrations import demonstration_samples
+from rollouts.runs.jobs.chat_data import ChatData, HeldOutLoss, training_data
+from rollouts.runs.jobs.demonstrations import held_out_notes
 from rollouts.runs.jobs.saving import Occasion, Saving, profiled_steps
 from rollouts.runs.jobs.sources import TaskSource, group_source, task_source
 from rollouts.runs.jobs.stopping import Stopping, summary_of
@@ -99,9 +98,8 @@ def train(
     settings, environments = plan.settings, plan.environments
     run_title, tasks = title(plan), task_source(plan, held_out)
     chat = load_chat(settings, environments, tool_parser=plan.tool_parser)
-    of_tasks = _held_out_notes(settings, environments, held_out, also_held_out) + tasks.notes(settings, chat.tokenizer)
-    everything = [*held_out, *also_held_out]
-    samples = demonstration_samples(environments, everything, settings, chat) if settings.mode == "sft" else []
+    of_tasks = held_out_notes(settings, environments, held_out, also_held_out) + tasks.notes(settings, chat.tokenizer)
+    data = training_data(plan, [*held_out, *also_held_out], chat)
     with Session(observer, started, plan.manager) as session:
         backend = make_training(plan)
         if isinstance(backend, RankServer):
@@ -134,9 +132,10 @@ def train(
         session.loggers.open(loggers, folder.path, plan.plain, first)
         if resumed is not None:
             folder.forget_steps(first)
-        stopping = Stopping(settings, (hours_from or started).wall, observer.note)
-        job = Training(plan, session, chat, backend, inference, held_out, tasks, samples, resumed, stopping, advice)
-        notes = [*plan.notes, *chat_notes(chat), *backend.notes, *of_tasks, *(resumed.notes if resumed else ())]
+        stopping = Stopping(settings, (hours_from or started).wall, observer.note, data.patience)
+        job = Training(plan, session, chat, backend, inference, held_out, tasks, data, resumed, stopping, advice)
+        notes = [*plan.notes, *chat_notes(chat), *backend.notes, *data.notes, *of_tasks]
+        notes += resumed.notes if resumed else ()
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         job.play()
     return job.summary
@@ -150,8 +149,8 @@ def _logged(folder: Path, loggers: Sequence[Chosen]) -> Logged:
 
 @dataclasses.dataclass(eq=False)
 class Training:
-    """One run from its first step, or from its checkpoint, to its end. It trains on `tasks` (mode rl) or on
-    `samples` (mode sft), and fills `summary` on the way.
+    """One run from its first step, or from its checkpoint, to its end. It trains on `tasks` (mode rl) or on `data`
+    (mode sft), and fills `summary` on the way.
 
     Its state is the content of the next checkpoint: the evaluations, the last step's metrics, and how long the last
     save took.
@@ -164,7 +163,7 @@ class Training:
     inference: InferenceBackend
     held_out: Sequence[Task]
     tasks: TaskSource
-    samples: Sequence[Sample]
+    data: ChatData
     resumed: Resumed | None
     stopping: Stopping
     advice: str
@@ -202,6 +201,9 @@ class Training:
         self._profiled = profiled_steps(self._start.step, settings.steps, settings.profile)
         self.summary: dict[str, Any] = {"status": "done", "steps": self._start.step, "evaluation": self._evaluations}
         self.summary["eval_tasks"] = settings.eval_tasks
+        self._held_out_loss = HeldOutLoss(self.backend, self.data.held_out, self.session.observer.note)
+        if self.data.held_out:
+            self.summary["held_out_loss"] = self._held_out_loss.by_step
         if resumed is not None:
             self.summary["resumed_from"] = self._start.step
 
@@ -289,8 +291,10 @@ class Training:
             await self._save(path, steps, self._evaluations, "steps")
         self.summary["checkpoint"] = self._folder.relative(path)
         # Last: a logger that fails loses no step. A resumed run logs it again, since a kill may come before it.
-        if steps and (after := self._evaluations["after"]):
-            self.session.loggers.log(evaluation_metrics(after), steps - 1)
+        last = {name: value for name, value in self._metrics.items() if name == "eval/loss"}
+        last |= evaluation_metrics(after) if (after := self._evaluations["after"]) else {}
+        if steps and last:
+            self.session.loggers.log(last, steps - 1)
 
     def _groups(self) -> AsyncRolloutManager | SavedGroups:
         """The source of the groups, in its state of the checkpoint."""
@@ -381,7 +385,7 @@ class Training:
         self._interrupts.is_held = self._start.step < settings.steps  # a step of this mode is training alone
         return run_sft_training(
             self.backend,
-            self.samples,
+            self.data.samples,
             SFTTrainingConfig(settings.steps, settings.prompts_per_step, schedule[0].algorithm.aggregation),
             self.session.loggers,
             schedule=schedule,
@@ -455,8 +459,9 @@ class Training:
         """Evaluate the held-out tasks after `done` steps, once per temperature, and keep the episodes in
         `trajectories/eval_*.jsonl`. Returns the `eval/` metrics; empty if there are no held-out tasks.
         """
+        loss = await self._held_out_loss.measure(done, self._settings.prompts_per_step)
         if not self.held_out or not self.plan.rewards:
-            return {}
+            return loss
         if when == "after" and done and self._evaluated is not None and self._evaluated[0] == done:
             evaluation = self._evaluated[1]  # these weights were evaluated just before the run stopped
         else:
@@ -464,7 +469,7 @@ class Training:
         if when in self._evaluations:
             self._evaluations[when] = evaluation
         self.session.observer.evaluation(when, evaluation)
-        return evaluation_metrics(evaluation)
+        return loss | evaluation_metrics(evaluation)
 
     async def _play_held_out(self, when: str, done: int) -> dict[str, Any]:
         """The results of an evaluation after `done` steps."""
@@ -557,16 +562,6 @@ class Training:
         """Start the profiler if the next step is the first one to profile."""
         if step in self._profiled[:1]:
             await self.backend.start_profile()
-
-
-def _held_out_notes(
-    settings: Settings, environments: Sequence[Environment], held_out: Sequence[Task], also_held_out: Sequence[Task]
-) -> list[str]:
-    """Notes about anything unusual in the held-out tasks of these environments."""
-    notes = few_held_out_notes(environments, held_out, settings)
-    shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
-    words = "held-out tasks have the same prompt as another task, so their demonstrations cannot be recognized"
-    return notes + ([f"{shared} {words}: demonstrations('train', rng) must not return any"] if shared else [])
 
 
 def step_records(report: StepReport) -> list[dict[str, Any]]:

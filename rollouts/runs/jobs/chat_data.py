@@ -1,0 +1,161 @@
+"""The training data of `rollouts sft --data`: conversations from rows, prepared once and kept.
+
+Not here: demonstrations of an environment (`demonstrations`), and what rows and conversations are (`rollouts.data`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rollouts.chat.format import ChatFormat
+from rollouts.config.convert import plain
+from rollouts.data.conversations import BadRowError, read_conversation
+from rollouts.data.source import Row, RowSettings, choose_loader, open_rows
+from rollouts.errors import ConfigError, ModelError, counted
+from rollouts.runs.components import takes_rows
+from rollouts.runs.environments import HeldOutPrompts
+from rollouts.runs.jobs.demonstrations import demonstration_samples
+from rollouts.runs.plan import Plan
+from rollouts.training.batches import TrainingBackend
+from rollouts.training.batching import make_batch
+from rollouts.training.datasets.chat_rows import ChatOptions, supervised_rows
+from rollouts.training.datasets.prepared import Preparer, ShuffledSamples, divided, prepare
+from rollouts.types import Sample, Task
+
+
+class ChatData(NamedTuple):
+    """The samples in the order in which the run trains on them, those of which it only computes the loss, notes for
+    the user, and after how many evaluations without a lower loss the run ends (0: it does not).
+    """
+
+    samples: Sequence[Sample]
+    held_out: Sequence[Sample]
+    notes: list[str]
+    patience: int = 0
+
+
+def training_data(plan: Plan, held_out: Sequence[Task], chat: ChatFormat) -> ChatData:
+    """The data of a run of mode sft: conversations of rows, or demonstrations. Empty in mode rl. Demonstrations and
+    conversations of held-out tasks are left out.
+    """
+    if takes_rows(plan.settings.mode, plan.chosen):
+        return chat_data(plan, held_out, chat)
+    is_sft = plan.settings.mode == "sft"
+    samples = demonstration_samples(plan.environments, held_out, plan.settings, chat) if is_sft else []
+    return ChatData(samples, [], [])
+
+
+def chat_data(plan: Plan, held_out: Sequence[Task], chat: ChatFormat, *, cache: Path | None = None) -> ChatData:
+    """The conversations of the rows that `--data` names. Conversations that answer a held-out task are left out.
+
+    With `streaming`, only as many rows are read as the run uses, in their order. Raises ConfigError, for a bad row with
+    its place and a sample.
+    """
+    settings, (component,) = plan.settings, plan.resolved.components["data"]
+    data = {"name": component.name, **plain(component.settings)}
+    rows = choose_loader(plan.manager, data).rows
+    if rows.patience and not (rows.held_out and settings.eval_every):
+        raise ConfigError(
+            f"--data.patience {rows.patience}: it compares evaluations, so type --data.held-out 0.05 --eval-every 20"
+        )
+    lines = plan.resolved.source.objects.rows.get(component.name)
+    found = open_rows(data, plan.manager, lines=lines)
+    asked = HeldOutPrompts(held_out)
+    answers = _Answers(found, asked) if held_out else None
+    count = max(1, settings.steps * settings.prompts_per_step)
+    given: Iterable[Row] = answers or found
+    if rows.streaming:
+        given = itertools.islice(given, count)
+    preparer = Preparer(chat.tokenizer, dict(settings.template), _options(plan, rows), chat)
+    prepared = prepare(
+        given, preparer, processes=rows.processes, skips=rows.bad_rows == "skip", folder=cache, name=component.name
+    )
+    trained, kept = divided(prepared, rows.held_out)
+    samples = ShuffledSamples(prepared, trained, count, settings.seed, is_shuffled=not rows.streaming)
+    notes = prepared.words(component.name)
+    if answers is not None and answers.count:
+        notes.append(f"{component.name}: {counted(answers.count, 'conversation')} of held-out tasks left out")
+    notes.append(
+        f"{component.name}: {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'row')} are "
+        f"{count / samples.rows:.3g} epochs"
+    )
+    own = [prepared.sample(row, number) for number in kept for row in prepared.rows_of(number)]
+    return ChatData(samples, own, notes, rows.patience)
+
+
+class _Answers:
+    """The rows that do not answer a held-out task; `count` counts the others."""
+
+    def __init__(self, rows: Iterator[Row], prompts: HeldOutPrompts) -> None:
+        self._rows, self._prompts, self.count = rows, prompts, 0
+
+    def __iter__(self) -> Iterator[Row]:
+        for row in self._rows:
+            try:
+                answers = self._prompts.asks(read_conversation(row.value).messages)
+            except BadRowError:  # `prepare` reports it
+                answers = False
+            self.count += answers
+            if not answers:
+                yield row
+
+
+def first_rows(plan: Plan, chat: ChatFormat) -> str:
+    """Describe the rows of the first conversation, which is not kept. Raises ConfigError if it is none."""
+    settings, (component,) = plan.settings, plan.resolved.components["data"]
+    data = {"name": component.name, **plain(component.settings)}
+    rows = choose_loader(plan.manager, data).rows
+    lines = plan.resolved.source.objects.rows.get(component.name)
+    for place, value in open_rows(data, plan.manager, lines=lines):
+        try:
+            conversation = read_conversation(value)
+            found, _ = supervised_rows(conversation, chat, _options(plan, rows))
+        except (BadRowError, ModelError) as error:
+            if rows.bad_rows == "skip":
+                continue
+            raise ConfigError(f"{place}: {error}") from error
+        live = sum(weight > 0 for row in found for weight in row.loss_mask)
+        count = sum(len(row.tokens) for row in found)
+        return f"the first conversation, from {conversation.form}: {count} tokens, {live} of them trained"
+    raise ConfigError(f"{settings.data}: it holds no conversations")
+
+
+def _options(plan: Plan, rows: RowSettings) -> ChatOptions:
+    tools = [tool for env in plan.environments for tool in env.schemas()]
+    return ChatOptions(rows.turns, rows.thinking, rows.max_length, tools, plan.settings.system)
+
+
+class HeldOutLoss:
+    """The loss of held-out samples. `by_step` has it by the number of steps before it, for summary.json."""
+
+    def __init__(self, backend: TrainingBackend, samples: Sequence[Sample], note: Callable[[str], None]) -> None:
+        self._backend, self._samples, self._note = backend, samples, note
+        self.by_step: dict[str, float] = {}
+
+    async def measure(self, done: int, per_batch: int) -> dict[str, float]:
+        """The mean negative log-likelihood of the trained tokens after `done` steps, by their weights, in nats per
+        token. Empty without samples.
+        """
+        if not self._samples:
+            return {}
+        if str(done) not in self.by_step:
+            self.by_step[str(done)] = await held_out_loss(self._backend, self._samples, per_batch)
+            self._note(f"held-out loss after {counted(done, 'step')}: {self.by_step[str(done)]:.4f}")
+        return {"eval/loss": self.by_step[str(done)]}
+
+
+async def held_out_loss(backend: TrainingBackend, samples: Sequence[Sample], per_batch: int) -> float:
+    """The mean negative log-likelihood of the trained tokens of samples, by their weights, in nats per token."""
+    total = weight = 0.0
+    for start in range(0, len(samples), per_batch):
+        some = [Sample(tokens=each.tokens, loss_mask=each.loss_mask) for each in samples[start : start + per_batch]]
+        batch = make_batch(some, [0.0] * len(some), aggregation="token_mean", step=0)
+        found = (await backend.forward(batch, only_live=True)).logprobs
+        assert found is not None, "logprobs were requested"
+        for row, logprobs in zip(batch.rows, found, strict=True):
+            total -= sum(w * p for w, p in zip(row.loss_mask, logprobs, strict=True))
+            weight += sum(row.loss_mask)
+    return total / weight

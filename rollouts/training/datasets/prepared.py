@@ -1,0 +1,407 @@
+"""Conversations prepared for supervised training: tokenized by several processes, into files that are kept.
+
+    CACHE/4f0c.../9a31....safetensors    the rows of about two thousand conversations
+
+The rows are read in pieces. The name of a piece's file is a hash of its content, and that of the folder a hash of
+everything else that decides its tokens. So a preparation that was killed continues, a file that grew is only prepared
+where it is new, and memory holds a few pieces at a time. `CACHE` is `$ROLLOUTS_CACHE`, else `~/.cache/rollouts`, with
+`prepared/`; you may delete it at any time. Training reads the files through a memory map.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import random
+import subprocess
+import sys
+import threading
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import msgspec
+
+from rollouts.chat.format import ChatFormat, load_chat_format
+from rollouts.data.conversations import BadRowError, described, read_conversation
+from rollouts.data.loaders import NotARow
+from rollouts.data.source import Row
+from rollouts.disk import partial_name
+from rollouts.errors import ConfigError, ModelError, RunError, counted, first_line, in_lines
+from rollouts.training.datasets.chat_rows import ChatOptions, Cut, supervised_rows
+from rollouts.types import Sample
+
+PIECE_ROWS, PIECE_BYTES = 2048, 16_000_000
+_VERSION = "1"  # of the files; a change of their content changes it
+_SAMPLE_CHARACTERS = 200
+
+
+class PieceReport(msgspec.Struct):
+    """What a piece holds. `bad` has the number of each row of the piece that is no conversation, with the reason and a
+    sample.
+    """
+
+    forms: dict[str, int] = {}
+    bad: list[tuple[int, str, str]] = []
+    cut: tuple[int, int, int] = (0, 0, 0)
+
+
+def cache_folder() -> Path:
+    """Where prepared conversations are kept."""
+    given = os.environ.get("ROLLOUTS_CACHE")
+    return (Path(given) if given else Path.home() / ".cache" / "rollouts") / "prepared"
+
+
+@dataclass
+class Preparer:
+    """Prepares pieces with one tokenizer. `arguments` are those of the chat template. A process has one of these."""
+
+    tokenizer: Any
+    arguments: dict[str, Any]
+    options: ChatOptions
+    chat: ChatFormat | None = None
+
+    def key(self) -> str:
+        """A hash of everything but the rows that decides the tokens."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        vocabulary = backend.to_str() if backend is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
+        template = json.dumps(self.tokenizer.chat_template, sort_keys=True)
+        rest = msgspec.json.encode([_VERSION, self.arguments, self.options._asdict(), PIECE_ROWS]).decode()
+        return hashlib.sha256("\0".join((vocabulary, template, rest)).encode()).hexdigest()[:24]
+
+    def prepare(self, content: bytes, path: str) -> None:
+        """Write the file of a piece, whose `content` is a JSON list of rows."""
+        import numpy
+        from safetensors.numpy import save_file
+
+        if self.chat is None:
+            self.chat = load_chat_format(self.tokenizer, self.arguments)
+        report, cut = PieceReport(), Cut()
+        tokens, weights, ends, owners, places = array("i"), array("f"), array("q"), array("i"), array("d")
+        for number, raw in enumerate(msgspec.json.decode(content, type=list[msgspec.Raw])):
+            try:
+                conversation = read_conversation(msgspec.json.decode(raw))
+                rows, cut_here = supervised_rows(conversation, self.chat, self.options)
+            except (BadRowError, ModelError) as error:
+                report.bad.append((number, str(error), bytes(raw)[:_SAMPLE_CHARACTERS].decode(errors="replace")))
+                continue
+            report.forms[conversation.form] = report.forms.get(conversation.form, 0) + 1
+            cut = Cut(*map(sum, zip(cut, cut_here, strict=True)))
+            if not rows:
+                continue
+            for row in rows:
+                tokens.extend(row.tokens)
+                weights.extend(row.loss_mask)
+                ends.append(len(tokens))
+                owners.append(len(places))
+            places.append(int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest()) / 2**64)
+        report.cut = (cut.rows, cut.left_out, cut.tokens)
+        whole = {
+            "tokens": numpy.array(tokens, dtype=numpy.int32),
+            "weights": numpy.array(weights, dtype=numpy.float32),
+            "ends": numpy.array(ends, dtype=numpy.int64),
+            "owners": numpy.array(owners, dtype=numpy.int32),
+            "places": numpy.array(places, dtype=numpy.float64),
+        }
+        temporary = Path(path).with_name(partial_name(f"{Path(path).name}.{os.getpid()}"))
+        save_file(whole, temporary, metadata={"report": msgspec.json.encode(report).decode()})
+        os.replace(temporary, path)
+
+
+class Piece(NamedTuple):
+    """Rows that are prepared together: JSON, and the place of each."""
+
+    content: bytes
+    places: list[str]
+
+
+def pieces(rows: Iterable[Row], bad: list[tuple[str, str, str]]) -> Iterator[Piece]:
+    """The rows in pieces. Rows that are none are added to `bad`: place, reason, sample."""
+    held: list[bytes] = []
+    places: list[str] = []
+    size = 0
+    for place, value in rows:
+        try:
+            if isinstance(value, NotARow):
+                raise BadRowError(value.why)
+            encoded = msgspec.json.encode(value)
+        except (BadRowError, TypeError, ValueError) as error:
+            bad.append((place, str(error), ""))
+            continue
+        held.append(encoded)
+        places.append(place)
+        size += len(encoded)
+        if len(held) == PIECE_ROWS or size > PIECE_BYTES:
+            yield Piece(b"[" + b",".join(held) + b"]", places)
+            held, places, size = [], [], 0
+    if held:
+        yield Piece(b"[" + b",".join(held) + b"]", places)
+
+
+@dataclass
+class Prepared:
+    """The prepared conversations: the files, and where each row is in them. `bad` has place, reason and sample of each
+    row that is no conversation.
+    """
+
+    files: list[Any] = field(default_factory=list)
+    forms: Counter[str] = field(default_factory=Counter)
+    bad: list[tuple[str, str, str]] = field(default_factory=list)
+    cut: Cut = field(default_factory=Cut)
+    file_of: array[int] = field(default_factory=lambda: array("i"))
+    starts: array[int] = field(default_factory=lambda: array("q"))
+    ends: array[int] = field(default_factory=lambda: array("q"))
+    first_rows: array[int] = field(default_factory=lambda: array("q"))  # of each conversation, and the number of rows
+    positions: array[float] = field(default_factory=lambda: array("d"))  # of each conversation, from 0 to 1, by a hash
+
+    def __len__(self) -> int:
+        """The number of conversations."""
+        return len(self.positions)
+
+    def add(self, path: Path, places: Sequence[str]) -> None:
+        """Add the file of a piece."""
+        from safetensors import safe_open
+
+        file: Any = safe_open(path, "np")
+        report = msgspec.json.decode(file.metadata()["report"], type=PieceReport)
+        self.forms.update(report.forms)
+        self.cut = Cut(*map(sum, zip(self.cut, report.cut, strict=True)))
+        self.bad += [(places[number], why, sample) for number, why, sample in report.bad]
+        ends, owners = file.get_tensor("ends").tolist(), file.get_tensor("owners").tolist()
+        rows, conversations = len(self.ends), len(self.positions)
+        self.first_rows.extend(rows + at for at, owner in enumerate(owners) if not at or owner != owners[at - 1])
+        self.positions.extend(file.get_tensor("places").tolist())
+        assert len(self.first_rows) == len(self.positions) >= conversations, f"{path}: its rows do not fit"
+        self.ends.extend(ends)
+        self.starts.extend([0, *ends[:-1]] if ends else [])
+        self.file_of.extend([len(self.files)] * len(ends))
+        self.files.append(file)
+
+    def rows_of(self, conversation: int) -> range:
+        """The numbers of the rows of a conversation."""
+        following = conversation + 1
+        return range(
+            self.first_rows[conversation], self.first_rows[following] if following < len(self) else len(self.ends)
+        )
+
+    def sample(self, row: int, rollout_index: int) -> Sample:
+        """One row, read from its file."""
+        file, part = self.files[self.file_of[row]], slice(self.starts[row], self.ends[row])
+        tokens, weights = (file.get_slice(name)[part].tolist() for name in ("tokens", "weights"))
+        return Sample(tokens=tokens, loss_mask=weights, rollout_index=rollout_index)
+
+    def words(self, name: str) -> list[str]:
+        """What was taken for what, what was cut, and what was skipped, each in one line."""
+        lines = [f"{name}: {described(self.forms, sum(self.forms.values()))}"]
+        if any(self.cut):
+            rows, left_out, tokens = self.cut
+            lines.append(
+                f"{name}: max_length cut {counted(rows, 'row')} and left out {counted(left_out, 'row')}, "
+                f"{counted(tokens, 'token')} in all"
+            )
+        if self.bad:
+            lines.append(f"{name}: skipped {counted(len(self.bad), 'row')}, such as {bad_words(self.bad[0])}")
+        return lines
+
+
+def bad_words(bad: tuple[str, str, str]) -> str:
+    """A bad row in words: its place, the reason and a sample."""
+    place, why, sample = bad
+    return in_lines(f"{place}: {why}", f"the row: {sample}" if sample else "")
+
+
+def prepare(
+    rows: Iterable[Row],
+    preparer: Preparer,
+    *,
+    processes: int = 0,
+    skips: bool = False,
+    folder: Path | None = None,
+    name: str = "the data",
+) -> Prepared:
+    """Prepare all conversations of the rows, or find them in the cache `folder`. A single piece is prepared here,
+    several by `processes` (0: one for each core).
+
+    Raises ConfigError for a bad row, unless `skips`, and if no conversation is left.
+    """
+    folder = (folder or cache_folder()) / preparer.key()
+    folder.mkdir(parents=True, exist_ok=True)
+    prepared = Prepared()
+    own: list[tuple[str, str, str]] = []
+    waiting: deque[tuple[Piece, Path, Future[None] | None]] = deque()
+    with contextlib.ExitStack() as stack:
+        workers: _Workers | None = None
+        for number, piece in enumerate(pieces(rows, own)):
+            path = folder / f"{hashlib.sha256(piece.content).hexdigest()[:32]}.safetensors"
+            job = None
+            if not path.is_file():
+                workers = workers or stack.enter_context(_Workers(preparer, processes or os.cpu_count() or 1))
+                job = workers.submit(piece.content, str(path))
+            waiting.append((piece, path, job))
+            while len(waiting) > (2 * workers.count if workers else 0):
+                _take(waiting, prepared, own, skips)
+            del piece, number
+        while waiting:
+            _take(waiting, prepared, own, skips)
+    prepared.bad += own
+    _refuse_bad(prepared.bad, skips)
+    if not len(prepared):
+        why = f"no row is a conversation to train on: {bad_words(prepared.bad[0])}" if prepared.bad else ""
+        if not why:
+            why = "max_length leaves nothing of any conversation" if any(prepared.cut) else "it holds no rows"
+        raise ConfigError(f"{name}: {why}")
+    return prepared
+
+
+def _take(waiting: deque[Any], prepared: Prepared, own: Sequence[Any], skips: bool) -> None:
+    piece, path, job = waiting.popleft()
+    if job is not None:
+        job.result()
+    prepared.add(path, piece.places)
+    if not skips:
+        _refuse_bad([*own, *prepared.bad], skips)
+
+
+def _refuse_bad(bad: Sequence[tuple[str, str, str]], skips: bool) -> None:
+    if bad and not skips:
+        raise ConfigError(f"{bad_words(bad[0])}\nto skip and count such rows, type: --data.bad-rows skip")
+
+
+class _Workers:
+    """Processes that prepare pieces. The first piece, and all with a count of 1, are prepared in this process."""
+
+    def __init__(self, preparer: Preparer, count: int) -> None:
+        self.count = count
+        self._preparer = preparer
+        self._begun = 0
+        self._local = threading.local()
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._threads = ThreadPoolExecutor(count)
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+    def submit(self, content: bytes, path: str) -> Future[None] | None:
+        """Prepare a piece. None: it is done."""
+        self._begun += 1
+        if self._begun == 1 or self.count == 1:
+            self._preparer.prepare(content, path)
+            return None
+        return self._threads.submit(self._ask, content, path)
+
+    def _ask(self, content: bytes, path: str) -> None:
+        process: Any = getattr(self._local, "process", None)
+        if process is None:
+            process = self._local.process = self._start()
+        try:
+            pickle.dump((content, path), process.stdin)
+            process.stdin.flush()
+            error = pickle.load(process.stdout)
+        except (OSError, EOFError) as lost:
+            raise RunError(
+                "a process that tokenizes ended; type --data.processes 1 to tokenize in the process of the run"
+            ) from lost
+        if error is not None:
+            raise error
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = [sys.executable, "-m", "rollouts.training.datasets.prepared"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._processes.append(process)
+        assert process.stdin is not None
+        pickle.dump((self._preparer.tokenizer, self._preparer.arguments, tuple(self._preparer.options)), process.stdin)
+        return process
+
+
+class ShuffledSamples(Sequence[Sample]):
+    """`count` samples of conversations, epoch after epoch, each epoch in another order: a function of the seed and the
+    epoch alone. The rows of a conversation follow each other, and share their `rollout_index`.
+    """
+
+    def __init__(
+        self, prepared: Prepared, conversations: Sequence[int], count: int, seed: int, *, is_shuffled: bool = True
+    ) -> None:
+        self.prepared, self.seed, self.is_shuffled = prepared, seed, is_shuffled
+        self._conversations = array("q", conversations)
+        self._count = count
+        self._epoch, self._order = -1, array("q")
+        self.rows = sum(len(prepared.rows_of(each)) for each in conversations)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
+        if isinstance(index, slice):
+            return [self[each] for each in range(*index.indices(self._count))]
+        if not 0 <= index < self._count:
+            raise IndexError(index)
+        epoch, place = divmod(index, self.rows)
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, self._order_of(epoch)
+        row = self._order[place]
+        owner = _owner(self.prepared.first_rows, row)
+        return self.prepared.sample(row, epoch * len(self.prepared) + owner)
+
+    def _order_of(self, epoch: int) -> array[int]:
+        order = array("q", self._conversations)
+        if self.is_shuffled:
+            random.Random(f"{self.seed}/conversations/{epoch}").shuffle(order)
+        return array("q", (row for conversation in order for row in self.prepared.rows_of(conversation)))
+
+
+def _owner(first_rows: Sequence[int], row: int) -> int:
+    from bisect import bisect_right
+
+    return bisect_right(first_rows, row) - 1
+
+
+def divided(prepared: Prepared, fraction: float) -> tuple[list[int], list[int]]:
+    """The conversations to train on, and those to hold out, by a hash of their content: equal rows stay together."""
+    held_out = [number for number, at in enumerate(prepared.positions) if at < fraction]
+    trained = [number for number, at in enumerate(prepared.positions) if at >= fraction]
+    if not trained or (fraction and not held_out):
+        raise ConfigError(
+            f"--data.held-out {fraction}: of {counted(len(prepared), 'conversation')}, {len(held_out)} would be held "
+            "out; type another fraction, or 0"
+        )
+    return trained, held_out
+
+
+def serve() -> None:
+    """Prepare the pieces that standard input sends, until it ends: the program of a worker."""
+    given, taken = sys.stdin.buffer, sys.stdout.buffer
+    sys.stdout = sys.stderr
+    tokenizer, arguments, options = pickle.load(given)
+    preparer = Preparer(tokenizer, arguments, ChatOptions(*options))
+    with contextlib.suppress(EOFError):
+        while True:
+            content, path = pickle.load(given)
+            try:
+                preparer.prepare(content, path)
+                error = None
+            except Exception as failure:  # the run raises it
+                error = RunError(f"the preparation of conversations failed: {first_line(failure)}")
+            pickle.dump(error, taken)
+            taken.flush()
+
+
+if __name__ == "__main__":
+    serve()
