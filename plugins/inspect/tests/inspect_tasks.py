@@ -30,7 +30,7 @@ from inspect_ai.solver import (
 )
 from inspect_ai.tool import tool
 
-SUMS = MemoryDataset([Sample(input=f"What is {n} + 1?", target=str(n + 1), id=f"sum-{n}") for n in range(4)])
+SUMS = MemoryDataset([Sample(input=f"What is 1 + {n}?", target=str(n + 1), id=f"sum-{n}") for n in range(4)])
 
 
 def sums(**more):
