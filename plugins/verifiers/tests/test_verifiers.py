@@ -476,9 +476,10 @@ def test_upstream_has_the_names_that_this_package_uses():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("taskset", ["sums-v1", "guess-v1"])
-def test_keeps_the_contract(taskset, packages):
-    command = [sys.executable, "-m", "rollouts", "check", f"verifiers/{taskset}", "--skip", "wheel", "--json"]
+@pytest.mark.parametrize(("taskset", "skipped"), [("sums-v1", []), ("guess-v1", ["--skip", "seeds-differ"])])
+def test_keeps_the_contract(taskset, skipped, packages):
+    """An infinite taskset of upstream knows no seed: its tasks are the same in every run."""
+    command = [sys.executable, "-m", "rollouts", "check", f"verifiers/{taskset}", "--skip", "wheel", *skipped, "--json"]
     variables = {**os.environ, "PYTHONPATH": str(packages)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr

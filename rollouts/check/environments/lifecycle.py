@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,6 +114,7 @@ def cancelled(subject: Subject) -> str:
     script = script_for(subject, task)
     watch = Watch()
     steps = in_trio(_cancelled_at, subject, task, script, watch, 10**9)
+    shared = calls.asyncio_tasks()  # such as those of `shared`, which goes on
     places = _places_of(steps)
     change = "end in `close` what the episode started: processes, threads, files, connections"
     if methods := _asyncio_methods(subject):
@@ -123,7 +125,7 @@ def cancelled(subject: Subject) -> str:
             watch = Watch()
             in_trio(_cancelled_at, subject, task, script, watch, place)
             _check_closed(subject, watch, f"cancel an episode at step {place} of {steps}")
-        if lines := [*left.found(), *_asyncio_left()]:
+        if lines := [*left.found(), *_asyncio_left(shared)]:
             where = place_of_function(getattr(subject.component, "close", None)) or place_of_function(
                 getattr(subject.component, "setup", None)
             )
@@ -132,10 +134,12 @@ def cancelled(subject: Subject) -> str:
     return counted(len(places), "step")
 
 
-def _asyncio_left() -> list[str]:
-    """asyncio tasks of environments that still run, and do not end within a moment."""
+def _asyncio_left(before: list[str]) -> list[str]:
+    """asyncio tasks of environments that run beside those from `before`, and do not end within a moment."""
     deadline = time.monotonic() + 1
-    while (found := calls.asyncio_tasks()) and time.monotonic() < deadline:
+    while (found := sorted((Counter(calls.asyncio_tasks()) - Counter(before)).elements())):
+        if time.monotonic() > deadline:
+            break
         time.sleep(0.02)
     return [f"{counted(len(found), 'asyncio task')}: {', '.join(found[:3])}"] if found else []
 

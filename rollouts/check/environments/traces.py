@@ -43,7 +43,7 @@ CHANGES = frozenset(
 OWN_CHILDREN = ("resource_tracker", "ps -axo", "rollouts.env.workers")
 """Child processes of Python itself, of this module and of workers."""
 
-OURS = ("rollouts", "Trio ", "MainThread", "pydevd", "ThreadPoolExecutor", "AnyIO")
+OURS = ("rollouts", "Trio ", "MainThread", "pydevd", "ThreadPoolExecutor", "AnyIO", "asyncio_")
 """How the names of threads begin that belong to rollouts, trio and asyncio."""
 
 

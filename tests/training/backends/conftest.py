@@ -29,18 +29,7 @@ class Ranks:
         plan = make_plan(resolve({**tree, "model": model}))
         self.plan = plan
         chosen = plan.one("training")
-        available = {
-            "model": model,
-            "seed": plan.settings.seed,
-            "steps": plan.settings.steps,
-            "lr": plan.lr,
-            "lora_rank": plan.settings.lora_rank,
-            "tokens_per_microbatch": plan.settings.tokens_per_microbatch,
-            "algorithms": plan.algorithms,
-            "auxiliary_models": plan.auxiliary_models,
-            "make_optimizer": None,
-            "config": to_toml(plan.resolved),
-        }
+        available = {**plan.training_arguments(), "config": to_toml(plan.resolved)}
         self.backend = call_with(chosen.component, available, chosen.settings)
 
     def batch(self, samples, stage: int = 0, **settings):
