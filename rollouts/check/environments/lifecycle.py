@@ -137,7 +137,7 @@ def cancelled(subject: Subject) -> str:
 def _asyncio_left(before: list[str]) -> list[str]:
     """asyncio tasks of environments that run beside those from `before`, and do not end within a moment."""
     deadline = time.monotonic() + 1
-    while (found := sorted((Counter(calls.asyncio_tasks()) - Counter(before)).elements())):
+    while found := sorted((Counter(calls.asyncio_tasks()) - Counter(before)).elements()):
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
