@@ -34,6 +34,7 @@ COMMANDS = {
     "eval": ("rollouts.cli.run:evaluate", "Evaluate a model on held-out tasks of an environment."),
     "resume": ("rollouts.cli.run:resume", "Resume a run, or make it longer."),
     "rescore": ("rollouts.cli.rescore:rescore", "Judge the saved trajectories of a run again."),
+    "data": ("rollouts.cli.data:data", "Look at training data: tokens, masks and lengths."),
     "export": ("rollouts.cli.export:export", "Export a run's model for transformers, vLLM and SGLang."),
     "chat": ("rollouts.cli.chat:chat", "Talk to a run's model, with the tools of its environment."),
     "play": ("rollouts.cli.play:play", "Take the model's place in an environment."),
@@ -55,7 +56,7 @@ SIGNALS = "rollouts.signals"
 ARGUMENTS = "rollouts.arguments"
 """A key in a context's `meta`. The value is the list of arguments of a command that click refused."""
 
-TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "rescore", "chat", "play", "serve", "check")
+TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "rescore", "chat", "play", "serve", "check", "data")
 """The commands that take dotted flags. A command of a plugin receives them in `ctx.obj`."""
 
 

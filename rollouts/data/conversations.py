@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollouts.errors import counted
 from rollouts.types import Message, ToolCall
 
 ROLES = {
@@ -93,8 +94,8 @@ def described(forms: Mapping[str, int], count: int) -> str:
     '4 conversations: 3 from messages, 1 from prompt and response'
     """
     if len(forms) == 1:
-        return f"{count} conversations from {next(iter(forms))}"
-    return f"{count} conversations: {', '.join(f'{number} from {form}' for form, number in forms.items())}"
+        return f"{counted(count, 'conversation')} from {next(iter(forms))}"
+    return f"{counted(count, 'conversation')}: {', '.join(f'{number} from {form}' for form, number in forms.items())}"
 
 
 def _turns(row: Mapping[str, Any]) -> tuple[list[Any], str]:

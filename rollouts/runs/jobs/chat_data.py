@@ -69,7 +69,7 @@ def chat_data(plan: Plan, held_out: Sequence[Task], chat: ChatFormat, *, cache: 
     given: Iterable[Row] = answers or found
     if rows.streaming:
         given = itertools.islice(given, count)
-    preparer = Preparer(chat.tokenizer, dict(settings.template), _options(plan, rows), chat)
+    preparer = Preparer(chat.tokenizer, dict(settings.template), chat_options(plan, rows), chat)
     prepared = prepare(
         given, preparer, processes=rows.processes, skips=rows.bad_rows == "skip", folder=cache, name=component.name
     )
@@ -112,7 +112,7 @@ def first_rows(plan: Plan, chat: ChatFormat) -> str:
     for place, value in open_rows(data, plan.manager, lines=lines):
         try:
             conversation = read_conversation(value)
-            found, _ = supervised_rows(conversation, chat, _options(plan, rows))
+            found, _ = supervised_rows(conversation, chat, chat_options(plan, rows))
         except (BadRowError, ModelError) as error:
             if rows.bad_rows == "skip":
                 continue
@@ -123,7 +123,8 @@ def first_rows(plan: Plan, chat: ChatFormat) -> str:
     raise ConfigError(f"{settings.data}: it holds no conversations")
 
 
-def _options(plan: Plan, rows: RowSettings) -> ChatOptions:
+def chat_options(plan: Plan, rows: RowSettings) -> ChatOptions:
+    """How the conversations of a run become rows."""
     tools = [tool for env in plan.environments for tool in env.schemas()]
     return ChatOptions(rows.turns, rows.thinking, rows.max_length, tools, plan.settings.system)
 
