@@ -81,9 +81,9 @@ def _print(console: Console, found: Inspection) -> None:
         console.print(f"\n{visible(each.title)}: {counted(len(each.tokens), 'token')}, {trained} trained", style="bold")
         text = Text()
         if console.is_terminal:
-            for place, (piece, weight) in enumerate(zip(each.texts, each.weights, strict=True)):
+            for number, (piece, weight) in enumerate(zip(each.texts, each.weights, strict=True)):
                 styles = SHOWN if not weight else TRAINED if weight == 1 else LESS_TRAINED
-                text.append(visible(piece), styles[place % 2])
+                text.append(visible(piece), styles[number % 2])
         else:
             pairs = zip(each.texts, each.weights, strict=True)
             for is_trained, group in itertools.groupby(pairs, key=lambda pair: pair[1] > 0):

@@ -56,7 +56,8 @@ def test_settings_of_the_data_and_limits(chat, capsys):
     assert main(["data", "inspect", "chat.jsonl", "--show", "1", "--first", "1", "--data.turns", "last"]) == 0
     out = capsys.readouterr().out
     assert (
-        re.findall(r"\[\[(.*?)\]\]", out) == ["4<|im_end|>"] and "1 conversation from messages; tokens of tiny" in out
+        re.findall(r"\[\[(.*?)\]\]", out) == ["4<|im_end|>"]
+    assert "1 conversation from messages; tokens of tiny" in out
     )
 
 
