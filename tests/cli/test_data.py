@@ -55,10 +55,8 @@ def test_trained_text_is_marked_and_bad_rows_are_named(chat, capsys):
 def test_settings_of_the_data_and_limits(chat, capsys):
     assert main(["data", "inspect", "chat.jsonl", "--show", "1", "--first", "1", "--data.turns", "last"]) == 0
     out = capsys.readouterr().out
-    assert (
-        re.findall(r"\[\[(.*?)\]\]", out) == ["4<|im_end|>"]
+    assert re.findall(r"\[\[(.*?)\]\]", out) == ["4<|im_end|>"]
     assert "1 conversation from messages; tokens of tiny" in out
-    )
 
 
 @given(st.text(max_size=40))
