@@ -29,7 +29,7 @@ from rollouts.runs.session import load_chat
 from rollouts.training.datasets.chat_rows import supervised_rows
 from rollouts.training.models import load_tokenizer
 
-OF_SFT: tuple[str, ...] = ("model", "trust_remote_code", "template", "system", "data")
+OF_SFT = ("model", "trust_remote_code", "template", "system", "data")
 """The settings of a run of mode sft that decide its tokens."""
 
 BAD_SHOWN = 3  # how many rows that are no conversation are shown
