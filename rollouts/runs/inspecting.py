@@ -80,10 +80,7 @@ def inspect_data(source: str, given: Tree, *, show: int = 3, first: int = 1000) 
     else:
         tree = load_file(file)[0] if file.is_file() else {}
         if tree.get("mode") == "sft" and tree.get("data"):
-            known = {
-                key: tree[key] for key in ("model", "trust_remote_code", "template", "system", "data") if key in tree
-            }
-            found = _of_rows(merge(known, given), show, first)
+            found = _of_rows(merge({key: value for key, value in tree.items() if key in OF_SFT}, given), show, first)
         else:
             found = _of_run(source, given, show, first)
     if not found.lengths:
