@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKS = Path(__file__).with_name("gallery_packs.toml")
 OWN_COMMANDS = {
     "inference": "rollouts eval --env calculator --inference {name}",
+    "datasets": "rollouts sft --data {name}:SOURCE",
     "workers": "rollouts run --env calculator --worker {name}",
     "commands": "rollouts {name}",
 }

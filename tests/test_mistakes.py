@@ -148,7 +148,7 @@ COMMANDS = [
     row("an empty folder to resume", "resume d", "d holds no run", files={"d/x.txt": ""}),
     row("a broken config.toml", "resume d", "d/config.toml, line 1", files={"d/config.toml": "env = \n"}),
     row("nothing to export", "export runs/first models/first", "runs/first does not exist", "give the folder"),
-    row("export into a folder that exists", "export d m", "m exists already", files={"d/x": "", "m/x": ""}),
+    row("export into a folder that exists", "export tiny m", "m exists already", files={"m/x": ""}),
     row("export of an empty folder", "export d m", "holds no run, no checkpoint, no model", files={"d/x": ""}),
     row("a short name of a type", "export d m --dtype bf16", "'bf16'", "'bfloat16'", files={"d/x": ""}),
     row("config of an unknown name", "config --env nope", "no environment is named 'nope'", "calculator"),
@@ -160,10 +160,9 @@ COMMANDS = [
     row(
         "rows are no demonstrations",
         "sft --data rows.jsonl --eval-tasks 0",
-        "has no demonstrations",
+        "no conversation in the columns prompt, answer",
         files=rows(ROW * 9),
     ),
-    row("rows have no reward", "sft --data rows.jsonl", "has no @reward", "--eval-tasks 0", files=rows(ROW * 9)),
     row("sft with an rl loss", "sft --env calculator --loss grpo", "advantages", "--loss sft"),
     row("sft with a mode", "sft --mode rl", "rollouts run --mode MODE", never=("--model",)),
 ]

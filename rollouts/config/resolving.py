@@ -104,7 +104,7 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     defaults: Tree = {key: infos[key].default for key in COMPONENT_KINDS}
     if mode == "sft":
         defaults["loss"] = "sft"
-    if tree.get("data") is not None and plain(tree["data"]):
+    if merge({"data": tree.get("data")})["data"].get("name"):
         if mode != "sft":
             defaults["env"] = "prompts"  # the default environment for the rows of a file
         elif tree.get("env") is None:

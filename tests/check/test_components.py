@@ -139,7 +139,7 @@ def test_the_command_finds_the_kind(capsys):
     assert main(["check", "group_mean", "--kind", "aggregation", "--only", "values", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)
     assert (report["kind"], report["name"], report["passed"]) == ("aggregation", "group_mean", True)
-    assert main(["check", "json", "--only", "quick", "--badge"]) == 0
+    assert main(["check", "mistral", "--only", "quick", "--badge"]) == 0
     assert capsys.readouterr().out.startswith("![rollouts check ")
 
 

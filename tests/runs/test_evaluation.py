@@ -97,7 +97,7 @@ def test_the_keys_are_settings_and_the_file_holds_no_other():
 
 def test_its_plan_has_nothing_of_training(parts):
     plan = make_plan(evaluation())
-    assert set(plan.chosen) == {"env", "tool", "tool_parser", "reward", "inference", "sandbox", "logger"}
+    assert set(plan.chosen) == {"env", "data", "tool", "tool_parser", "reward", "inference", "sandbox", "logger"}
     assert not plan.is_chat
     assert plan.schedule == plan.stages_chosen == plan.filters == () and plan.auxiliary_models is None
     assert len(plan.eval_tasks()) == 3
