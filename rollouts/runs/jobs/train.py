@@ -323,7 +323,7 @@ class Training:
         async def on_step(report: StepReport) -> dict[str, float]:
             self._folder.write_trajectories(f"{STEP}{report.step:06d}", step_records(report))
             own = environment_metrics(report.groups, self.tasks.buffer.epochs)
-            own |= death_metrics(plan.environments, self.summary)
+            own |= death_metrics(plan.environments, self.summary) | self.tasks.buffer.sampler_metrics
             self._parts.see(report.groups)
             algorithm = stage_at(plan.schedule, report.step).algorithm
             of_step = (report.groups, report.advantages, report.metrics, algorithm, settings)
