@@ -13,6 +13,7 @@ jobs/            what a session runs: train, evaluate
 sft_then_rl.py   one run after another: demonstrations, then reinforcement
 saved.py         the trajectories of earlier runs, read back
 rescore.py       judges them again
+played.py        the episodes of an evaluation, kept as they end
 resume.py        the checkpoint from which a run resumes; removes what later steps wrote
 clock.py         when a run began
 folder.py        the files of a run
@@ -83,7 +84,7 @@ def run(
         if settings.mode == "eval":
             from rollouts.runs.jobs.evaluate import evaluate
 
-            return evaluate(make_plan(resolved), observer, started, home)
+            return evaluate(make_plan(resolved), observer, started, home, folder)
         if settings.mode == "sft+rl":
             from rollouts.runs.sft_then_rl import train_phases
 
@@ -106,9 +107,12 @@ def run(
 
 def resume_run(folder: str, given: Tree, observer: Observer | None = None, *, checkpoint: str = "") -> dict[str, Any]:
     """Resume the run in `folder`, with the `given` settings in place of its own. Returns and raises like `run`."""
+    from rollouts.errors import ConfigError
     from rollouts.runs.resume import check_steps, read_run
 
     resolved = read_run(Path(folder), given)
+    if checkpoint and resolved.settings.mode == "eval":
+        raise ConfigError(f"--checkpoint {checkpoint}: {folder} holds an evaluation, which writes none; leave it out")
     if "steps" in given and not checkpoint:
         check_steps(Path(folder), resolved.settings.steps)
     return run(resolved, observer, folder=Path(folder), checkpoint=checkpoint)

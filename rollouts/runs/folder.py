@@ -224,8 +224,8 @@ class RunFolder:
 
     def forget_end(self) -> None:
         """Remove the file that says that the run has ended."""
+        self.remove(SUMMARY)
         with _refused(self.path):
-            (self.path / SUMMARY).unlink(missing_ok=True)
             sync_folder(self.path)
 
     def forget_steps(self, first: int) -> None:
@@ -257,6 +257,11 @@ class RunFolder:
             (self.path / name).parent.mkdir(parents=True, exist_ok=True)
             write_whole(self.path / name, data)
 
+    def append(self, name: str, data: bytes) -> None:
+        """Add to the end of a file. If the process is killed, the file ends with a part of `data` at worst."""
+        with _refused(self.path / name), open(self.path / name, "ab") as file:
+            file.write(data)
+
     def write_json(self, name: str, value: Any) -> None:
         """Write `value` as indented JSON. Values that JSON cannot represent are replaced (see `rollouts.encoding`)."""
         self.write_text(name, encode_indented(value))
@@ -269,6 +274,11 @@ class RunFolder:
         target = self.path / "trajectories" / f"{name}.jsonl"
         with _refused(target):
             write_whole(target, lines, synced=False)
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with _refused(self.path / name, "removed"):
+            (self.path / name).unlink(missing_ok=True)
 
     def sync(self) -> None:
         """Flush to the disk all files that changed since the last call, except checkpoints and the weights of servers.

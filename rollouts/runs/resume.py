@@ -21,7 +21,7 @@ from rollouts.config.merging import merge
 from rollouts.config.objects import take_objects
 from rollouts.config.resolving import Resolved, resolve
 from rollouts.config.secrets import flat_without_secrets
-from rollouts.config.settings import Settings
+from rollouts.config.settings import EVAL, Settings
 from rollouts.config.stopping import read_rule
 from rollouts.disk import sync_folder
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError, counted
@@ -41,6 +41,9 @@ ASIDE = ".aside"
 
 Logged = Mapping[str, Mapping[int, bool]]
 """For each file of metrics, its steps; True for a step whose metrics include the time of a save before it."""
+
+_OF_EVALUATION = ("inference", "concurrency", "retries", "max_failures", "logger", "pass_env", "worker")
+"""Settings that a resumed evaluation may change: where and how fast it plays, and not what it measures."""
 
 REVISION = 1
 """The version of the meaning of settings. Raise it if a change makes the same settings another run, and add a note to
@@ -114,11 +117,21 @@ def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Reso
     source = source.with_objects(objects)
     resolved = resolve(merge(tree, given), source, allow_left_out=allow_left_out)
     if resolved.settings.mode == "eval":
-        again = shlex.quote(str(folder / CONFIG))
-        raise ConfigError(
-            f"{folder} holds an evaluation, which cannot be resumed; to repeat it, type: rollouts eval {again}"
-        )
+        _check_evaluation(folder, given, tree)
     return resolved._replace(settings=dataclasses.replace(resolved.settings, out=str(folder)))
+
+
+def _check_evaluation(folder: Path, given: Tree, tree: Tree) -> None:
+    """Raise ConfigError if `given` changes what an evaluation measures, whose settings are `tree`."""
+    for name, value in given.items():
+        if name not in EVAL:
+            raise ConfigError(f"{name}: {folder} holds an evaluation, which does not have this setting; leave it out")
+        if name not in _OF_EVALUATION and not name.endswith("_seconds") and value != tree.get(name):
+            again = f"rollouts eval {shlex.quote(str(folder / CONFIG))} --{name.replace('_', '-')} ..."
+            raise ConfigError(
+                f"{name}: a resumed evaluation keeps its settings, so that all of its episodes are comparable\n"
+                f"to evaluate with other settings, type: {again}"
+            )
 
 
 def _hint(folder: Path) -> str:
@@ -138,10 +151,12 @@ def _hint(folder: Path) -> str:
 
 
 def finished(folder: Path, steps: int, stop_when: Sequence[str] = ()) -> dict[str, Any] | None:
-    """The summary of a run that has done all of its steps, or that one of its rules `stop_when` has ended; None for any
-    other run.
+    """The summary of a run that has done all of its steps, or that one of its rules `stop_when` has ended, and of an
+    evaluation that has played all of its episodes; None for any other run.
     """
     summary = read_json(folder / SUMMARY)
+    if summary.get("status") == "done" and "episodes_asked" in summary:  # an evaluation; failed episodes are not done
+        return None if summary.get("failed") else summary
     if summary.get("status") != "done" or not isinstance(summary.get("steps"), int):
         return None
     has_stopped = stopped_by(summary) in [str(read_rule(text)) for text in stop_when]
@@ -169,6 +184,9 @@ def finished_words(folder: Path, summary: Mapping[str, Any], steps_now: int) -> 
     """A message that the run with this summary has done all of its steps, and how to make it longer. `steps_now` is the
     present number of steps.
     """
+    if "episodes_asked" in summary:
+        again = f"to repeat it, type: rollouts eval {shlex.quote(str(folder / CONFIG))}"
+        return f"{folder} is finished: all of its {counted(summary['episodes'], 'episode')} are played\n{again}"
     steps: int = summary["steps"]
     if stopped_by(summary) is not None:
         is_changed = load_config(folder)[0].get("steps", Settings.steps) != steps_now

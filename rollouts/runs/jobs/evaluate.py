@@ -1,13 +1,12 @@
 """An evaluation: make and check the engine, play every held-out task, write the results. No training backend is made.
 
-The folder has every finished episode, also after Ctrl-C, and if too many episodes failed. Not here: how results are
-computed (`rollouts.evaluate`), and the parts of a session that all runs share (`session`).
+The folder has every finished episode, also if the process is killed, and the evaluation can be resumed (`played`). Not
+here: how results are computed (`rollouts.evaluate`), and the parts of a session that all runs share (`session`).
 """
 
 from __future__ import annotations
 
 import math
-import shlex
 import signal
 import statistics
 from collections.abc import Mapping, Sequence
@@ -22,10 +21,19 @@ from rollouts.inference.base import InferenceBackend
 from rollouts.runs.clock import Start
 from rollouts.runs.environments import few_held_out_notes
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records, run_name
-from rollouts.runs.manifest import MANIFEST, code_files, keep_code, make_manifest
+from rollouts.runs.manifest import (
+    MANIFEST,
+    code_files,
+    keep_code,
+    make_manifest,
+    resumed_manifest,
+    update_manifest,
+)
 from rollouts.runs.observer import Observer
 from rollouts.runs.opponents import entered, make_opponents
 from rollouts.runs.plan import Plan
+from rollouts.runs.played import PLAYED, keep, read_played
+from rollouts.runs.resume import resume_command
 from rollouts.runs.session import (
     Player,
     Session,
@@ -44,9 +52,9 @@ from rollouts.types import Episode, Score, Task
 TRAJECTORIES = "eval"  # trajectories/eval.jsonl
 
 
-def evaluate(plan: Plan, observer: Observer, started: Start, home: Path) -> dict[str, Any]:
+def evaluate(plan: Plan, observer: Observer, started: Start, home: Path, resume: Path | None = None) -> dict[str, Any]:
     """Play the evaluation to its end. Returns the content of summary.json. `started` is the start of the run.
-    Relative paths begin at `home`.
+    Relative paths begin at `home`. `resume` is the folder of an unfinished evaluation with these settings.
 
     Raises:
         UserError: before anything is written; also later, if only playing an environment shows its mistake. RunError:
@@ -54,22 +62,32 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path) -> dict
         KeyboardInterrupt: after Ctrl-C; the folder keeps the finished episodes.
     """
     settings = plan.settings
-    make_folder = choose_folder(settings.out, default_out(plan.env_name, f"{_model_name(settings.model)}-eval"), home)
+    default = default_out(plan.env_name, f"{_model_name(settings.model)}-eval")
+    make_folder = choose_folder(settings.out, default, home, resume)
     tasks = plan.eval_tasks()
     chat = None if plan.is_chat else load_chat(settings, plan.environments, tool_parser=plan.tool_parser)
     with Session(observer, started, plan.manager) as session:
         folder = open_folder(session, plan.environments, make_folder, parts=("trajectories",))
+        played, notes = read_played(folder.path, tasks)
         engine_gets = plan.inference_arguments(None, str(folder.path))
         inference = make_inference(plan.one("inference"), engine_gets, plan.environments, must_train=False)
-        folder.write_text(CONFIG, plan.config)
         files = code_files(plan.references, plan.resolved.source)
-        folder.write_json(MANIFEST, make_manifest(settings.seed, plan.references, files))
+        manifest = make_manifest(settings.seed, plan.references, files)
+        if resume is None:
+            folder.write_text(CONFIG, plan.config)
+            folder.write_json(MANIFEST, manifest)
+        else:
+            folder.forget_end()
+            notes += update_manifest(folder, lambda before: resumed_manifest(before, manifest, len(played), None))
+            notes.append(
+                f"going on after {len(played)} of {counted(len(tasks) * settings.samples_per_prompt, 'episode')}"
+            )
         keep_code(folder, files)
         opponents = make_opponents(plan.opponents, settings, plan.environments, str(folder.path))
         player = Player(settings, plan.environments, plan.rewards, chat, opponents)
         session.backends = [(plan.one("inference"), inference)]
-        job = EvaluationJob(plan, session, tasks, player, inference)
-        session.begin(job, job.title, job.total, job.notes, plan.plain)
+        job = EvaluationJob(plan, session, tasks, player, inference, played)
+        session.begin(job, job.title, job.total, [*notes, *job.notes], plan.plain)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
 
@@ -84,13 +102,20 @@ class EvaluationJob:
     """The episodes of an evaluation, while they are played; `summary` is filled at the end."""
 
     def __init__(
-        self, plan: Plan, session: Session, tasks: Sequence[Task], player: Player, inference: InferenceBackend
+        self,
+        plan: Plan,
+        session: Session,
+        tasks: Sequence[Task],
+        player: Player,
+        inference: InferenceBackend,
+        played: Mapping[tuple[int, int], Episode],
     ) -> None:
         settings = plan.settings
         samples = settings.samples_per_prompt
         self._plan, self._session, self._player, self._inference = plan, session, player, inference
-        self._jobs = [Job(task, (index, sample)) for index, task in enumerate(tasks) for sample in range(samples)]
-        self.total = len(self._jobs)
+        orders = [(index, sample) for index in range(len(tasks)) for sample in range(samples)]
+        self._jobs = [Job(tasks[order[0]], order) for order in orders if order not in played]
+        self.total = len(orders)
         size = counted(len(tasks), "task") + (f" × {samples}" if samples > 1 else "")
         self.title = (
             f"{plan.env_name} · {settings.model} · {plan.one('inference').name} · {size} · temperature "
@@ -98,8 +123,8 @@ class EvaluationJob:
         )
         self.notes = [*plan.notes, *few_held_out_notes(plan.environments, tasks, settings)]
         self._scorer = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
-        self._episodes: dict[tuple[int, int], Episode] = {}  # the finished episodes, by (task, sample)
-        self._rewards: list[float] = []
+        self._episodes = dict(played)  # the finished episodes, by (task, sample)
+        self._rewards = [each.score.value for each in played.values() if each.score.value is not None]
         self.summary: dict[str, Any] = {
             "status": "done",
             "model": settings.model,
@@ -144,21 +169,24 @@ class EvaluationJob:
         death_metrics(self._plan.environments, self.summary)
         session = self._session
         session.folder.write_trajectories(TRAJECTORIES, (line for each in episodes for line in episode_records(each)))
+        if failure is None and not self.summary["failed"]:
+            session.folder.remove(PLAYED)
         session.write_summary(failure)  # before a logger is made: it may wait for a server, and be killed there
         session.loggers.open(self._plan.chosen["logger"], session.folder.path, self._plan.plain, 0)
         session.loggers.log(_metrics(self.summary), 0)
 
     def message(self, failure: BaseException) -> str:
-        """How many episodes are done, and what to type to run the evaluation again."""
+        """How many episodes are done, and what to type to play the others."""
         path = self._session.folder.shown
         where = f"{len(self._episodes)} of {counted(self.total, 'episode')} are done, {path} keeps them"
-        again = f"to begin again: rollouts eval {shlex.quote(str(path / CONFIG))}"
+        again = f"to go on, type: {resume_command(path)}"
         if isinstance(failure, KeyboardInterrupt):
             return f"interrupted: {where}; {again}"
         return f"{failure}\n{where}; {again}"
 
     def _keep(self, job: Job, episode: Episode) -> None:
         self._episodes[job.order] = episode
+        keep(self._session.folder, episode)
         if episode.score.value is not None:
             self._rewards.append(episode.score.value)
         reward_mean = statistics.fmean(self._rewards) if self._rewards else None

@@ -72,7 +72,7 @@ def begin_group(data_buffer: DataBuffer, number: int, size: int, step: int) -> L
 def group_state(group: LiveGroup, suspended: Mapping[tuple[int, ...], SuspendedEpisode]) -> dict[str, Any]:
     """The group as plain data. `suspended` are episodes that can be restored, by (group, rollout)."""
     over = {
-        index: _with_task(episode, _NO_TASK)
+        index: with_task(episode, _NO_TASK)
         for index, episode in group.outcomes.items()
         if isinstance(episode, Episode) and all(each.task == episode.task for each in episode.trajectories)
     }
@@ -96,7 +96,7 @@ def restore_groups(states: list[dict[str, Any]], data_buffer: DataBuffer, size: 
         group = LiveGroup(state["number"], task, size, state["step"], state["position"])
         group.is_reported = state.get("reported", False)
         episodes = {index: msgspec.convert(episode, Episode) for index, episode in state["episodes"]}
-        group.outcomes = {index: _with_task(each, task) for index, each in episodes.items() if index < size}
+        group.outcomes = {index: with_task(each, task) for index, each in episodes.items() if index < size}
         group.suspended = {index: msgspec.convert(held, SuspendedEpisode) for index, held in state["held"]}
         groups.append(group)
     return groups
@@ -113,7 +113,7 @@ def _plain(values: Mapping[int, Any]) -> list[list[Any]]:
     return pairs
 
 
-def _with_task(episode: Episode, task: Task) -> Episode:
+def with_task(episode: Episode, task: Task) -> Episode:
     """The episode with another task."""
     trajectories = [msgspec.structs.replace(each, task=task) for each in episode.trajectories]
     return episode._replace(task=task, trajectories=trajectories)

@@ -1,0 +1,143 @@
+"""An evaluation that is killed at any moment goes on where it was, and has the results of an unbroken one."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import forks
+import rollouts
+from rollouts.cli import main
+from rollouts.errors import ConfigError
+from rollouts.runs.played import PLAYED
+
+TASKS, SAMPLES = 24, 2
+SUMS = '''\
+import os
+from pathlib import Path
+import trio
+from rollouts import Task, reward
+
+class Sums:
+    """Tasks whose answers need half a reply of the model, and a while."""
+
+    def tasks(self, split, rng):
+        return [Task(f"{split} {i}: {rng.randint(10, 99)} + {rng.randint(10, 99)}") for i in range(%d)]
+
+    async def reply(self, trajectory):
+        if trajectory.task.prompt.startswith(os.environ.get("FAILS", "never")):
+            raise RuntimeError("out of order")
+        await trio.sleep(float(os.environ.get("WAIT", 0)))
+        return "again" if trajectory.turns < 2 else None
+
+    @reward
+    def even(self, trajectory):
+        return float(len(trajectory.last_text) %% 2)
+
+def differ(tasks, trajectories):
+    """A reward of the whole group: the share of its replies that nobody else gave."""
+    texts = [each.last_text for each in trajectories]
+    return [float(texts.count(text) == 1) for text in texts]
+''' % (TASKS * 2)
+FLAGS = ["--env", "./sums.py:Sums", "--reward", "env:1", "--reward", "differ=./sums.py:differ:0.5"]
+FLAGS += ["--eval-tasks", str(TASKS), "--samples-per-prompt", str(SAMPLES), "--max-tokens", "6", "--concurrency", "3"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    (tmp_path / "sums.py").write_text(SUMS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def results(folder: Path):
+    """The episodes and the numbers, without what a clock says."""
+    lines = [json.loads(line) for line in (folder / "trajectories" / "eval.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["metrics"] = {name: value for name, value in line["metrics"].items() if "seconds" not in name}
+    summary = json.loads((folder / "summary.json").read_text())
+    return lines, {name: summary[name] for name in ("status", "reward_mean", "reward_stderr", "parts", "episodes")}
+
+
+def played(folder: Path) -> int:
+    return (folder / PLAYED).read_bytes().count(b"\n") if (folder / PLAYED).exists() else 0
+
+
+def kill_after(command: list[str], folder: Path, more: int, how: int) -> int:
+    """Run a command until `folder` has so many more episodes, end it with a signal, and return its exit code."""
+    before = played(folder)
+    process = forks.popen(
+        [sys.executable, "-m", "rollouts", *command], stdout=subprocess.DEVNULL, env=environment(0.05)
+    )
+    deadline = time.monotonic() + 120
+    while played(folder) < before + more and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(how)
+    return process.wait(60)
+
+
+def environment(wait: float):
+    import os
+
+    return dict(os.environ, WAIT=str(wait))
+
+
+def test_a_killed_evaluation_equals_an_unbroken_one(here, capsys):
+    assert main(["eval", *FLAGS, "--out", "whole"]) == 0
+    assert kill_after(["eval", *FLAGS, "--out", "killed"], here / "killed", 7, signal.SIGKILL) == -signal.SIGKILL
+    assert kill_after(["resume", "killed"], here / "killed", 6, signal.SIGKILL) == -signal.SIGKILL
+    with open(here / "killed" / PLAYED, "ab") as file:
+        file.write(b'[[3,0],{"prompt":"cut in the mid')  # as a full disk or a crash leaves it
+    assert kill_after(["resume", "killed"], here / "killed", 6, signal.SIGINT) == 130
+    kept = played(here / "killed")
+    assert 19 <= kept < TASKS * SAMPLES and results(here / "killed")[1]["status"] == "interrupted"
+    capsys.readouterr()
+    assert main(["resume", "killed"]) == 0
+    assert f"going on after {kept} of {TASKS * SAMPLES} episodes" in capsys.readouterr().out
+    assert results(here / "killed") == results(here / "whole")
+    assert len((here / "killed" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert len(json.loads((here / "killed" / "manifest.json").read_text())["resumed"]) == 3
+    assert not (here / "killed" / PLAYED).exists()
+    before = {path: path.stat().st_mtime_ns for path in (here / "killed").rglob("*")}
+    assert main(["resume", "killed"]) == 0
+    assert f"killed is finished: all of its {TASKS * SAMPLES} episodes are played" in capsys.readouterr().out
+    assert {path: path.stat().st_mtime_ns for path in (here / "killed").rglob("*")} == before
+
+
+def test_failed_episodes_are_played_again(here, monkeypatch, capsys):
+    few = [*FLAGS, "--eval-tasks", "4", "--max-failures", "1.0", "--retries", "0"]
+    assert main(["eval", *few, "--out", "whole"]) == 0
+    (here / "sums.py").write_text(SUMS.replace("return [Task(", "self.split = split\n        return [Task(", 1))
+    monkeypatch.setenv("FAILS", "test 1")
+    lines, _ = results(here / "whole")
+    monkeypatch.setenv("FAILS", lines[0]["messages"][0]["content"])
+    assert main(["eval", *few, "--out", "failed"]) == 0
+    assert results(here / "failed")[1]["episodes"] == 8 and played(here / "failed") == 8
+    capsys.readouterr()
+    monkeypatch.delenv("FAILS")
+    assert main(["resume", "failed"]) == 0
+    assert "2 failed episodes are played again" in capsys.readouterr().out
+    assert results(here / "failed") == results(here / "whole")
+
+
+def test_what_a_resumed_evaluation_refuses(here, capsys):
+    few = ["--eval-tasks", "3", "--samples-per-prompt", "1"]
+    assert kill_after(["eval", *FLAGS, *few, "--out", "out"], here / "out", 1, signal.SIGKILL) == -signal.SIGKILL
+    for flags, words in (
+        (["--checkpoint", "step_000001"], "holds an evaluation, which writes none"),
+        (["--steps", "3"], "an evaluation trains nothing"),
+        (["--env.tasks", "3"], "a resumed evaluation keeps its settings"),
+    ):
+        assert main(["resume", "out", *flags]) == 2
+        assert words in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="temperature: a resumed evaluation keeps its settings"):
+        rollouts.resume("out", temperature=0.5, quiet=True)
+    (here / "sums.py").write_text(SUMS.replace("rng.randint(10, 99)", "rng.randint(100, 999)", 1))
+    assert main(["resume", "out"]) == 2
+    assert "of this evaluation is another one now" in capsys.readouterr().err and played(here / "out")
