@@ -330,10 +330,9 @@ def are_whole_streams(mask: Sequence[float], logprobs: Sequence[float], versions
     """A fast check of a sample's or segment's lists, without a Python loop over tokens. True: the lists are valid.
     False: unknown.
     """
-    live = list(map(operator.gt, mask, itertools.repeat(0.0)))
-    sampled = list(itertools.compress(logprobs, live))
+    sampled = list(itertools.compress(logprobs, map(operator.gt, mask, itertools.repeat(0.0))))
     if sampled and not (max(sampled) <= 0 and math.isfinite(sum(sampled))):
         return False
-    if versions is None or len(logprobs) - list(logprobs).count(0.0) == len(sampled) - sampled.count(0.0):
+    if versions is None or len(logprobs) - logprobs.count(0.0) == len(sampled) - sampled.count(0.0):
         return True  # every token with a logprob other than 0 was sampled
     return not any(itertools.compress(logprobs, map(operator.eq, versions, itertools.repeat(-1))))

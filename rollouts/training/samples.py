@@ -5,6 +5,8 @@ No torch. Not here: rewards of whole groups and filters (the loop), advantages a
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 
 from rollouts.types import Episode, Sample, Status, Trajectory
@@ -63,4 +65,4 @@ def _sample(episode: Episode, trajectory: Trajectory, number: int, position: int
 
 def first_live(mask: Sequence[float]) -> int:
     """The number of tokens before the first trained one; all of them if none is trained."""
-    return next((index for index, weight in enumerate(mask) if weight > 0), len(mask))
+    return next(itertools.compress(itertools.count(), map(operator.gt, mask, itertools.repeat(0.0))), len(mask))

@@ -76,7 +76,7 @@ def supervised_rows(
     rows, cut = [], Cut()
     for tokens, turns in tokenize_supervised(messages, tools, chat, [float(n + 1) for n in range(len(messages))]):
         kept = _kept_length(turns, messages, options.max_length)
-        row = SupervisedRow(tokens[:kept], [weight_of[int(turn)] for turn in turns[:kept]])
+        row = SupervisedRow(tokens[:kept], list(map(weight_of.__getitem__, turns[:kept])))
         is_left_out = kept == 0 or (kept < len(tokens) and not any(row.loss_mask))
         cut = Cut(
             cut.rows + (kept < len(tokens) and not is_left_out),
