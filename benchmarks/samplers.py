@@ -3,9 +3,9 @@
     python benchmarks/samplers.py                    # five seeds
     python benchmarks/samplers.py --seeds 0 1
 
-Of 88 tasks, 8 are questions of the calculator, which the embedded model can learn. 40 are too easy: any reply earns 1.
-40 are too hard: they ask for a number that the model cannot know. So only the 8 ever give a gradient. Each arm trains
-the same model with the same seed until its sampled reward on 32 other calculator questions, measured after every eighth
+Of 48 tasks, 8 are questions of the calculator, which the embedded model can learn. 20 are too easy: any reply earns 1.
+20 are too hard: they ask for a number that the model cannot know. So only the 8 ever give a gradient. Each arm trains
+the same model with the same seed until its sampled reward on 32 other calculator questions, measured after every fourth
 step, is at least 0.8 (or 250 steps long): `uniform` visits all tasks in order, and `difficulty` retires easy and hard
 ones. The table has the number of steps of each arm, and below it the mean of the paired differences with a 95 %
 interval of Student's t. The script exits with 1 unless the whole interval is above 0.
@@ -28,7 +28,7 @@ from rollouts import cli
 ARMS = ("uniform", "difficulty")
 REACHED, STEPS_MAX = 0.8, 250
 QUANTILES = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 % of Student's t, by count
-TRAIN = f"""run --steps {STEPS_MAX} --prompts-per-step 2 --lr 1e-4 --eval-tasks 32 --eval-every 8 --max-tokens 32
+TRAIN = f"""run --steps {STEPS_MAX} --prompts-per-step 2 --lr 1e-4 --eval-tasks 32 --eval-every 4 --max-tokens 32
 --stop-when eval/reward_mean>={REACHED}""".split()
 ENVIRONMENT = '''
 from dataclasses import dataclass
@@ -42,9 +42,9 @@ from rollouts_calculator import Calculator
 class Mixed(Calculator):
     """Questions that are too easy, right and too hard; for evaluations the right ones alone."""
 
-    easy: int = 40
+    easy: int = 20
     right: int = 8
-    hard: int = 40
+    hard: int = 20
 
     def tasks(self, split, rng):
         if split == "eval":
