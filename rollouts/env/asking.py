@@ -11,8 +11,6 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import trio
-
 from rollouts.author_code import shown
 from rollouts.env import calls
 from rollouts.env.authoring import REWARD_MARK, mark_of
@@ -66,6 +64,8 @@ async def _ask_each(
     seconds: float,
 ) -> Verdict:
     """One call for each turn. If the reward could not judge one of them, it could not judge the rollout."""
+    import trio
+
     trajectory: Trajectory = available["trajectory"]
     deadline = trio.current_time() + seconds
     found: list[Verdict] = []
