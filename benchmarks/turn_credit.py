@@ -8,7 +8,7 @@ letter: 1 for each right reply, by `@reward(per="turn")`. In the last turn it ro
 reply can change. A short supervised phase teaches the form of an answer: its replies are right a little more often
 than by chance. Three arms begin with that model. They have the same rewards, tasks, steps and settings, and differ in
 the advantage: `turn` compares what each turn earned (`turn_return`), `sum` the sums of whole episodes (`group_norm`,
-the default), and `wrong` gives each turn the advantage of its neighbour. The table has the part of right replies on
+the default), and `wrong` gives each turn the advantage of its neighbor. The table has the part of right replies on
 held-out tasks, sampled at temperature 1. The script exits with 1 if `turn` rises by less than 0.2 in a seed, or one of
 the others by 0.1 or more.
 """
@@ -43,7 +43,7 @@ TRAIN = "--steps 16 --lr 1e-3 --prompts-per-step 8 --samples-per-prompt 8 --eval
 ARMS = {
     "turn": "--advantage turn_return --advantage.gamma 0",
     "sum": "--advantage group_norm",
-    "wrong": f"--advantage {HERE}:neighbour",
+    "wrong": f"--advantage {HERE}:neighbor",
 }
 
 
@@ -85,7 +85,7 @@ def _said(asked: str, rng: random.Random) -> str:
     return asked if asked != LAST and rng.random() < 0.3 else rng.choice(LETTERS)
 
 
-def neighbour(rewards: Tensor, turn_rewards: Sequence[Sequence[float]]) -> list[Any]:
+def neighbor(rewards: Tensor, turn_rewards: Sequence[Sequence[float]]) -> list[Any]:
     """The control: each turn gets the advantage of the next one, and the last that of the first."""
     return [own.roll(-1) for own in turn_return(rewards, turn_rewards, gamma=0.0)]
 

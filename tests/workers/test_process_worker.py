@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import psutil
 import pytest
 from comparing import ENVS, SHORT, both, episodes_of, logged, workers
@@ -216,7 +217,7 @@ rollouts.run(env="calculator", worker="process", out="run", steps=1000, prompts_
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_its_run(number):
-    process = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = forks.popen([sys.executable, "-c", RUN], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while not (Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").read_text()):
             assert process.poll() is None
