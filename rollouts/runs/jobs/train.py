@@ -92,8 +92,7 @@ def train(
 
     Raises:
         UserError: before anything is written; also later, if only playing an environment shows its mistake.
-        RunError: the run failed; the folder says how far it came.
-        KeyboardInterrupt: after Ctrl-C; the folder says how far the run came.
+        RunError, KeyboardInterrupt: the run failed, or Ctrl-C was pressed; the folder says how far it came.
     """
     settings, environments = plan.settings, plan.environments
     run_title, tasks = title(plan), task_source(plan, held_out)
