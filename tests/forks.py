@@ -1,13 +1,14 @@
 """Processes that start with torch and transformers loaded: forks of one server, which imports them once for all tests.
 
 The imports take five seconds of CPU, more than most tests spend in a process. A fork is a process like any other: it
-has its own memory, signals, threads and exit code, and it runs `python -m MODULE` or a script. It does not test the
-start of the interpreter; some tests start a new one for that reason. All forks share the server's hash seed, and the
-environment variables that libraries read when they are imported.
+has its own memory, signals, threads and exit code, and it runs `python -m MODULE`, `python -c CODE` or a script. It
+does not test the start of the interpreter; some tests start a new one for that reason. All forks share the server's
+hash seed, and the environment variables that libraries read when they are imported.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -17,6 +18,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import reduction
+from types import ModuleType
 from typing import IO, Any
 
 __all__ = ["popen", "run"]
@@ -37,12 +39,12 @@ LOADED = [
     "rollouts.training.backends.ranks",
     "rollouts.training.loops",
 ]
-KNOWN = {"cwd", "env", "stderr", "stdin", "stdout", "text"}
+KNOWN = {"cwd", "env", "start_new_session", "stderr", "stdin", "stdout", "text"}
 
 
 def popen(command: Sequence[str], **settings: Any) -> Any:
-    """subprocess.Popen of this Python with `-m MODULE` or a script. Elsewhere than on Linux, and with settings that a
-    fork does not know, it starts an interpreter.
+    """subprocess.Popen of this Python with `-m MODULE`, `-c CODE` or a script. Elsewhere than on Linux, and with
+    settings that a fork does not know, it starts an interpreter.
     """
     if sys.platform != "linux" or command[0] != sys.executable or not settings.keys() <= KNOWN:
         return subprocess.Popen(command, **settings)
@@ -65,24 +67,30 @@ class _Fork:
         *,
         cwd: str | os.PathLike[str] | None = None,
         env: dict[str, str] | None = None,
-        stdin: int | IO[bytes] | None = subprocess.DEVNULL,
+        stdin: int | IO[bytes] = subprocess.DEVNULL,
         stdout: int | None = None,
         stderr: int | None = None,
+        start_new_session: bool = False,
         text: bool = False,
     ) -> None:
         from multiprocessing.popen_forkserver import Popen  # not on Windows
 
-        assert stdin == subprocess.DEVNULL or not isinstance(stdin, int | None), "a fork reads a file or nothing"
         self._ours: list[int] = []
-        if isinstance(stdin, int | None):
+        self.stdin = None
+        if stdin == subprocess.PIPE:
+            reading, writing = os.pipe()
+            self.stdin = open(writing, "w" if text else "wb")
+            self._ours.append(reading)
+        elif stdin == subprocess.DEVNULL:
             self._ours.append(os.open(os.devnull, os.O_RDONLY))
-        given = [_Descriptor(self._ours[0] if isinstance(stdin, int | None) else stdin.fileno())]
+        given = [_Descriptor(self._ours[0] if self._ours else stdin if isinstance(stdin, int) else stdin.fileno())]
         self.stdout = self._stream(stdout, 1, given, text)
         self.stderr = self._stream(given[1].number if stderr == subprocess.STDOUT else stderr, 2, given, text)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(LOADED)
         environment = dict(os.environ if env is None else env)
-        process = context.Process(target=_serve, args=(words, environment, os.fspath(cwd or os.getcwd()), given))
+        folder = os.fspath(cwd or os.getcwd())
+        process = context.Process(target=_serve, args=(words, environment, folder, given, start_new_session))
         self._popen = Popen(process)
         self._lock = threading.Lock()  # its status is read once
         self.pid = self._popen.pid
@@ -122,6 +130,9 @@ class _Fork:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(15)
+
     def kill(self) -> None:
         self.send_signal(9)
 
@@ -154,22 +165,35 @@ def _detach(duplicate: Any) -> int:
     return duplicate.detach()
 
 
-def _serve(words: list[str], environment: dict[str, str], folder: str, given: list[int]) -> None:
-    """In the fork: what `python -m MODULE …` or `python SCRIPT …` does."""
+def _serve(words: list[str], environment: dict[str, str], folder: str, given: list[int], apart: bool) -> None:
+    """In the fork: what `python -m MODULE …`, `python -c CODE …` or `python SCRIPT …` does. If it is `apart`, in a
+    session of its own, whose terminal is the standard input if that is one.
+    """
+    gc.freeze()  # or each collection visits what the server imported
+    if apart:
+        os.setsid()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
     for own, number in enumerate(given):
         os.dup2(number, own)
         os.close(number)
+    if apart and os.isatty(0):
+        import fcntl  # neither of them is on Windows
+        import termios
+
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", closefd=False)
     sys.stdout = sys.__stdout__ = open(1, "w", encoding="utf-8", closefd=False)
     sys.stderr = sys.__stderr__ = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)
-    is_module = words[0] == "-m"
-    sys.argv = words[1:] if is_module else words
-    first = folder if is_module else os.path.dirname(words[0])
+    way, name = ("", words[0]) if words[0] not in ("-m", "-c") else words[:2]
+    sys.argv = words[1:] if way == "-m" else ["-c", *words[2:]] if way == "-c" else words
+    first = {"-m": folder, "-c": ""}.get(way, os.path.dirname(name))
     sys.path[:0] = [first, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    if is_module:
-        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    if way == "-m":
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    elif way == "-c":
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(name, "<string>", "exec"), vars(main))
     else:
-        runpy.run_path(words[0], run_name="__main__")
+        runpy.run_path(name, run_name="__main__")

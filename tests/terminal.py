@@ -5,28 +5,29 @@ from __future__ import annotations
 import os
 import pty
 import select
-import signal
 import sys
 import time
+
+import forks
 
 
 class Terminal:
     """The command in a terminal of its own, as a context manager that ends it. Every wait has a deadline."""
 
     def __init__(self, *argv: str) -> None:
-        self.pid, self._file = pty.fork()
-        if self.pid == 0:
-            os.execv(sys.executable, [sys.executable, "-m", "rollouts", *argv])
-        self._seen, self._status = b"", None
+        self._file, inside = pty.openpty()
+        streams = dict.fromkeys(("stdin", "stdout", "stderr"), inside)
+        self._process = forks.popen([sys.executable, "-m", "rollouts", *argv], start_new_session=True, **streams)
+        os.close(inside)
+        self.pid, self._seen = self._process.pid, b""
         self._end = time.monotonic() + 120
 
     def __enter__(self):
         return self
 
     def __exit__(self, *exc):
-        if self._status is None:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
+        self._process.kill()
+        self._process.wait()
         os.close(self._file)
 
     def _read(self, seconds: float) -> bytes | None:
@@ -58,5 +59,4 @@ class Terminal:
     def exit_code(self) -> int:
         while self._read(15.0) != b"":
             pass
-        self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self._status
+        return self._process.wait(120)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import io
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any, ClassVar
 
+import forks
 import pytest
 import trio
 
@@ -426,7 +426,7 @@ def test_two_runs_of_one_program_each_make_their_own(indexed: str) -> None:
 
 def test_ctrl_c_cleans_up(indexed: str) -> None:
     arguments = ["-m", "rollouts", "run", "--env", indexed, "--env.interrupts", "true", *SIZES]
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
+    done = forks.run([sys.executable, *arguments], timeout=120)
     assert done.returncode in (130, -signal.SIGINT), done.stderr
     assert Path("events.txt").read_text().split() == ["made", "cleaned"]
 

@@ -456,6 +456,7 @@ def episode_records(
                     "loss_mask": [int(weight) if weight in (0.0, 1.0) else weight for weight in segment.loss_mask],
                     "logprobs": [round(logprob, 6) for logprob in segment.logprobs],
                     "versions": segment.versions,
+                    "turns": segment.turns,
                 }
                 for segment in trajectory.segments
             ],

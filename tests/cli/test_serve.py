@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import forks
 import httpx
 import pytest
 
@@ -30,7 +31,7 @@ TOOL = {"type": "function", "function": {"name": "calculator", "parameters": {"t
 def serving(*argv: str) -> Iterator[tuple[str, subprocess.Popen]]:
     """The address of a server, and its process, which is ended."""
     command = [sys.executable, "-m", "rollouts", "serve", "--port", "0", *argv]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = forks.popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     watchdog = threading.Timer(120, process.kill)  # no read below waits for longer
     watchdog.start()
     try:

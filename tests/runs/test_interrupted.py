@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 
 import rollouts
@@ -153,17 +154,17 @@ def test_a_second_interrupt_is_never_held():
 def test_two_quick_interrupts_end_a_run_cleanly(here, gap):
     flags = ["--env", "calculator", "--steps", "100000", "--prompts-per-step", "2", "--samples-per-prompt", "2"]
     flags += ["--eval-tasks", "2", "--max-tokens", "16", "--out", "cut"]
-    code, metrics = "import sys; from rollouts.cli import main; sys.exit(main())", Path("cut/metrics.jsonl")
-    with subprocess.Popen([sys.executable, "-c", code, "run", *flags], stderr=subprocess.PIPE, text=True) as process:
-        try:
-            while process.poll() is None and not (metrics.exists() and metrics.read_text()):
-                time.sleep(0.01)
-            process.send_signal(signal.SIGINT)
-            time.sleep(gap)
-            process.send_signal(signal.SIGINT)
-            _, error = process.communicate(timeout=60)
-        finally:
-            process.kill()
+    metrics = Path("cut/metrics.jsonl")
+    process = forks.popen([sys.executable, "-m", "rollouts", "run", *flags], stderr=subprocess.PIPE, text=True)
+    try:
+        while process.poll() is None and not (metrics.exists() and metrics.read_text()):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        time.sleep(gap)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert process.returncode == 130, error
     assert "Traceback" not in error and "Trio" not in error
     last = error.strip().splitlines()[-1]

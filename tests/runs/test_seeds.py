@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 
 from rollouts.cli import main
@@ -48,6 +49,10 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def inside(monkeypatch):
+    return stay_inside(monkeypatch)
+
+
+def stay_inside(monkeypatch):
     """Each run in this process, which saves its imports; gives the command lines."""
     played = []
 
@@ -221,9 +226,42 @@ def test_resume_one_of_them_for_a_checkpoint(inside, capsys):
     assert "m/seeds.json cannot be read" in capsys.readouterr().err
 
 
+IN_FORKS = """
+import os, runpy, sys
+from types import SimpleNamespace
+from rollouts.runs import seeds
+
+class Fork:  # what `rollouts run --seeds` uses of a subprocess.Popen; the imports are those of this process
+    def __init__(self, command, *, stdin, process_group, preexec_fn):
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setpgid(0, process_group)
+            preexec_fn()
+            sys.argv = command[2:]
+            code = 1
+            try:
+                runpy.run_module(command[2], run_name="__main__", alter_sys=True)
+            except SystemExit as end:
+                code = end.code
+            finally:
+                sys.stderr.flush()
+                os._exit(code or 0)
+
+    def wait(self):
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+seeds.subprocess = SimpleNamespace(Popen=Fork, DEVNULL=None)
+runpy.run_module("rollouts", run_name="__main__", alter_sys=True)
+"""
+
+
 def begin(*more):
-    line = [sys.executable, "-m", "rollouts", *SHORT.split(), "--steps", "500", "--checkpoint-every", "1", *more]
-    return subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    line = [*SHORT.split(), "--steps", "500", "--checkpoint-every", "1", *more]
+    command = [sys.executable, "-c", IN_FORKS, *line]
+    return forks.popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def until(condition):
@@ -235,7 +273,9 @@ def until(condition):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_ended_from_outside_and_continued(number, code, monkeypatch):
-    """Real processes: the run of the moment ends with the command, in order where it can, and no other one begins."""
+    """Real processes: the run of the moment ends with the command, in order where it can, and no other one begins. Once
+    it continues in new interpreters, as it does for a user.
+    """
     process = begin("--seeds", "0-1", "--out", "m")
     until(lambda: any(Path("m/seed_0/checkpoints").glob("step_*")) if Path("m/seed_0/checkpoints").exists() else False)
     process.send_signal(number)
@@ -245,6 +285,8 @@ def test_ended_from_outside_and_continued(number, code, monkeypatch):
         assert "interrupted in seed 0; continue all seeds with: rollouts resume m" in error
         assert written()["runs"]["0"]["status"] == "interrupted"
     steps = 1 + max(int(path.name[-6:]) for path in Path("m/seed_0/checkpoints").glob("step_??????"))
+    if number != signal.SIGKILL:
+        stay_inside(monkeypatch)
     assert main(["resume", "m", "--steps", str(steps)]) == 0
     assert [run["steps"] for run in written()["runs"].values()] == [steps, steps]
     assert "resumed_from" in json.loads(Path("m/seed_0/summary.json").read_text())

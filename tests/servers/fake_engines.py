@@ -39,7 +39,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import urlsplit
 
-sys.path[:0] = [str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+import forks  # noqa: E402
 from fake_core import FAULTS, Core, Options  # noqa: E402
 from fake_model import FakeTrainer, write_model  # noqa: E402
 from fake_sglang import SGLang  # noqa: E402
@@ -104,7 +105,8 @@ def started(kind: str, model: str | Path, **options: Any) -> Iterator[FakeServer
     """A server with these `Options` in a process of its own; it is gone when the block ends, or this process does."""
     chosen = Options(kind, str(model), **options)
     command = [sys.executable, str(Path(__file__).resolve()), "--options", json.dumps(chosen._asdict())]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    begin = forks.popen if chosen.numbers == "transformers" else subprocess.Popen
+    process = begin(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdin is not None
     try:
         port = process.stdout.readline().strip()

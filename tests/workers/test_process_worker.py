@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import psutil
 import pytest
 from comparing import ENVS, SHORT, both, episodes_of, logged, workers
@@ -63,12 +64,7 @@ def test_an_agent_with_its_own_client_has_the_same_episodes():
 
 
 def test_roles_tools_by_task_and_rewards_by_turn_are_the_same():
-    Path("advantages.py").write_text("""
-def discounted(rewards, turn_rewards):
-    sums = [sum(0.9**turn * reward for turn, reward in enumerate(turns)) for turns in turn_rewards]
-    return [each - sum(sums) / len(sums) for each in sums]
-""")
-    _, apart = both(f"{ENVS}:Market", loss="grpo", advantage="./advantages.py:discounted", steps=3, seed=3)
+    _, apart = both(f"{ENVS}:Market", loss="grpo", advantage={"name": "turn_return", "gamma": 0.9}, steps=3, seed=3)
     episodes, last = episodes_of(apart), logged(apart)[-1]
     assert {episode["role"] for episode in episodes} == {"seller", "buyer"}
     assert any(episode["metrics"]["tool_calls"] for episode in episodes)
@@ -221,7 +217,7 @@ rollouts.run(env="calculator", worker="process", out="run", steps=1000, prompts_
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_its_run(number):
-    process = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = forks.popen([sys.executable, "-c", RUN], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         while not (Path("run/metrics.jsonl").exists() and Path("run/metrics.jsonl").read_text()):
             assert process.poll() is None

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import psutil
 import pytest
 import trio
@@ -144,7 +144,7 @@ rollouts.run(env={BOXED!r}, worker="process", out="run", steps=1000, prompts_per
 
 
 def test_nothing_is_left_of_a_run_that_is_killed(boxes):
-    process = subprocess.Popen([sys.executable, "-c", RUN])
+    process = forks.popen([sys.executable, "-c", RUN])
     try:
         while not Path("run/metrics.jsonl").exists() or not folders(boxes):
             assert process.poll() is None

@@ -80,12 +80,12 @@ class RLTrainingConfig:
 class PreparedBatch(NamedTuple):
     """The input of one training step: the samples of the kept groups, and the batch.
 
-    `advantages` [N] are indexed by `rollout_index`; 0 if they are estimated over the whole batch later. `metrics`
-    describe the age of the tokens.
+    `advantages` [N] are indexed by `rollout_index`: a number, or one for each turn; 0 if they are estimated over the
+    whole batch later. `metrics` describe the age of the tokens.
     """
 
     samples: list[Sample]
-    advantages: list[float]
+    advantages: list[float | list[float]]
     batch: TrainBatch
     metrics: dict[str, float]
 
@@ -109,7 +109,7 @@ def prepare_rl_batch(
     """
     fresh = drop_stale(group_samples(groups), start_versions, config.lag_max)
     rewards: list[float | None] = []
-    advantages: list[float] = []
+    advantages: list[float | list[float]] = []
     trained: list[bool] = []
     pairs: list[tuple[int, int]] = []
     of_groups = algorithm.pairs is None and not is_batch_advantage(algorithm.advantage)

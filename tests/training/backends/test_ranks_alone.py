@@ -9,6 +9,7 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
+import forks
 import pytest
 from torch.distributed import HashStore, TCPStore
 
@@ -181,7 +182,7 @@ def test_a_rank_that_ended_leaves_no_thread_and_no_process_group(how):
         "MASTER_PORT": str(free_port()),
     }
     ranks = [
-        subprocess.Popen(
+        forks.popen(
             [sys.executable, "-c", ENDING, how],
             env={**os.environ, **variables, "RANK": rank},
             stderr=subprocess.PIPE,
