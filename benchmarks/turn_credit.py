@@ -27,7 +27,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -85,9 +84,9 @@ def _said(asked: str, rng: random.Random) -> str:
     return asked if asked != LAST and rng.random() < 0.3 else rng.choice(LETTERS)
 
 
-def neighbor(rewards: Tensor, turn_rewards: Sequence[Sequence[float]]) -> list[Any]:
+def neighbor(turn_rewards: Sequence[Sequence[float]]) -> list[Tensor]:
     """The control: each turn gets the advantage of the next one, and the last that of the first."""
-    return [own.roll(-1) for own in turn_return(rewards, turn_rewards, gamma=0.0)]
+    return [own.roll(-1) for own in turn_return(turn_rewards, gamma=0.0)]
 
 
 def rollouts(*arguments: str, log: Path) -> None:

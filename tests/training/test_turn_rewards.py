@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from rollouts import Message, Score, Task, Trajectory, Turn, reward
 from rollouts.env.checks import reward_term
@@ -219,16 +218,16 @@ def by_loops(turn_rewards: list[list[float]], gamma: float, scale: bool, eps: fl
 @pytest.mark.parametrize("gamma", [0.0, 0.9, 1.0])
 def test_turn_return_is_the_formula(gamma: float, scale: bool) -> None:
     rewards = [[1.0, 0.0, 2.0], [0.5], [0.0, -1.0], [0.25, 3.0, 0.5, 1.0], [0.1, 0.2]]
-    found = turn_return(torch.tensor([sum(own) for own in rewards]), rewards, gamma=gamma, scale=scale)
+    found = turn_return(rewards, gamma=gamma, scale=scale)
     for ours, wanted in zip(found, by_loops(rewards, gamma, scale), strict=True):
         assert ours.tolist() == pytest.approx(wanted, abs=1e-12)
     assert found[3][3] == 0  # no other rollout has a fourth turn
-    whole = turn_return(torch.tensor([1.0, 0.0]), [[1.0], [0.0]], scale=False)
+    whole = turn_return([[1.0], [0.0]], scale=False)
     assert [float(each) for each in whole] == group_mean([1.0, 0.0]).tolist()  # of one turn: as without turns
-    assert turn_return([], []) == []
+    assert turn_return([]) == []
     for wrong in ({"gamma": 1.5}, {"eps": -1.0}):
         with pytest.raises(ConfigError, match=r"--advantage\."):
-            turn_return([1.0], [[1.0]], **wrong)
+            turn_return([[1.0]], **wrong)
 
 
 def test_credit_by_turn_has_the_true_gradient_and_less_variance() -> None:
@@ -260,7 +259,7 @@ def test_credit_by_turn_has_the_true_gradient_and_less_variance() -> None:
         return mean, square - float(mean @ mean)
 
     def by_turn(rewards: Any) -> Any:
-        return [each.tolist() for each in turn_return([0.0, 0.0], rewards, scale=False)]
+        return [each.tolist() for each in turn_return(rewards, scale=False)]
 
     def by_sum(rewards: Any) -> Any:
         return [[each, each] for each in group_mean([sum(own) for own in rewards]).tolist()]

@@ -59,7 +59,6 @@ def rloo(rewards: Tensor | Sequence[float | None]) -> Tensor:
 
 
 def turn_return(
-    rewards: Tensor | Sequence[float | None],
     turn_rewards: Sequence[Sequence[float]],
     *,
     gamma: float = 1.0,
@@ -73,7 +72,7 @@ def turn_return(
     baseline is that of the same turn (the time-dependent baseline of Williams 1992 and Greensmith et al. 2004). A_k is
     0 if fewer than two rollouts have the turn. Returns a tensor [turns] for each rollout.
 
-    >>> [turns.tolist() for turns in turn_return([1.0, 1.0], [[1.0, 0.0], [0.0, 1.0]], scale=False)]
+    >>> [turns.tolist() for turns in turn_return([[1.0, 0.0], [0.0, 1.0]], scale=False)]
     [[0.0, -0.5], [0.0, 0.5]]
 
     Args:

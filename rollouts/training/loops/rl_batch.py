@@ -50,6 +50,7 @@ class RLTrainingConfig:
         response_tokens_max: L_max of the aggregation dr_grpo and of overlong shaping
         minibatches: optimizer steps for each batch
         staleness: how many steps sampling may be ahead of training. Tokens from older weights are not trained
+        record: keep the values of each trained token in `StepReport.batches`
         samples: False if the groups were saved before: the age of their tokens and the speed of sampling are unknown
     """
 
@@ -59,6 +60,7 @@ class RLTrainingConfig:
     response_tokens_max: int | None = None
     minibatches: int = 1
     staleness: int = 0
+    record: bool = False
     samples: bool = True
 
     def __post_init__(self) -> None:
