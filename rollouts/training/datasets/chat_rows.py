@@ -64,7 +64,7 @@ def supervised_rows(
     spoken = [place for place, message in enumerate(messages) if message.role == "assistant"]
     trained = spoken[-1:] if options.turns == "last" else spoken
     # Each turn is tokenized with its number as its weight, so that the mask says where a turn begins and ends.
-    weight_of = {0: 0.0} | {place + 1: 0.0 for place in spoken}
+    weight_of: dict[float, float] = {0: 0.0} | {place + 1: 0.0 for place in spoken}
     weight_of |= {place + 1: 1.0 if (weight := weights[place]) is None else weight for place in trained}
     if not any(weight_of.values()):
         raise BadRowError("no turn of the assistant is trained" if spoken else "no message is of the role assistant")
