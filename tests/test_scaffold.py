@@ -164,7 +164,8 @@ SMALL = "--steps 1 --prompts-per-step 2 --samples-per-prompt 4 --eval-tasks 4 --
 def test_one_run_with_a_component_of_nearly_every_kind(site, tmp_path):
     """All of them are used in two steps; the reference moves and the last reward counts."""
     words = (
-        "tool reward loss advantage aggregation kl reference correction mix shaping filter optimizer logger training"
+        "tool reward loss advantage aggregation kl reference correction mix shaping filter sampler optimizer logger "
+        "training"
     )
     chosen = [part for word in words.split() for part in (f"--{word}", NAMES[word])]
     settings = ["--env.items", "40", "--reference.steps", "1", f"--logger.{NAMES['logger']}.file", "table.csv"]

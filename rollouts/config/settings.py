@@ -27,6 +27,7 @@ COMPONENT_KINDS = {
     "sandbox": "sandboxes",
     "reward": "rewards",
     "data": "datasets",
+    "sampler": "samplers",
     "mix": "mixers",
     "shaping": "shapings",
     "loss": "losses",
@@ -224,6 +225,8 @@ class Settings:
         pairs: Which rollouts of a prompt are compared. Default: the algorithm's own.
         filter: A filter that drops groups of rollouts, as [alias=]name. Repeat the flag for more; `none` for no filter.
             Default: the algorithm's own.
+        sampler: Which task is next, by what earlier groups earned: `uniform` visits all of them in order, `difficulty`
+            retires those that earn all or nothing.
         minibatches: Optimizer steps per batch.
         schedule: Changes to the algorithm at given steps: tables with `step` and the settings that change.
         model: The model: a path, a name on the hub, or `tiny`, which is part of the package.
@@ -318,6 +321,7 @@ class Settings:
     select: str = ""
     pairs: str = ""
     filter: tuple[str, ...] = (OWN,)
+    sampler: str = "uniform"
     minibatches: int = _bounded(1, minimum=1)
     schedule: tuple[dict[str, Any], ...] = ()
     model: str = "tiny"

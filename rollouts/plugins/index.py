@@ -46,6 +46,7 @@ KIND_WORDS = {
     "loggers": "logger",
     "datasets": "dataset",
     "curricula": "curriculum",
+    "samplers": "sampler",
     "tools": "tool",
     "tool_parsers": "tool parser",
     "sandboxes": "sandbox",

@@ -160,3 +160,33 @@ class Pairing(Protocol):
     """Returns pairs (chosen, rejected) of positions in `rewards` [J]. May name `rewards` `lengths` `step`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Sequence[tuple[int, int]]: ...
+
+
+class TaskSampler(Protocol):
+    """Decides which task of an environment is next. The class or function that makes it may name `tasks`; each
+    environment of a run has a sampler of its own. Tasks are referred to by their keys (`Task.key`).
+    """
+
+    def choose(self, step: int, rng: random.Random) -> str | None:
+        """The next task, or None for the next one in the environment's order. Every call has a new `rng`, which depends
+        on the run's seed and on the number of calls before. Draw from nothing else.
+        """
+        ...
+
+    def finished(self, task: str, rewards: Sequence[float | None], step: int) -> None:
+        """Called with the rewards [G] of a finished group before filters drop it; None for a rollout that could not be
+        judged. If the environment has roles, all rewards of one role come before those of the next.
+        """
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """Numbers to log at each step, such as the sizes of pools."""
+        ...
+
+    def state(self) -> Any:
+        """What `restore` needs, as data that JSON can hold. It is part of every checkpoint."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Continue from a state. Some tasks may be gone since, and others new."""
+        ...

@@ -33,7 +33,7 @@ SIGNED_KINDS = frozenset(VOCABULARY) | {"environments", "tools"}
 
 _CLASS_KINDS = frozenset(
     {"environments", "tools", "inference", "training", "loggers", "optimizers", "sandboxes", "workers", "datasets"}
-    | {"commands"}
+    | {"commands", "samplers"}
 )
 _CALLED_DIRECTLY = frozenset(VOCABULARY) - _CLASS_KINDS - {"rewards", "metrics"}  # the trainer never awaits
 _NOTHING: Mapping[str, Any] = {}

@@ -58,6 +58,9 @@ VOCABULARY: dict[str, dict[str, str]] = {
     },
     "metrics": _EPISODE,
     "curricula": {"step": "the training step, from 0"},
+    "samplers": {
+        "tasks": "the keys [N] (`Task.key`) of the training tasks in their first order; of an iterator the first 10,000"
+    },
     "filters": {
         "rewards": "the rewards [G] of the group after mixing and shaping, floats or None",
         "scores": "the weighted sums [G] of the rewards before mixing and shaping, floats or None",

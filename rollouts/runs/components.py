@@ -8,7 +8,7 @@ A component that was not named may be the algorithm's own (`OWN_KEYS`, and the w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from rollouts.author_code import with_place
@@ -33,6 +33,7 @@ from rollouts.errors import (
 from rollouts.plugins.index import HELD, KIND_WORDS, ComponentRef
 from rollouts.plugins.making import make
 from rollouts.plugins.manager import PluginManager
+from rollouts.plugins.protocols import TaskSampler
 from rollouts.plugins.settings import check_defaults, converted, refuse_without_hint
 from rollouts.plugins.signature import Signature, bind, check_signature, keywords_of, read_signature
 from rollouts.training.algorithms.aggregation import aggregation_function
@@ -177,6 +178,12 @@ def chosen_optimizer(chosen: Mapping[str, list[Chosen]]) -> Any:
             check_optimizer(make, f"the optimizer {each.name}")
         return make
     return None
+
+
+def chosen_sampler(chosen: Mapping[str, list[Chosen]]) -> Callable[..., TaskSampler]:
+    """What makes the task sampler of each environment, with its settings."""
+    (found,) = chosen["sampler"]
+    return bind(found.component, found.settings)
 
 
 def takes_rows(mode: str, chosen: Mapping[str, Sequence[Chosen]]) -> bool:

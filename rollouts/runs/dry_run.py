@@ -15,7 +15,7 @@ from rollouts.env.shared import shared_values
 from rollouts.errors import ModelError, RolloutsError, counted, first_line, said_of
 from rollouts.plugins.loading import INSTALL_TORCH, absent_packages
 from rollouts.plugins.signature import read_signature
-from rollouts.runs.components import Chosen, takes_rows
+from rollouts.runs.components import Chosen, chosen_sampler, takes_rows
 from rollouts.runs.environments import demonstrations, few_held_out_notes, task_buffer
 from rollouts.runs.folder import check_out
 from rollouts.runs.held_objects import ranks_of
@@ -144,7 +144,7 @@ def describe(
     if plan.settings.from_run:
         open_runs(plan.settings, held_out)
     elif plan.settings.mode == "rl":
-        task_buffer(plan.environments, held_out, plan.settings.prompts_per_step)
+        task_buffer(plan.environments, held_out, plan.settings.prompts_per_step, chosen_sampler(plan.chosen))
     elif trains and not takes_rows(plan.settings.mode, plan.chosen):
         next(demonstrations(plan.environments, held_out, plan.settings.prompts_per_step))
     samples = plan.settings.samples_per_prompt

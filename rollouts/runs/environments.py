@@ -38,6 +38,7 @@ from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError, in_lines, said_of, words_of
 from rollouts.plugins.loading import install_hint
 from rollouts.plugins.manager import PluginManager
+from rollouts.plugins.protocols import TaskSampler
 from rollouts.plugins.signature import bind
 from rollouts.runs.components import Chosen, curriculum
 from rollouts.sandboxes.base import Sandboxes
@@ -404,9 +405,15 @@ def held_out_keys(held_out: Sequence[Task], alias: str) -> frozenset[str]:
     )
 
 
-def task_buffer(environments: Sequence[Environment], held_out: Sequence[Task], tasks_per_step: int) -> DataBuffer:
+def task_buffer(
+    environments: Sequence[Environment],
+    held_out: Sequence[Task],
+    tasks_per_step: int,
+    sampler: Callable[..., TaskSampler] | None = None,
+) -> DataBuffer:
     """The buffer of training tasks, of one environment or a mixture, without held-out tasks. A held-out prompt is
-    removed from all environments, a held-out id only from its own environment.
+    removed from all environments, a held-out id only from its own environment. `sampler` makes the task sampler of each
+    environment.
 
     Raises EnvironmentDefinitionError if an environment with a share above 0 has no training task.
     """
@@ -419,10 +426,10 @@ def task_buffer(environments: Sequence[Environment], held_out: Sequence[Task], t
         prompts = env.training_source()
         with said_of(env.alias):
             DataBuffer(prompts, seed=env.seed, exclude=exclude).get_prompts(1)
-        parts.append(mixing.Source(env.alias, prompts, env.weight, exclude))
+        parts.append(mixing.Source(env.alias, prompts, env.weight, exclude, sampler))
     first = parts[0]
     if not first.name:
-        return DataBuffer(first.prompts, seed=environments[0].seed, exclude=first.exclude)
+        return DataBuffer(first.prompts, seed=environments[0].seed, exclude=first.exclude, sampler=sampler)
     return mixing.MixedBuffer(parts, seed=environments[0].seed, tasks_per_step=tasks_per_step)
 
 

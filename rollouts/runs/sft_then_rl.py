@@ -22,7 +22,7 @@ from rollouts.config.resolving import Resolved, resolve
 from rollouts.config.settings import COMPONENT_KINDS, Settings
 from rollouts.errors import ConfigError, DamagedCheckpointError, RolloutsError, UserError, said_of
 from rollouts.runs.clock import Start
-from rollouts.runs.components import takes_rows
+from rollouts.runs.components import chosen_sampler, takes_rows
 from rollouts.runs.environments import demonstrations, task_buffer
 from rollouts.runs.folder import PHASES, SUMMARY, RunFolder, choose_folder, default_out, holds_run, read_json
 from rollouts.runs.held_objects import refuse_lost
@@ -162,7 +162,7 @@ def _check_data(plans: PhasePlans) -> None:
         both = [*plans.sft.eval_tasks(), *held_out]
         if not takes_rows("sft", plans.sft.chosen):
             next(demonstrations(plans.sft.environments, both, plans.sft.settings.prompts_per_step))
-    task_buffer(plans.rl.environments, held_out, plans.rl.settings.prompts_per_step)
+    task_buffer(plans.rl.environments, held_out, plans.rl.settings.prompts_per_step, chosen_sampler(plans.rl.chosen))
 
 
 def _check_resumed(out: Path, plans: PhasePlans) -> None:

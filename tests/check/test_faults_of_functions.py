@@ -451,7 +451,12 @@ def test_a_state_is_found():
 def test_each_family_of_functions_has_faults():
     faults = [kind for kind, _, _ in FAULTS]
     functions = {kind for kind, family in FAMILIES.items() if family.trial is not None}
-    assert functions - set(faults) == {"optimizers", "references", "tool_parsers"}  # test_faults_of_objects.py
+    assert functions - set(faults) == {
+        "optimizers",
+        "references",
+        "samplers",
+        "tool_parsers",
+    }  # test_faults_of_objects.py
     assert all(faults.count(kind) >= 2 for kind in set(faults))
 
 

@@ -44,6 +44,62 @@ def fault(kind, expected):
     return mark
 
 
+# --- samplers ---------------------------------------------------------------------------------------------------------
+
+
+class GoodSampler:
+    """The best task so far, or a random one."""
+
+    def __init__(self, tasks):
+        self.means = dict.fromkeys(tasks, 0.0)
+
+    def choose(self, step, rng):
+        return max(self.means, key=self.means.get) if rng.random() < 0.5 else rng.choice(list(self.means))
+
+    def finished(self, task, rewards, step):
+        judged = [reward for reward in rewards if reward is not None]
+        if judged and task in self.means:
+            self.means[task] = sum(judged) / len(judged)
+
+    def metrics(self):
+        return {"best": max(self.means.values())}
+
+    def state(self):
+        return self.means
+
+    def restore(self, state):
+        self.means.update({task: mean for task, mean in state.items() if task in self.means})
+
+
+@fault("samplers", "chooses")
+class AnUnknownTask(GoodSampler):
+    def choose(self, step, rng):
+        return "task-0"
+
+
+@fault("samplers", "chooses")
+class WithoutMetrics(GoodSampler):
+    metrics = None
+
+
+@fault("samplers", "any-outcome")
+class TakesTheMeanOfAll(GoodSampler):
+    def finished(self, task, rewards, step):
+        super().finished(task, [sum(rewards)], step)
+
+
+@fault("samplers", "restored")
+class ForgetsItsState(GoodSampler):
+    def restore(self, state):
+        pass
+
+
+@fault("samplers", "other-tasks")
+class KeepsEveryTask(GoodSampler):
+    def restore(self, state):
+        self.means = dict(state)
+
+
 # --- references and optimizers ----------------------------------------------------------------------------------------
 
 
@@ -616,6 +672,7 @@ def test_exactly_the_expected_check_finds_a_fault(kind, component, expected):
 @pytest.mark.parametrize(
     ("kind", "component"),
     [
+        ("samplers", GoodSampler),
         ("loggers", GoodLogger),
         ("tool_parsers", good_parser),
         marked("sandboxes", _Wrapped),
@@ -632,7 +689,7 @@ def test_a_component_without_a_mistake_passes(kind, component):
 def test_every_family_has_two_faults():
     kinds = [kind for kind, _, _ in FAULTS]
     functions = {kind for kind, family in FAMILIES.items() if family.trial is not None}
-    others = {"optimizers", "references", "tool_parsers"}
+    others = {"optimizers", "references", "samplers", "tool_parsers"}
     assert set(kinds) == (set(FAMILIES) - functions) | others  # test_faults_of_functions.py has those of functions
     assert all(kinds.count(kind) >= 2 for kind in set(kinds))
 

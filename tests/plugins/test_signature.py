@@ -313,7 +313,7 @@ def test_every_kind_that_is_called_has_a_protocol():
     }
     expected = {short.get(word, word) for word in words}
     own = {name for name, each in vars(protocols).items() if getattr(each, "__module__", "") == protocols.__name__}
-    assert own == expected | {"GroupReward", "Metric", "Optimizer", "ToolParser", "Weights"}
+    assert own == expected | {"GroupReward", "Metric", "Optimizer", "TaskSampler", "ToolParser", "Weights"}
 
 
 class _Unreadable:

@@ -34,9 +34,11 @@ PARTS = '''\
 import os
 import signal
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 
 from rollouts.errors import ConfigError
+from rollouts_calculator import Calculator
 
 
 class Stop:
@@ -58,6 +60,13 @@ class Stop:
 
     def close(self):
         pass
+
+
+class Few(Calculator):
+    """Few tasks."""
+
+    def tasks(self, split, rng):
+        return list(islice(super().tasks(split, rng), 6))
 
 
 class Unprofiled:
@@ -92,7 +101,10 @@ KINDS = {
     "steered KL": ["--kl", "rk3_loss", "--kl.target", "0.0001", "--reference", "ema", "--minibatches", "2"],
     "schedule": ["schedule.toml", "--training.lr-schedule", "cosine", "--kl", "k2_loss", "--kl.target", "0.01"],
     "critic": ["--loss", "ppo", "--critic", "head"],
-    "refill": ["--loss", "dapo", "--refill", "3"],
+    "refill and sampler": [
+        *["--loss", "dapo", "--refill", "3", "--env", "few=./parts.py:Few", "--env.few.weight", "3"],
+        *["--sampler", "difficulty", "--sampler.after", "1"],
+    ],
 }
 
 

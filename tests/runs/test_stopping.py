@@ -219,3 +219,23 @@ def test_a_first_phase_that_is_made_shorter_than_its_hours_is_over(capsys):
     assert summary["phases"]["sft"]["steps"] == 1 and summary["phases"]["rl"] is None
     _, summary = run(["r", "--sft.steps", "1"], capsys, "resume")
     assert summary["steps"] == 1 and summary["phases"]["rl"]["steps"] == 1
+
+
+def test_patience_continues_after_a_resume():
+    """However often the run is resumed, it ends at the evaluation at which the unbroken one ends."""
+    losses = [3.0, 2.0, 2.5, 2.25, 1.75, 2.0, 1.75, 1.75]
+
+    def ended(resumed_at):
+        own = Stopping(Settings(), 0.0, print, 3)
+        for number, loss in enumerate(losses):
+            if number in resumed_at:
+                own = Stopping(Settings(), 0.0, print, 3, json.loads(json.dumps(own.state)))
+            if (stop := own.reason(number, {"eval/loss": loss})) is not None:
+                return number, stop
+            assert own.reason(number, {"policy/loss": 0.5}) is None, "no evaluation"
+        return None
+
+    assert Stopping(Settings(), 0.0, print, 3).state == {}
+    whole = ended([])
+    assert whole is not None and whole[0] == 7 and whole[1].by == "patience" and "below 1.7500" in whole[1].why
+    assert ended([6]) == ended([1, 5, 7]) == ended(range(8)) == whole

@@ -319,6 +319,8 @@ def test_a_run_learns_from_rows_and_stops_early(tmp_path: Path, monkeypatch: pyt
     summary = run(resolve(tree))
     losses = summary["held_out_loss"]
     assert summary["stopped"]["by"] == "patience" and summary["steps"] < 6
+    (state,) = Path("o/checkpoints").glob("*/state.json")
+    assert json.loads(state.read_text())["run"]["patience"] == {"lowest": min(list(losses.values())[1:]), "since": 1}
     assert losses[str(summary["steps"])] > min(losses.values()), "it ends after a loss that is not the lowest"
     logged = [json.loads(line) for line in Path("o/metrics.jsonl").read_text().splitlines()]
     assert {line["eval/loss"] for line in logged if "eval/loss" in line} == {

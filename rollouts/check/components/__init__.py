@@ -13,6 +13,7 @@ episodes       invented episodes
 rewards        rewards
 filters        filters
 curricula      curricula
+samplers       task samplers
 updates        references and optimizers
 trainers       training backends
 loggers        loggers

@@ -14,6 +14,7 @@ from rollouts.check.components import (
     parts,
     programs,
     rewards,
+    samplers,
     sandboxes,
     tokens,
     tools,
@@ -80,6 +81,14 @@ FAMILIES: dict[str, Family] = {
     "pairings": _COMPARED,
     "aggregations": _function(weights.trial, weights.values, weights.masked, weights.nothing_live, weights.order),
     "curricula": _family(curricula.values, then=(repeatable,), trial=curricula.trial),
+    "samplers": _family(
+        samplers.chooses,
+        samplers.any_outcome,
+        samplers.restored,
+        samplers.other_tasks,
+        then=(repeatable,),
+        trial=samplers.trial,
+    ),
     "references": _family(
         updates.updates,
         updates.policy_unchanged,

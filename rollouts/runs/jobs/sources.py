@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from rollouts.config.settings import Settings
 from rollouts.inference.base import InferenceBackend
+from rollouts.runs.components import chosen_sampler
 from rollouts.runs.environments import task_buffer
 from rollouts.runs.plan import Plan
 from rollouts.runs.saved import SavedRuns, open_runs
@@ -45,7 +46,9 @@ def task_source(plan: Plan, held_out: Sequence[Task]) -> TaskSource:
         saved = open_runs(settings, held_out)
         return TaskSource(positions_buffer(len(saved.places), settings.seed), saved)
     if settings.mode == "rl":
-        return TaskSource(task_buffer(plan.environments, held_out, settings.prompts_per_step))
+        return TaskSource(
+            task_buffer(plan.environments, held_out, settings.prompts_per_step, chosen_sampler(plan.chosen))
+        )
     return TaskSource(DataBuffer([]))
 
 

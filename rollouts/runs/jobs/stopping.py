@@ -25,20 +25,27 @@ class Stop(NamedTuple):
 class Stopping:
     """The rules of one run. `started` is `time.perf_counter()` at the start of the command: the hours include loading
     the model and the first evaluation. `warn` gets a note for each rule whose metric is not logged. With `patience`,
-    the run ends after so many evaluations without a lower `eval/loss`; a run that is resumed counts anew.
+    the run ends after so many evaluations without a lower `eval/loss`. `evaluated` is the `state` of a checkpoint, so
+    that a resumed run continues to count.
     """
 
     settings: Settings
     started: float
     warn: Callable[[str], None]
     patience: int = 0
+    evaluated: Mapping[str, float] = field(default_factory=dict)
     _unseen: list[StopRule] = field(init=False)
     _absent: dict[StopRule, str] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._rules = [read_rule(text) for text in self.settings.stop_when]
         self._unseen = list(self._rules)
-        self._lowest, self._since = math.inf, 0
+        self._lowest, self._since = self.evaluated.get("lowest", math.inf), int(self.evaluated.get("since", 0))
+
+    @property
+    def state(self) -> dict[str, float]:
+        """What a resumed run needs to continue to count: the lowest held-out loss, and the evaluations since then."""
+        return {} if math.isinf(self._lowest) else {"lowest": self._lowest, "since": self._since}
 
     def reason(self, done: int, metrics: Mapping[str, float]) -> Stop | None:
         """Why the run ends now, after `done` steps, the last one with these metrics. None if it continues."""

@@ -132,7 +132,8 @@ def train(
         session.loggers.open(loggers, folder.path, plan.plain, first)
         if resumed is not None:
             folder.forget_steps(first)
-        stopping = Stopping(settings, (hours_from or started).wall, observer.note, data.patience)
+        before = resumed.state.patience if resumed is not None else {}
+        stopping = Stopping(settings, (hours_from or started).wall, observer.note, data.patience, before)
         job = Training(plan, session, chat, backend, inference, held_out, tasks, data, resumed, stopping, advice)
         notes = [*plan.notes, *chat_notes(chat), *backend.notes, *data.notes, *of_tasks]
         notes += resumed.notes if resumed else ()
@@ -323,7 +324,7 @@ class Training:
         async def on_step(report: StepReport) -> dict[str, float]:
             self._folder.write_trajectories(f"{STEP}{report.step:06d}", step_records(report))
             own = environment_metrics(report.groups, self.tasks.buffer.epochs)
-            own |= death_metrics(plan.environments, self.summary)
+            own |= death_metrics(plan.environments, self.summary) | self.tasks.buffer.sampler_metrics
             self._parts.see(report.groups)
             algorithm = stage_at(plan.schedule, report.step).algorithm
             of_step = (report.groups, report.advantages, report.metrics, algorithm, settings)
@@ -543,6 +544,7 @@ class Training:
             metric=self._metric(),
             by_clock=occasion == "clock",
             stopped=None if self._stop is None else self._stop._asdict(),
+            patience=self.stopping.state,
             revision=REVISION,
         )
         state_dict: dict[str, Any] = msgspec.to_builtins(state)

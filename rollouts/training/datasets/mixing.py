@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.author_code import authors_code, shown
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, words_of
+from rollouts.errors import ConfigError, said_of, words_of
+from rollouts.plugins.protocols import TaskSampler
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.types import Task
 
@@ -30,12 +31,13 @@ _CIRCLE = 2**64
 
 
 class Source(NamedTuple):
-    """One source of a mixture. `prompts` is as for DataBuffer; tasks with keys in `exclude` are never returned."""
+    """One source of a mixture. `prompts`, `exclude` and `sampler` are as for DataBuffer."""
 
     name: str
     prompts: Sequence[Any] | Callable[[int], Iterable[Any]]
     weight: Weight = 1.0
     exclude: frozenset[str] = frozenset()
+    sampler: Callable[..., TaskSampler] | None = None
 
 
 class MixedBuffer(DataBuffer):
@@ -68,7 +70,11 @@ class MixedBuffer(DataBuffer):
         self._drawn = dict.fromkeys(names, 0)
         self._parts = {
             source.name: DataBuffer(
-                source.prompts, seed=_number(f"{seed}/{source.name}"), shuffle=shuffle, exclude=source.exclude
+                source.prompts,
+                seed=_number(f"{seed}/{source.name}"),
+                shuffle=shuffle,
+                exclude=source.exclude,
+                sampler=source.sampler,
             )
             for source in sources
         }
@@ -84,49 +90,82 @@ class MixedBuffer(DataBuffer):
         """The number of tasks from each source."""
         return dict(self._drawn)
 
-    def get_prompts(self, count: int, *, step: int | None = None) -> list[Task]:
-        """The next `count` tasks, by the weights at training step `step`.
+    def draw(self, step: int | None = None) -> tuple[Task, dict[str, Any]]:
+        """The next task, by the weights at training step `step`, and its place.
 
         Raises:
             ConfigError: a weight is negative or not finite, or all of them are 0.
             EnvironmentDefinitionError: all tasks of a source's epoch are excluded.
+            RunError: a sampler raised, or returned no task.
         """
-        assert count > 0, count
-        return [self._next(step) for _ in range(count)]
+        before = self._position()
+        name = self._source_at(step)
+        with said_of(name):
+            task, place = self._parts[name].draw(step)
+        self._count(name)
+        return task, before | {"source": name} | ({"task": place["task"]} if "task" in place else {})
 
-    def _next(self, step: int | None) -> Task:
-        at = self.sample_offset // self._tasks_per_step if step is None else step
-        shares = shares_at(self._weights, at)
-        name = list(self._parts)[pick(shares, self.seed, self.sample_offset)]
-        try:
-            (task,) = self._parts[name].get_prompts(1)
-        except EnvironmentDefinitionError as error:
-            raise EnvironmentDefinitionError(f"{name}: {error}") from error
-        self._drawn[name] += 1
-        self.sample_offset += 1
-        self.epoch_id = min(part.epoch_id for each, part in self._parts.items() if self._drawn[each])
-        return task
+    def finished(self, place: Mapping[str, Any], task: Task, rewards: Sequence[float | None], step: int) -> None:
+        """Report to the sampler of the task's source what a group earned. Raises RunError."""
+        if (part := self._parts.get(place.get("source", ""))) is not None:
+            part.finished(place, task, rewards, step)
+
+    @property
+    def sampler_metrics(self) -> dict[str, float]:
+        """The metrics of each source's sampler, as `env/<source>/tasks/<name>`. Raises RunError."""
+        found = {name: part.sampler_metrics for name, part in self._parts.items()}
+        return {f"env/{name}/{metric}": value for name, own in found.items() for metric, value in own.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the mixture and of each of its sources."""
+        """The state of the mixture and of each of its sources, with their samplers."""
         parts = {name: part.state_dict() | {"drawn": self._drawn[name]} for name, part in self._parts.items()}
-        return {"seed": self.seed, "drawn": self.sample_offset, "sources": parts}
+        return self._position() | {"sources": parts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state. Weights may have changed. Raises ConfigError for another seed, and for other
         sources, because their positions are unknown.
         """
-        self._check_seed(state)
-        there = state.get("sources") or {}
+        self._go_to(state)
+        for name, part in self._parts.items():
+            part.load_state_dict(state["sources"][name])
+
+    def _source_at(self, step: int | None) -> str:
+        """The source of the next draw."""
+        at = self.sample_offset // self._tasks_per_step if step is None else step
+        return list(self._parts)[pick(shares_at(self._weights, at), self.seed, self.sample_offset)]
+
+    def _count(self, name: str) -> None:
+        """Count a draw from this source."""
+        self._drawn[name] += 1
+        self.sample_offset += 1
+        self.epoch_id = min(part.epoch_id for each, part in self._parts.items() if self._drawn[each])
+
+    def _position(self) -> dict[str, Any]:
+        parts = {name: part._position() | {"drawn": self._drawn[name]} for name, part in self._parts.items()}
+        return {"seed": self.seed, "drawn": self.sample_offset, "sources": parts}
+
+    def _go_to(self, position: Mapping[str, Any]) -> None:
+        self._check_seed(position)
+        there = position.get("sources") or {}
         if set(there) != set(self._parts):
             came = f"the tasks came from {_listed(there)}, and now they come from {_listed(self._parts)}"
             again = "name the same ones again (one that is no longer wanted can have the weight 0)"
             raise ConfigError(f"{came}; {again}, or begin a new run")
         for name, part in self._parts.items():
-            part.load_state_dict(there[name])
+            part._go_to(there[name])
             self._drawn[name] = there[name]["drawn"]
-        self.sample_offset = state["drawn"]
+        self.sample_offset = position["drawn"]
         self.epoch_id = min((part.epoch_id for name, part in self._parts.items() if self._drawn[name]), default=0)
+
+    def _task_at(self, place: Mapping[str, Any], step: int) -> Task:
+        if "task" in place:
+            return self._parts[place["source"]]._chosen_before(place["task"])
+        if self._position() != {name: place[name] for name in ("seed", "drawn", "sources")}:
+            self._go_to(place)
+        name = self._source_at(step)
+        task = self._parts[name]._next_task()
+        self._count(name)
+        return task
 
 
 def shares_at(weights: Mapping[str, Weight], step: int) -> list[float]:

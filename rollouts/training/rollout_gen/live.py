@@ -1,6 +1,7 @@
 """An unfinished group (it has begun, but no step has returned it), and its state in a checkpoint.
 
-The state is the group's number and step, the data buffer's state before the group's task, its finished episodes, and
+The state is the group's number and step, the place of its task in the
+data buffer, its finished episodes, and
 the suspended episodes whose environment has `state()` and `restore()`. Other episodes restart from their first turn,
 with the same number and seed. Not here: when they are played (`manager`).
 """
@@ -29,7 +30,8 @@ class LiveGroup:
     Attributes:
         size: how many jobs it has
         step: the step in which the task was drawn
-        position: the buffer's state before the task was drawn
+        position: the task's place in the data buffer
+        is_reported: whether the task sampler has seen the rewards
         outcomes: the results of finished jobs, by rollout
         judged: the group of each role, or the only one, with rewards and filters applied; empty until then
     """
@@ -42,6 +44,7 @@ class LiveGroup:
     outcomes: dict[int, Any] = field(default_factory=dict)
     suspended: dict[int, SuspendedEpisode] = field(default_factory=dict)
     judged: tuple[Group, ...] = ()
+    is_reported: bool = False
 
     @property
     def is_complete(self) -> bool:
@@ -62,8 +65,7 @@ class LiveGroup:
 
 def begin_group(data_buffer: DataBuffer, number: int, size: int, step: int) -> LiveGroup:
     """Begin a group with the buffer's next task."""
-    position = data_buffer.state_dict()
-    (task,) = data_buffer.get_prompts(1, step=step)
+    task, position = data_buffer.draw(step)
     return LiveGroup(number, task, size, step, position)
 
 
@@ -79,6 +81,7 @@ def group_state(group: LiveGroup, suspended: Mapping[tuple[int, ...], SuspendedE
         "number": group.number,
         "step": group.step,
         "position": group.position,
+        "reported": group.is_reported,
         "episodes": _plain(over),
         "held": _plain({**group.suspended, **waiting}),
     }
@@ -86,18 +89,16 @@ def group_state(group: LiveGroup, suspended: Mapping[tuple[int, ...], SuspendedE
 
 def restore_groups(states: list[dict[str, Any]], data_buffer: DataBuffer, size: int) -> list[LiveGroup]:
     """Restore the groups of a checkpoint, with their tasks. The buffer's own state does not change."""
-    here = data_buffer.state_dict()
+    states = sorted(states, key=lambda each: each["number"])
+    tasks = data_buffer.tasks_at([(state["position"], state["step"]) for state in states])
     groups = []
-    for state in sorted(states, key=lambda each: each["number"]):
-        if data_buffer.state_dict() != state["position"]:
-            data_buffer.load_state_dict(state["position"])
-        group = begin_group(data_buffer, state["number"], size, state["step"])
+    for task, state in zip(tasks, states, strict=True):
+        group = LiveGroup(state["number"], task, size, state["step"], state["position"])
+        group.is_reported = state.get("reported", False)
         episodes = {index: msgspec.convert(episode, Episode) for index, episode in state["episodes"]}
-        group.outcomes = {index: _with_task(each, group.task) for index, each in episodes.items() if index < size}
+        group.outcomes = {index: _with_task(each, task) for index, each in episodes.items() if index < size}
         group.suspended = {index: msgspec.convert(held, SuspendedEpisode) for index, held in state["held"]}
         groups.append(group)
-    if states:
-        data_buffer.load_state_dict(here)
     return groups
 
 

@@ -346,8 +346,16 @@ class AsyncRolloutManager:
                 break
             judged = [await self._judge(each, reward_fn) for each in role_groups(self._played(group))]
             group.judged = tuple(judged)
+            self._report(group)
             missing -= group.is_kept
         return missing
+
+    def _report(self, group: LiveGroup) -> None:
+        """Report a judged group to the task sampler, once: a prefetched group is judged again after a resume."""
+        if not group.is_reported:
+            rewards = [reward for each in group.judged for reward in each.rewards]
+            self.data_buffer.finished(group.position, group.task, rewards, self._steps)
+            group.is_reported = True
 
     def _played(self, live: LiveGroup) -> Group:
         """A complete group, with all roles of its episodes."""
