@@ -1,12 +1,15 @@
 """What does it cost to prepare conversations for supervised training, in one process and with a cache?
 
-    OMP_NUM_THREADS=1 python benchmarks/prepare_conversations.py --rows 20000
-    OMP_NUM_THREADS=1 python benchmarks/prepare_conversations.py --rows 1000000 --processes 8
+    OMP_NUM_THREADS=1 python benchmarks/prepare_conversations.py
+    OMP_NUM_THREADS=1 python benchmarks/prepare_conversations.py --rows 200000 --processes 8
 
-The conversations have four turns with a tool call, and about 200 tokens. Figures: conversations per CPU second of the
-tokenizer alone on the rendered text, of the chat template and tokenizer of transformers with its own masks (as TRL's
-SFTTrainer prepares them), and of `prepare` in one process; then seconds, the largest memory of the process, and what is
-left to do after a kill. And, from trajectories: samples per CPU second beside a plain concatenation of lists.
+First, conversations of four turns with a tool call and about 200 tokens: how many per CPU second the tokenizer alone
+encodes of the rendered text, the chat template and tokenizer of transformers prepare with its own masks (as TRL's
+SFTTrainer does), and rollouts prepares in one process; and from rows to files, rollouts and TRL (if it is installed).
+Then, from trajectories: samples per CPU second beside a plain
+concatenation of lists. Then a file of a million short conversations (`--rows`), whose preparation is killed half-way
+and continues: seconds, the peak of the process's memory above what it had before, the peak of a process that tokenizes,
+and the size of the index in memory.
 """
 
 from __future__ import annotations
@@ -21,9 +24,10 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from rollouts.chat import load_chat_format
+from rollouts.chat import ChatFormat, load_chat_format
 from rollouts.data.conversations import read_conversation
 from rollouts.data.source import open_rows
 from rollouts.training.datasets.chat_rows import ChatOptions, supervised_rows
@@ -46,6 +50,12 @@ def conversation(number: int) -> dict[str, Any]:
             {"role": "assistant", "content": f"It is {number + 1}. {text}"},
         ]
     }
+
+
+def short(number: int) -> dict[str, Any]:
+    """Two turns, about 40 tokens."""
+    text = f"What is {number} + 1?"
+    return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"It is {number + 1}."}]}
 
 
 def per_cpu_second(count: int, function: Callable[[int], Any]) -> float:
@@ -76,9 +86,37 @@ def from_text(count: int, model: str) -> None:
             rows[n]["messages"], return_dict=True, return_assistant_tokens_mask=True
         )
     results = {name: per_cpu_second(count, function) for name, function in figures.items()}
+    results |= whole_files(rows, chat)
     for name, result in results.items():
         share = result / results["the tokenizer alone"]
         print(f"{name:<36} {result:9.0f} conversations per CPU second  {share:6.2f} of the tokenizer alone")
+
+
+def whole_files(rows: list[dict[str, Any]], chat: ChatFormat) -> dict[str, float]:
+    """Rows per CPU second from rows to prepared files: of `prepare`, and of TRL's SFTTrainer if it is installed."""
+    with tempfile.TemporaryDirectory() as folder:
+        preparer, start = Preparer(chat.tokenizer, {}, ChatOptions(), chat), time.process_time()
+        prepare([("", row) for row in rows], preparer, processes=1, folder=Path(folder))
+        found = {"rollouts, whole preparation": len(rows) / (time.process_time() - start)}
+    try:
+        import datasets
+        from trl import SFTTrainer
+    except ImportError:
+        return found
+    datasets.disable_caching()
+    datasets.disable_progress_bars()
+    data = datasets.Dataset.from_list([{"messages": row["messages"]} for row in rows])
+    trainer = SimpleNamespace(chat_template=None, completion_only_loss=False, _tokenizer=chat.tokenizer)
+    settings = SimpleNamespace(
+        dataset_num_proc=None,
+        dataset_text_field="text",
+        assistant_only_loss=True,
+        max_length=None,
+        shuffle_dataset=False,
+    )
+    start = time.process_time()
+    SFTTrainer._prepare_dataset(trainer, data, chat.tokenizer, settings, False, None, "train")
+    return found | {"TRL, whole preparation": len(rows) / (time.process_time() - start)}
 
 
 def from_trajectories(count: int) -> None:
@@ -101,20 +139,26 @@ def from_trajectories(count: int) -> None:
 
 def prepare_file(file: str, cache: str, processes: int) -> None:
     chat = load_chat_format(load_tokenizer("tiny"))
-    start = time.perf_counter()
-    found = prepare(
-        open_rows(file), Preparer(chat.tokenizer, {}, ChatOptions(), chat), processes=processes, folder=Path(cache)
-    )
+    preparer = Preparer(chat.tokenizer, {}, ChatOptions(), chat)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    before, start = pages * resource.getpagesize() / 2**20, time.perf_counter()
+    found = prepare(open_rows(file), preparer, processes=processes, folder=Path(cache))
     seconds = time.perf_counter() - start
-    mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    print(f"prepared {len(found)} conversations in {seconds:.1f} s; at most {mib:.0f} MiB in this process")
+    own, worker = (resource.getrusage(who).ru_maxrss / 1024 for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    index = (found.file_of, found.starts, found.ends, found.first_rows, found.positions)
+    size = sum(map(sys.getsizeof, index)) / len(found)
+    print(
+        f"prepared {len(found)} conversations in {seconds:.1f} s; {own - before:.0f} MiB above the start ({before:.0f} "
+        f"MiB), at most {worker:.0f} MiB in another process; {size:.0f} bytes of index for each row",
+        flush=True,
+    )
 
 
 def killed_and_resumed(count: int, processes: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file, cache = Path(folder) / "chat.jsonl", Path(folder) / "cache"
         with file.open("w") as out:
-            out.writelines(json.dumps(conversation(number)) + "\n" for number in range(count))
+            out.writelines(json.dumps(short(number)) + "\n" for number in range(count))
         command = [sys.executable, __file__, "--file", str(file), "--cache", str(cache), "--processes", str(processes)]
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         pieces = -(-count // 2048)
@@ -132,7 +176,7 @@ def killed_and_resumed(count: int, processes: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--file", default="")

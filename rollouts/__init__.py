@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rollouts.types import Task as Task
     from rollouts.types import ToolCall as ToolCall
     from rollouts.types import Trajectory as Trajectory
+    from rollouts.types import Turn as Turn
 
     CalculatorEnvironment: type[Any]
 

@@ -113,14 +113,16 @@ class Role(msgspec.Struct, frozen=True, omit_defaults=True):
 class Segment(msgspec.Struct):
     """One sequence of tokens as the engine saw it: prompt and environment tokens (mask 0) and sampled tokens (mask 1).
 
-    A conversation is one segment, unless its chat template rewrites earlier messages. All four lists have the same
-    length L. A token with mask 0 has logprob 0.0 and version -1.
+    A conversation is one segment, unless its chat template rewrites earlier messages. The first four lists have the
+    same length L. A token with mask 0 has logprob 0.0 and version -1. `turns` has (turn, first token) of each reply
+    that was sampled here; the turns of a trajectory count from 0. It is empty if that is unknown.
     """
 
     tokens: list[int]
     loss_mask: list[float]
     logprobs: list[float]
     versions: list[int]
+    turns: list[tuple[int, int]] = []
 
     def __post_init__(self) -> None:
         lengths = (len(self.tokens), len(self.loss_mask), len(self.logprobs), len(self.versions))
@@ -189,9 +191,28 @@ class Trajectory(msgspec.Struct):
         return sum(1 for m in self.messages if m.role == "assistant") - prompt_turns
 
     @property
+    def turn_messages(self) -> list[Turn]:
+        """The turns of the model, in order: each with its message and the answers to it."""
+        places = [place for place, message in enumerate(self.messages) if message.role == "assistant"]
+        places = places[len(places) - max(self.turns, 0) :]
+        ends = [*places[1:], len(self.messages)]
+        return [
+            Turn(index, self.messages[place], tuple(self.messages[place + 1 : end]))
+            for index, (place, end) in enumerate(zip(places, ends, strict=False))
+        ]
+
+    @property
     def sampled_count(self) -> int:
         """The number of sampled tokens in all segments."""
         return sum(segment.sampled_count for segment in self.segments)
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One turn of the model: its number from 0, its message, and the messages that answered it, up to the next turn."""
+
+    index: int
+    message: Message
+    answers: tuple[Message, ...] = ()
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -291,7 +312,8 @@ class Sample:
 
     A `reward` of None means that no reward could judge the rollout: the row is not trained and not part of the
     baseline. Rows of one rollout share `rollout_index`; rollouts of one prompt share `group_index`. `prompt_length` is
-    the number of leading tokens that all rollouts of the group share (0 if unknown).
+    the number of leading tokens that all rollouts of the group share (0 if unknown). `turns` has (turn, first token) of
+    each reply, for advantages with a number for each turn of the rollout; without it, all tokens are of the first turn.
     """
 
     prompt: str | list[Any] = ""
@@ -307,6 +329,7 @@ class Sample:
     rollout_index: int | None = None
     prompt_length: int = 0
     parts: dict[str, float | None] = field(default_factory=dict)
+    turns: list[tuple[int, int]] = field(default_factory=list)
 
     def check(self) -> None:
         """Assert that the lists have one length, that sampled tokens have finite logprobs <= 0, and other tokens 0."""
@@ -330,10 +353,9 @@ def are_whole_streams(mask: Sequence[float], logprobs: Sequence[float], versions
     """A fast check of a sample's or segment's lists, without a Python loop over tokens. True: the lists are valid.
     False: unknown.
     """
-    live = list(map(operator.gt, mask, itertools.repeat(0.0)))
-    sampled = list(itertools.compress(logprobs, live))
+    sampled = list(itertools.compress(logprobs, map(operator.gt, mask, itertools.repeat(0.0))))
     if sampled and not (max(sampled) <= 0 and math.isfinite(sum(sampled))):
         return False
-    if versions is None or len(logprobs) - list(logprobs).count(0.0) == len(sampled) - sampled.count(0.0):
+    if versions is None or len(logprobs) - logprobs.count(0.0) == len(sampled) - sampled.count(0.0):
         return True  # every token with a logprob other than 0 was sampled
     return not any(itertools.compress(logprobs, map(operator.eq, versions, itertools.repeat(-1))))

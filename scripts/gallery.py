@@ -39,6 +39,7 @@ AFTER = {
     "environments/nemo_gym": "--env.url http://127.0.0.1:8000 --env.data rows.jsonl",
     "environments/ors": "--env.url http://127.0.0.1:8080",
     "rewards/judge": "--reward.judge.model gpt-5-mini",
+    "rewards/reward_model": "--reward.reward_model.model ./my-reward-model",
     "rewards/pattern": "--reward.pattern.regex 'Answer: .*'",
     "tools/mcp": "--tool.mcp.server 'npx -y @modelcontextprotocol/server-everything'",
     "losses/opd": "--teacher tiny",

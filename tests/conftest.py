@@ -88,6 +88,16 @@ def quick_collections(request):
 
 
 @pytest.fixture
+def forked_checks(monkeypatch):
+    """The processes in which `rollouts check` draws and plays start as forks, with their hash seed."""
+    import hash_seeds
+
+    from rollouts.check.environments import traces
+
+    monkeypatch.setattr(traces, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": hash_seeds.popen}))
+
+
+@pytest.fixture
 def forked_ranks(monkeypatch):
     """The ranks of distributed training start as forks, which saves each of them five seconds of imports."""
     import forks

@@ -200,6 +200,5 @@ def test_trajectory_lines(tmp_path):
         "role": "assistant",
         "tool_calls": [{"name": "add", "arguments": {"a": 1}, "id": "c0"}],
     }
-    assert found["segments"] == [
-        {"tokens": [7, 8, 9], "loss_mask": [0, 1, 0.5], "logprobs": [0.0, -0.123457, -1.0], "versions": [-1, 3, 3]}
-    ]
+    streams = {"tokens": [7, 8, 9], "loss_mask": [0, 1, 0.5], "logprobs": [0.0, -0.123457, -1.0]}
+    assert found["segments"] == [{**streams, "versions": [-1, 3, 3], "turns": []}]

@@ -8,13 +8,13 @@ from typing import Any
 
 from rollouts.author_code import with_place
 from rollouts.env import calls
+from rollouts.env.asking import ask
 from rollouts.env.authoring import JudgeMethod, metrics_of, of_role, rewards_of
 from rollouts.env.checks import requests_of
-from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, check_turns, mix, read_verdict, with_reason
+from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, with_reason
 from rollouts.env.returned import finite_metric
 from rollouts.error_log import report
 from rollouts.errors import EnvironmentDefinitionError, RewardError, WorkerError, WorkersLostError
-from rollouts.plugins.signature import bind
 from rollouts.types import Score, Trajectory
 
 
@@ -50,11 +50,14 @@ async def run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: fl
     """The verdict of one reward. A reward that raises or takes too long could not judge."""
     assert term.function is not None, "the caller replaces env by the environment's own rewards"
     try:
-        verdict: Verdict = await calls.call(
-            bind(term.function, term.settings),
-            *(available[request] for request in term.requests),
-            timeout_seconds=seconds,
-            convert=functools.partial(read_verdict, term.alias, term.weight),
+        verdict = await ask(
+            term.function,
+            term.requests,
+            available,
+            name=term.alias,
+            weight=term.weight,
+            settings=term.settings,
+            seconds=seconds,
         )
     except calls.CallTimeoutError:
         return Verdict(term.alias, term.weight, None, {}, f"it took longer than {seconds:g} seconds")
@@ -64,10 +67,6 @@ async def run_reward(term: RewardTerm, available: Mapping[str, Any], seconds: fl
         raise RewardError(with_place(error, term.function)) from error
     except Exception as error:  # an author's code may raise anything
         return Verdict(term.alias, term.weight, None, {}, report(error, f"the reward {term.alias}"))
-    try:
-        check_turns(verdict, available["trajectory"].turns)
-    except RewardError as error:
-        raise RewardError(with_place(error, term.function)) from error
     return with_reason(verdict, term.function)
 
 

@@ -533,9 +533,9 @@ class ChatModel:
             taken = TakenTurn(reply, answer.finish == "length", before, length, answer.tokens, logprobs)
         trajectory.messages = [*turn.messages, taken.message]
         trajectory.tools = turn.schemas
-        conversation.turns += 1
         self._state.turns += 1
         self._count("turns")
+        conversation.end_turn(taken.reply_tokens)
         if answer.finish == "abort":
             raise self._stop(conversation, turn.messages, Status.ABORTED, "the reply was aborted")
         if answer.finish == "length" and not turn.may_continue:

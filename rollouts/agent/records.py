@@ -58,6 +58,13 @@ class OpenTrajectory(msgspec.Struct, eq=False):
         recorded = self.trajectory.messages
         return len(messages) > len(recorded) and list(messages[: len(recorded)]) == recorded
 
+    def end_turn(self, reply_tokens: int) -> None:
+        """Count a recorded turn, and note where its `reply_tokens` begin."""
+        self.turns += 1
+        if self.trajectory.segments and reply_tokens:
+            segment = self.trajectory.segments[-1]
+            segment.turns.append((self.trajectory.turns - 1, len(segment.tokens) - reply_tokens))
+
     def with_task(self, task: Task) -> OpenTrajectory:
         """A copy with this task. (A checkpoint stores the task separately.)"""
         return msgspec.structs.replace(self, trajectory=msgspec.structs.replace(self.trajectory, task=task))

@@ -293,6 +293,8 @@ class Settings:
         resume: `auto`: if the folder --out holds a run, continue it; else begin one. `never`: a folder --out that is
             not empty is an error.
         profile: How many steps to profile, after the first one. The profile is written into the run's folder. 0: none.
+        record: `tokens`: also write the values of each trained token beside the trajectories, such as the trainer's
+            logprob, the entropy and the advantage. `none`: only trajectories.
         logger: A logger, as [alias=]name. Repeat the flag for more.
         out: The folder of the run. Default: runs/<time>-<env>-<loss>.
     """
@@ -369,6 +371,7 @@ class Settings:
     keep_checkpoints: int = _bounded(0, minimum=0)
     resume: Literal["never", "auto"] = "never"
     profile: int = _bounded(0, minimum=0)
+    record: Literal["none", "tokens"] = "none"
     logger: tuple[str, ...] = ("jsonl",)
     out: str = ""
 

@@ -35,6 +35,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 M = TypeVar("M", "ToolMethod", "JudgeMethod")
 
 Isolation = Literal["process"]
+Per = Literal["rollout", "turn"]
 
 TIMEOUT_SECONDS = 30.0  # the deadline of a tool that sets none
 
@@ -62,13 +63,14 @@ class ToolMethod(NamedTuple):
 
 class JudgeMethod(NamedTuple):
     """A reward or metric of an environment. `function` is bound if the environment is an object. It judges `role`;
-    None: every role.
+    None: every role. A reward `per` turn gives each turn of the model its own number.
     """
 
     name: str
     function: Callable[..., Any]
     weight: float
     role: str | None = None
+    per: Per = "rollout"
 
 
 class Remote:
@@ -161,19 +163,26 @@ def reward(fn: F) -> F: ...
 
 
 @overload
-def reward(*, weight: float = ..., role: str | None = ...) -> Callable[[F], F]: ...
+def reward(*, weight: float = ..., role: str | None = ..., per: Per = ...) -> Callable[[F], F]: ...
 
 
-def reward(fn: F | None = None, *, weight: float = 1.0, role: str | None = None) -> F | Callable[[F], F]:
+def reward(
+    fn: F | None = None, *, weight: float = 1.0, role: str | None = None, per: Per = "rollout"
+) -> F | Callable[[F], F]:
     """Judge the rollout with this method. Its parameters may be `task`, `trajectory` and `env`. It returns a float, a
     Score, or None if it cannot judge. The rewards of an environment are summed by their weights. `role` is the one role
     that it judges (None: every role, each with its own trajectory).
 
-    Raises EnvironmentDefinitionError if the weight is not a finite number.
+    With `per="turn"`, each turn of the model has its own reward. If the method names `turn` (a `Turn`), it is called
+    once for each turn; otherwise it is called once, and returns a list with one number for each turn.
+
+    Raises EnvironmentDefinitionError if the weight is not a finite number, or if `per` is another word.
     """
 
     if not isinstance(weight, int | float) or not math.isfinite(weight):
         raise EnvironmentDefinitionError(f"@reward(weight={weight!r}): a weight is a finite number, such as 0.5")
+    if per not in ("rollout", "turn"):
+        raise EnvironmentDefinitionError(f"@reward(per={shown(per)}): it may be 'turn', or be left out")
 
     def mark(function: F) -> F:
         weight_words = f"{function:g}" if isinstance(function, int | float) else "0.5"
@@ -181,7 +190,7 @@ def reward(fn: F | None = None, *, weight: float = 1.0, role: str | None = None)
             f"such as @reward(weight={weight_words}); `--reward env:0.5` weighs all rewards of the environment together"
         )
         _check_marked("reward", function, hint)
-        _mark(function, REWARD_MARK, (float(weight), role))
+        _mark(function, REWARD_MARK, (float(weight), role, per))
         return function
 
     return mark if fn is None else mark(fn)

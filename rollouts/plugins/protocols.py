@@ -37,7 +37,9 @@ class Environment(Protocol):
 
 
 class Reward(Protocol):
-    """Judges one episode. May name `task` `trajectory` `env`. Returns None, not 0, if it cannot judge."""
+    """Judges one episode, or one turn of it. May name `task` `trajectory` `env` `turn`. Returns None, not 0, if it
+    cannot judge.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> float | Score | Awaitable[float | Score | None] | None: ...
 

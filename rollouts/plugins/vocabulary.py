@@ -53,6 +53,7 @@ _TRAINABLE = {
 VOCABULARY: dict[str, dict[str, str]] = {
     "rewards": {
         **_EPISODE,
+        "turn": "one Turn of the model: index, message, answers; the reward is then called once for each turn",
         "tasks": "the Tasks [G] of a whole group; the reward then returns a list of G judgments",
         "trajectories": "the Trajectories [G] of a whole group; the reward then returns a list of G judgments",
     },
@@ -184,7 +185,7 @@ def mixing_fault(kind: str, requests: Sequence[str]) -> str:
         if group and single:
             return (
                 f"it names {quoted(single)} of one episode and {quoted(group)} of a whole group\n"
-                f"name some of task, trajectory, env; or, for a whole group, some of tasks, trajectories"
+                f"name some of task, trajectory, env, turn; or, for a whole group, some of tasks, trajectories"
             )
     if kind == "advantages":
         batch_only = [name for name in requests if name not in ("rewards", "batch", *_GROUP_ADVANTAGE)]

@@ -197,8 +197,10 @@ def compute_reward_model_score(
 
 
 def _needs_package(call: str, argument: str) -> NoReturn:
-    package = "for models of the hub: pip install rollouts-reward-model"
-    raise ConfigError(f"{call}: rollouts itself has no reward models\n{package}\nfor your own: give {argument}")
+    package = "pip install rollouts-reward-model, and give its load_reward_model and compute_reward_model_score"
+    raise ConfigError(
+        f"{call}: rollouts itself has no reward models\nfor models of the hub: {package}\nfor your own: give {argument}"
+    )
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

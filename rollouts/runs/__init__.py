@@ -11,6 +11,7 @@ rehearsal.py     the trial of a dry run: a scripted episode, a small training st
 session.py       one run in its folder, from the opened folder to summary.json
 jobs/            what a session runs: train, evaluate
 sft_then_rl.py   one run after another: demonstrations, then reinforcement
+token_files.py   the values of each trained token, beside the trajectories
 saved.py         the trajectories of earlier runs, read back
 rescore.py       judges them again
 played.py        the episodes of an evaluation, kept as they end

@@ -33,6 +33,7 @@ from rollouts.disk import partial_name, sync_file, sync_folder, write_whole
 from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
 from rollouts.plugins.index import names_module
+from rollouts.runs.token_files import SUFFIX, TokenTable, encode_table
 from rollouts.training.rollout_gen.metrics import JUDGING
 from rollouts.types import Episode, Score
 
@@ -235,7 +236,7 @@ class RunFolder:
         self.forget_end()
         with _refused(self.path):
             for path in (self.path / "trajectories").iterdir():
-                name = re.fullmatch(rf"({STEP}|{EVALUATED})(\d+)\.jsonl", path.name)
+                name = re.fullmatch(rf"({STEP}|{EVALUATED})(\d+)\.(jsonl|tokens)", path.name)
                 done = int(name[2]) + (name[1] == STEP) if name is not None else 0
                 if path.suffix == ".partial" or done > first:
                     path.unlink()
@@ -270,10 +271,16 @@ class RunFolder:
         """Write records as JSON lines into `trajectories/<name>.jsonl`, encoded as in `write_json`. `sync` flushes them
         to the disk.
         """
-        lines = b"".join(encode(record) + b"\n" for record in records)
-        target = self.path / "trajectories" / f"{name}.jsonl"
+        self._write_beside(f"{name}.jsonl", b"".join(encode(record) + b"\n" for record in records))
+
+    def write_tokens(self, name: str, table: TokenTable) -> None:
+        """Write the values of tokens into `trajectories/<name>.tokens`. `sync` flushes them to the disk."""
+        self._write_beside(f"{name}{SUFFIX}", encode_table(table))
+
+    def _write_beside(self, name: str, data: bytes) -> None:
+        target = self.path / "trajectories" / name
         with _refused(target):
-            write_whole(target, lines, synced=False)
+            write_whole(target, data, synced=False)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
@@ -459,6 +466,7 @@ def episode_records(
                     "loss_mask": [int(weight) if weight in (0.0, 1.0) else weight for weight in segment.loss_mask],
                     "logprobs": [round(logprob, 6) for logprob in segment.logprobs],
                     "versions": segment.versions,
+                    "turns": segment.turns,
                 }
                 for segment in trajectory.segments
             ],

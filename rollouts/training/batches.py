@@ -55,6 +55,11 @@ class Row(msgspec.Struct):
     role: str = ""
 
 
+def live_count(row: Row) -> int:
+    """The number of live tokens of a row."""
+    return len(row.loss_mask) - row.loss_mask.count(0.0)
+
+
 class TrainBatch(msgspec.Struct):
     """Rows for one `forward_backward`.
 
@@ -65,6 +70,9 @@ class TrainBatch(msgspec.Struct):
             never functions
         unit: whether the loss returns one value per token, per rollout or per pair
         kl_coefficient: None for the algorithm's own coefficient
+        record: whether `forward_backward` shall set `recorded`
+        recorded: values by name (`logprob`, `entropy`, `weight`, `clipped`), as the bytes of float32 [T]: of the live
+            tokens, row by row. Empty if the backend does not record
     """
 
     rows: list[Row]
@@ -76,6 +84,8 @@ class TrainBatch(msgspec.Struct):
     unit: Unit = "token"
     anchor: Anchor = "sampler"
     kl_coefficient: float | None = None
+    record: bool = False
+    recorded: dict[str, bytes] = {}
 
 
 class AuxiliaryModels(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -54,7 +55,7 @@ class Layout(NamedTuple):
 
 def make_batch(
     samples: Sequence[Sample],
-    advantages: Sequence[float],
+    advantages: Sequence[float | Sequence[float]],
     *,
     aggregation: str | Callable[..., Any],
     step: int,
@@ -70,8 +71,8 @@ def make_batch(
     Raises ConfigError if the aggregation cannot be used. Asserts that the fields of each sample have one length.
 
     Args:
-        advantages: [N], indexed by `rollout_index` (0..N-1). A sample without a `rollout_index` is a rollout of its
-            own; its index is its position in the list
+        advantages: [N], indexed by `rollout_index` (0..N-1): a number, or one for each turn of the rollout. A sample
+            without a `rollout_index` is a rollout of its own; its index is its position in the list
         max_tokens: L_max of the aggregation dr_grpo
         rewards: [N], the shaped rewards, if they differ from the samples' rewards; a sample without a reward is not
             trained
@@ -93,14 +94,12 @@ def make_batch(
     segments: Counter[int] = Counter()
     prefixes = _prefix_lengths(samples, masks, groups)
     for (rollout, sample), mask, group, prefix in zip(numbered, masks, groups, prefixes, strict=True):
-        advantage = float(advantages[rollout])
-        assert math.isfinite(advantage), f"rollout {rollout} has advantage {advantage}"
         rows.append(
             Row(
                 tokens=list(sample.tokens),
                 loss_mask=mask,
                 weights=[],
-                advantages=[advantage if weight > 0 else 0.0 for weight in mask],
+                advantages=_spread(advantages[rollout], sample, mask),
                 rollout_logprobs=None if sample.rollout_log_probs is None else list(sample.rollout_log_probs),
                 rollout_index=rollout,
                 group_index=group,
@@ -114,6 +113,20 @@ def make_batch(
         rows = _pair_rows(rows, pairs)
     denominator, unit = weigh_rows(rows, aggregation, max_tokens)
     return TrainBatch(rows, denominator, known, step, algorithm, temperature, unit)
+
+
+def _spread(given: float | Sequence[float], sample: Sample, mask: Sequence[float]) -> list[float]:
+    """The advantage of each token [L]; 0 where it is not live. With a number for each turn, a token gets its turn's."""
+    if not isinstance(given, Sequence):
+        assert math.isfinite(given), f"rollout {sample.rollout_index} has advantage {given}"
+        return [given if weight > 0 else 0.0 for weight in mask]
+    assert len(given) and all(map(math.isfinite, given)), f"rollout {sample.rollout_index} has advantages {given}"
+    starts = [start for _, start in sample.turns]
+    assert starts == sorted(starts), f"the turns of a row begin at {starts}; expected ascending positions"
+    numbers = [float(given[min(turn, len(given) - 1)]) for turn, _ in sample.turns] or [float(given[0])]
+    return [
+        numbers[max(bisect_right(starts, place) - 1, 0)] if weight > 0 else 0.0 for place, weight in enumerate(mask)
+    ]
 
 
 def weigh_rows(

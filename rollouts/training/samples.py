@@ -5,9 +5,11 @@ No torch. Not here: rewards of whole groups and filters (the loop), advantages a
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 
-from rollouts.types import Episode, Sample, Status, Trajectory
+from rollouts.types import Episode, Message, Sample, Status, Trajectory
 
 
 def episode_samples(episode: Episode, group_index: int, rollout_index: int) -> list[Sample]:
@@ -23,6 +25,9 @@ def episode_samples(episode: Episode, group_index: int, rollout_index: int) -> l
         for number, trajectory in enumerate(episode.trajectories)
         for position in range(len(trajectory.segments))
     ]
+    turns = [each for trajectory in episode.trajectories for each in judged_turns(trajectory, episode.trajectory)]
+    for sample, own in zip(samples, turns, strict=True):
+        sample.turns = own
     for sample in samples:
         sample.group_index = group_index
         sample.check()
@@ -61,6 +66,39 @@ def _sample(episode: Episode, trajectory: Trajectory, number: int, position: int
     )
 
 
+def judged_turns(trajectory: Trajectory, judged: Trajectory) -> list[list[tuple[int, int]]]:
+    """(turn, first token) of each reply in each segment. The turns are those of the judged trajectory.
+
+    A reply of another conversation of the episode belongs to the turn at which the two conversations part: of a
+    conversation of its own, that is the first turn, because everything the judged one earned may follow from it.
+    """
+    turns = [list(segment.turns) for segment in trajectory.segments]
+    if not any(turns):
+        turns = _turns_of_masks(trajectory)
+    if trajectory is judged:
+        return turns
+    both = zip(trajectory.messages, judged.messages, strict=False)
+    common = [ours for ours, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)]
+    shared = 0 if judged.role else _replies(common) - _replies(judged.task.messages)
+    return [[(min(turn, max(shared, 0)), start) for turn, start in own] for own in turns]
+
+
+def _turns_of_masks(trajectory: Trajectory) -> list[list[tuple[int, int]]]:
+    """The turns of a trajectory that does not say where they begin: each run of live tokens is one. The first replies
+    of a conversation may be those of another one, so that the last run is the last turn.
+    """
+    starts = [
+        [place for place, weight in enumerate(mask) if weight > 0 and not (place and mask[place - 1] > 0)]
+        for mask in (segment.loss_mask for segment in trajectory.segments)
+    ]
+    number = itertools.count(max(0, trajectory.turns - sum(map(len, starts))))
+    return [[(next(number), start) for start in own] for own in starts]
+
+
+def _replies(messages: Sequence[Message]) -> int:
+    return sum(1 for message in messages if message.role == "assistant")
+
+
 def first_live(mask: Sequence[float]) -> int:
     """The number of tokens before the first trained one; all of them if none is trained."""
-    return next((index for index, weight in enumerate(mask) if weight > 0), len(mask))
+    return next(itertools.compress(itertools.count(), map(operator.gt, mask, itertools.repeat(0.0))), len(mask))

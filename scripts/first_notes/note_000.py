@@ -665,7 +665,15 @@ def _() -> None:
     assert "constant" in text
 
 
-ROWS.later("data and rewards: reward models", "reward models (TODO 4)")
+@ROWS("reward models (TODO 4)")
+def _() -> None:
+    from rollouts_reward_model import compute_reward_model_score, load_reward_model
+
+    assert callable(compute_reward_model_score)
+    with rows.refused("no head for scores"):
+        load_reward_model("tiny")
+
+
 ROWS.later("other tensor libraries: JAX and torchax", "jax_backend.py", "torchax_backend.py", "torch_func.py")
 
 

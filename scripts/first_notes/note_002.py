@@ -249,7 +249,10 @@ def _() -> None:
     assert rows.metrics_of(run / "sft") and rows.metrics_of(run / "rl")
 
 
-ROWS.later("data and rewards: reward models", "custom reward model integration")
+@ROWS("custom reward model integration")
+def _() -> None:
+    text = rows.command("plugins", "show", "reward_model")
+    assert "sequence-classification" in text and "rollouts-reward-model" in text
 
 
 @ROWS("experiment tracking (W&B etc.)")

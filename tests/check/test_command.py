@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 
 from rollouts import reward
@@ -136,6 +137,7 @@ def test_json_and_badge(capsys):
     assert capsys.readouterr().out.startswith("![rollouts check ")
 
 
+@pytest.mark.usefixtures("forked_checks")
 def test_prompts_with_a_sample(tmp_path, capsys):
     rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "response": str(2 * n)} for n in range(10, 40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -206,9 +208,7 @@ def test_slow_tasks_are_drawn_for_a_limited_time(monkeypatch):
 
 def run_pytest(folder, *arguments):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *arguments]
-    return subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "120"}
-    )
+    return forks.run(command, cwd=folder, timeout=120, env={**os.environ, "COLUMNS": "120"})
 
 
 def test_the_plugin_of_pytest(tmp_path):
@@ -229,6 +229,7 @@ def test_the_plugin_is_silent_without_its_option(tmp_path):
         "    ours = {name for name in sys.modules if name.startswith('rollouts.')}\n"
         "    assert ours <= {'rollouts.check', 'rollouts.check.pytest_plugin', 'rollouts.lazy', 'rollouts.version'}\n"
     )
-    done = run_pytest(tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]  # a new interpreter
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import pytest
 
 from rollouts.check import check_component
@@ -64,7 +65,7 @@ def test_a_shipped_component_passes_in_a_process_of_its_own(name, settings, pass
     variables = {"HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_SILENT": "true"}
     command = [sys.executable, "-m", "rollouts", "check", name, "--skip", "wheel", "--skip", "imports", "--json"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
-    done = subprocess.run([*command, *settings], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    done = forks.run([*command, *settings], timeout=300, cwd=tmp_path, env=environment)
     assert done.stdout.startswith("["), done.stdout + done.stderr
     results = json.JSONDecoder().raw_decode(done.stdout)[0][0]["results"]  # trackio writes a line at the end
     assert done.returncode == 0, [result for result in results if result["status"] == "failed"] + [done.stderr]
@@ -290,7 +291,7 @@ def test_a_check_of_one_kind_leaves_out_the_others():
 def test_the_plugin_of_pytest_checks_every_kind(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-k", "order or values"]
     names = ["--rollouts-check", "any_success", "--rollouts-check-kind", "filter", "--rollouts-check-skip", "imports"]
-    done = subprocess.run([*command, *names], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    done = forks.run([*command, *names], cwd=tmp_path, timeout=120)
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import forks
 import msgspec
 import pytest
 
@@ -48,7 +48,7 @@ def result_of(file: Path, wanted: str) -> list[Result]:
         return report_of(file, "Fault", wanted=wanted).failed
     skipped = [f"--skip={name}" for name in (SLOW | {"masks", "tool-schemas"}) - {wanted}]  # they import transformers
     command = [sys.executable, "-m", "rollouts", "check", f"{file}:Fault", *skipped, "--tasks=2", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = forks.run(command, timeout=300)
     assert done.returncode == 1, done.stderr
     (report,) = msgspec.json.decode(done.stdout, type=list[Report])
     return report.failed
@@ -59,6 +59,7 @@ def test_there_are_enough_faults():
     assert sum(path.name.startswith(("forged", "answer_hidden")) for path in FILES) >= 5
 
 
+@pytest.mark.usefixtures("forked_checks")
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_exactly_the_expected_check_finds_a_fault(file):
     wanted = file.stem.partition("__")[0].replace("_", "-")

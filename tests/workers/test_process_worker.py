@@ -64,12 +64,7 @@ def test_an_agent_with_its_own_client_has_the_same_episodes():
 
 
 def test_roles_tools_by_task_and_rewards_by_turn_are_the_same():
-    Path("advantages.py").write_text("""
-def discounted(rewards, turn_rewards):
-    sums = [sum(0.9**turn * reward for turn, reward in enumerate(turns)) for turns in turn_rewards]
-    return [each - sum(sums) / len(sums) for each in sums]
-""")
-    _, apart = both(f"{ENVS}:Market", loss="grpo", advantage="./advantages.py:discounted", steps=3, seed=3)
+    _, apart = both(f"{ENVS}:Market", loss="grpo", advantage={"name": "turn_return", "gamma": 0.9}, steps=3, seed=3)
     episodes, last = episodes_of(apart), logged(apart)[-1]
     assert {episode["role"] for episode in episodes} == {"seller", "buyer"}
     assert any(episode["metrics"]["tool_calls"] for episode in episodes)

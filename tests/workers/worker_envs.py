@@ -203,6 +203,10 @@ class Market:
             None, {"turns": float(len(texts))}, turns=[len(text) / 7 - place for place, text in enumerate(texts)]
         )
 
+    @reward(role="seller", weight=0.1, per="turn")
+    def brief(self, turn, task):
+        return len(task.prompt) - len(turn.message.text) - turn.index * len(turn.answers)
+
     @reward(role="buyer", weight=0.3)
     def saving(self, task, trajectory):
         return (self.asked + len(trajectory.last_text)) / (1 + task.answer)

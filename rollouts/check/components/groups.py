@@ -7,6 +7,7 @@ one result for each rollout (a pairing: a set of pairs). So one table of checks 
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -68,7 +69,9 @@ def trial(subject: Subject, function: Function) -> Any:
 
 
 def values(subject: Subject) -> str:
-    """It returns one finite number for each rollout; a selector one bool for each, a pairing pairs of positions."""
+    """It returns one finite number for each rollout (an advantage, also one for each turn); a selector one bool for
+    each, a pairing pairs of positions.
+    """
     return _try_each(subject, (USUAL, PAIR, BINARY))
 
 
@@ -113,7 +116,8 @@ def better(subject: Subject) -> str:
         pairs = [(same.rewards[chosen], same.rewards[rejected]) for chosen, rejected in sorted(found)]
         worse = [f"the chosen reward {one:g} is below the rejected {two:g}" for one, two in pairs if one < two]
     else:
-        both = sorted(zip(same.rewards, found, strict=True))
+        means = [statistics.fmean(each) if isinstance(each, list) else each for each in found]
+        both = sorted(zip(same.rewards, means, strict=True))
         worse = [
             f"the reward {one:g} gives {shown(ours)}, and the higher one {two:g} gives {shown(theirs)}"
             for (one, ours), (two, theirs) in itertools.pairwise(both)
@@ -177,8 +181,10 @@ def _results(subject: Subject, function: Function, group: Case) -> Any:
     return _CALLS[subject.kind](function, group)
 
 
-def _advantages(function: Function, group: Case) -> list[float]:
-    turns = [[reward / 2, reward / 2] for reward in group.rewards]
+def _advantages(function: Function, group: Case) -> list[float | list[float]]:
+    """With one, two or three turns a rollout, which share its reward."""
+    counts = [1 + length % 3 for length in group.lengths]
+    turns = [[reward / count] * count for reward, count in zip(group.rewards, counts, strict=True)]
     return calls.group_advantages(function, group.rewards, lengths=group.lengths, turn_rewards=turns)
 
 

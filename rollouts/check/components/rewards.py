@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from rollouts.check.environments.subject import make_subject as make_environment
 from rollouts.check.packages import Found
 from rollouts.check.report import FailedError
 from rollouts.env import calls
+from rollouts.env.asking import ask
 from rollouts.env.mixing import check_turns, read_verdict
 from rollouts.errors import RolloutsError, counted
 from rollouts.plugins.signature import read_signature
@@ -89,9 +89,7 @@ async def _judged(subject: Subject, function: Function, episodes: Sequence[Playe
         found = []
         for trajectory, played in zip(fresh, episodes, strict=True):
             own = {"task": trajectory.task, "trajectory": trajectory, "env": played.env}
-            arguments = [own[name] for name in requests]
-            convert = functools.partial(read, trajectory=trajectory)
-            found.append(await calls.call(function, *arguments, timeout_seconds=REWARD_SECONDS, convert=convert))
+            found.append((await ask(function, requests, own, name=label, seconds=REWARD_SECONDS)).value)
         return found
     except trio.TooSlowError:
         seen = f"it took longer than {REWARD_SECONDS:g} seconds{at(function)}"

@@ -21,11 +21,12 @@ import trio
 from rollouts.author_code import with_place
 from rollouts.env import calls
 from rollouts.env.advice import CONTRACT, warnings_about
+from rollouts.env.asking import ask
 from rollouts.env.author_thread import AuthorThread
 from rollouts.env.authoring import JudgeMethod, ToolMethod, environment_name, metrics_of, rewards_of, roles_of, tools_of
 from rollouts.env.checks import check_environment, check_task_source, line_of, requests_of
 from rollouts.env.inputs import names_input, with_inputs
-from rollouts.env.mixing import read_verdict, with_reason
+from rollouts.env.mixing import with_reason
 from rollouts.env.results import ToolOutcome
 from rollouts.env.returned import finite_metric, plain_state, reply_messages
 from rollouts.env.schema import schema_of
@@ -205,12 +206,8 @@ class EnvironmentSession:
         """The verdict of one of the environment's rewards, with the reason if there is one."""
         method = _named(rewards_of(self._env), asked.name)
         try:
-            verdict = await calls.call(
-                method.function,
-                *self._inputs(method, asked.trajectory),
-                timeout_seconds=seconds,
-                convert=functools.partial(read_verdict, method.name, 1.0),
-            )
+            requests, available = requests_of(method.function), self._available(asked.trajectory)
+            verdict = await ask(method.function, requests, available, name=method.name, seconds=seconds)
         except RewardError as error:
             raise RewardError(with_place(error, method.function)) from error
         verdict = with_reason(verdict, method.function)
@@ -225,8 +222,11 @@ class EnvironmentSession:
         return value
 
     def _inputs(self, method: JudgeMethod, trajectory: Trajectory) -> list[Any]:
-        available = {"task": trajectory.task, "trajectory": trajectory, "env": self._env}
+        available = self._available(trajectory)
         return [available[name] for name in requests_of(method.function)]
+
+    def _available(self, trajectory: Trajectory) -> dict[str, Any]:
+        return {"task": trajectory.task, "trajectory": trajectory, "env": self._env}
 
     async def state(self, seconds: float) -> Any:
         """The environment's state, as JSON data."""

@@ -50,6 +50,7 @@ from rollouts.runs.session import (
     make_inference,
     second_interrupt_at_once,
 )
+from rollouts.runs.token_files import token_table
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.batches import RankServer, TrainingBackend
@@ -92,8 +93,7 @@ def train(
 
     Raises:
         UserError: before anything is written; also later, if only playing an environment shows its mistake.
-        RunError: the run failed; the folder says how far it came.
-        KeyboardInterrupt: after Ctrl-C; the folder says how far the run came.
+        RunError, KeyboardInterrupt: the run failed, or Ctrl-C was pressed; the folder says how far it came.
     """
     settings, environments = plan.settings, plan.environments
     run_title, tasks = title(plan), task_source(plan, held_out)
@@ -322,7 +322,10 @@ class Training:
             return {"data": self.tasks.buffer.state_dict(), "rollouts": manager.state_dict(), "loop": own}
 
         async def on_step(report: StepReport) -> dict[str, float]:
-            self._folder.write_trajectories(f"{STEP}{report.step:06d}", step_records(report))
+            name = f"{STEP}{report.step:06d}"
+            self._folder.write_trajectories(name, step_records(report))
+            if settings.record == "tokens":
+                self._folder.write_tokens(name, token_table(report.groups, report.batches))
             own = environment_metrics(report.groups, self.tasks.buffer.epochs)
             own |= death_metrics(plan.environments, self.summary) | self.tasks.buffer.sampler_metrics
             self._parts.see(report.groups)
@@ -347,6 +350,7 @@ class Training:
             response_tokens_max=settings.max_tokens,
             minibatches=settings.minibatches,
             staleness=settings.staleness,
+            record=settings.record == "tokens",
             samples=samples,
         )
         return run_rl_training(

@@ -8,6 +8,7 @@ GAE and REINFORCE++ (token_advantages.py), and calls of advantage functions (cal
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,45 @@ def rloo(rewards: Tensor | Sequence[float | None]) -> Tensor:
     count = int(judged.sum())
     centered = _centered(values, judged)
     return centered * (count / (count - 1)) if count > 1 else centered
+
+
+def turn_return(
+    turn_rewards: Sequence[Sequence[float]],
+    *,
+    gamma: float = 1.0,
+    scale: bool = True,
+    eps: float = 1e-4,
+) -> list[Tensor]:
+    """Credit by turn: each turn gets the discounted rewards from it on, compared with the group at the same turn.
+
+    G_k = r_k + gamma G_k+1 over the turns k of a rollout; A_k = (G_k - mean) / (std + eps), ddof 1, over the rollouts
+    of the group that have a turn k. This is GRPO with a reward for each step (Shao et al. 2024, section 4.1.3) whose
+    baseline is that of the same turn (the time-dependent baseline of Williams 1992 and Greensmith et al. 2004). A_k is
+    0 if fewer than two rollouts have the turn. Returns a tensor [turns] for each rollout.
+
+    >>> [turns.tolist() for turns in turn_return([[1.0, 0.0], [0.0, 1.0]], scale=False)]
+    [[0.0, -0.5], [0.0, 0.5]]
+
+    Args:
+        gamma: discount from one turn to the next; 0: a turn is judged by its own reward alone
+        scale: divide by the deviation of the returns at this turn
+        eps: added to the deviation
+    """
+    import torch
+
+    check_setting("gamma", gamma, 0 <= gamma <= 1, "a number from 0 to 1", "--advantage.gamma 1")
+    check_setting("eps", eps, 0 <= eps < float("inf"), "a number of 0 or more", "--advantage.eps 1e-4")
+    most = max(map(len, turn_rewards), default=0)
+    nothing = float("nan")
+    padded = torch.tensor(
+        [[*turns, *[nothing] * (most - len(turns))] for turns in turn_rewards], dtype=torch.float64
+    ).reshape(len(turn_rewards), most)
+    returns = padded.clone()
+    for turn in range(most - 2, -1, -1):
+        returns[:, turn] += gamma * returns[:, turn + 1].nan_to_num(0.0)
+    compare = functools.partial(group_norm, eps=eps) if scale else group_mean
+    columns = [compare(returns[:, turn]) for turn in range(most)]
+    return [torch.stack(columns, 1)[row, : len(turns)] for row, turns in enumerate(turn_rewards)] if most else []
 
 
 def baseline(rewards: Tensor | Sequence[float | None], *, value: float = 0.0) -> Tensor:

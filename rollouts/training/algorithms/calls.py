@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollouts.author_code import authors_code, shown
 from rollouts.errors import RolloutsError, TrainingError, words_of
-from rollouts.plugins.signature import call_with
+from rollouts.plugins.signature import call_with, read_signature
 from rollouts.training.algorithms.algorithm import function_label
 
 if TYPE_CHECKING:
@@ -71,18 +71,47 @@ def group_advantages(
     *,
     lengths: Sequence[int] | None = None,
     turn_rewards: Sequence[Any] | None = None,
-) -> list[float]:
+) -> list[float | list[float]]:
     """The advantages [G] of a group, by a per-group function; 0.0 for rollouts that were not judged.
 
     The function gets `rewards` [J] (float64), and `lengths` [J] and `turn_rewards` (J lists) if it names them. Without
-    `turn_rewards`, each reward is that of one turn. Raises TrainingError if it does not return J finite numbers.
+    `turn_rewards`, each reward is that of one turn. If the function returns a list of numbers for a rollout, one for
+    each turn, so does this function, unless the rollout has one turn. Raises TrainingError if it does not return J
+    finite numbers or such lists.
     """
     judged = _judged_indices(rewards)
+    spread: list[float | list[float]] = [0.0] * len(rewards)
+    if not judged:
+        return spread
     available = _of_group(rewards, judged, lengths)
     by_turn = turn_rewards or [[reward] for reward in rewards]
     available["turn_rewards"] = [by_turn[index] for index in judged]
-    advantages = _at_places("advantage", function, available, judged, len(rewards))
-    return [0.0 if advantage is None else advantage for advantage in advantages]
+    returned = call_author("advantage", function, available)
+    for index, value in zip(judged, check_advantages(function, returned, available["turn_rewards"]), strict=True):
+        spread[index] = value
+    return spread
+
+
+def check_advantages(function: Function, returned: Any, turn_rewards: Sequence[Any]) -> list[float | list[float]]:
+    """The numbers that the advantage of a group returned, one per rollout, or lists with one for each of its turns.
+
+    Raises TrainingError, which names the function, for anything else. Only a function that names `turn_rewards` may
+    return lists.
+    """
+    try:
+        with authors_code():
+            rows = [_as_tensor(row) for row in returned]
+    except Exception:  # it cannot be iterated: the error below describes it
+        rows = []
+    lists = [row for row in rows if row is not None and row.dim() == 1]
+    if not lists or len(lists) != len(rows) or "turn_rewards" not in read_signature(function, "advantages").requests:
+        return [*check_per_rollout("advantage", function, returned, len(turn_rewards))]
+    counts = [len(turns) for turns in turn_rewards]
+    if [len(row) for row in lists] != counts or not all(bool(row.isfinite().all()) for row in lists):
+        shapes = ", ".join(map(str, counts))
+        expected = f"one finite number per rollout, or lists with one for each turn: of {shapes} numbers"
+        raise wrong_result("advantage", function, shown([row.tolist() for row in lists]), expected)
+    return [row.tolist() if len(row) > 1 else float(row) for row in lists]
 
 
 def mixed_rewards(

@@ -29,7 +29,7 @@ from rollouts.training.algorithms.objective import check_loss_values
 CRITIC_NAMES = frozenset({"old_values", "returns", "values"})
 TEACHER_NAMES = frozenset({"teacher_logprobs", "teacher_topk_ids", "teacher_topk_logprobs", "topk_logprobs"})
 
-# Names for an advantage of one group. No environment has rewards per turn yet.
+# Names for an advantage of one group.
 GROUP_ADVANTAGE_AVAILABLE: frozenset[str] = frozenset({"lengths", "rewards", "turn_rewards"})
 
 ONE_SAMPLE = "one sample per prompt has nothing to compare with; type --samples-per-prompt 8"
@@ -167,7 +167,7 @@ def probe_settings(
     returned = _probe(algorithm.advantage, tokens)
     is_batch = is_batch_advantage(algorithm.advantage)
     if returned is not _NO_ANSWER and not is_batch:
-        _as_config_error(calls.check_per_rollout, "advantage", algorithm.advantage, returned, 2)
+        _as_config_error(calls.check_advantages, algorithm.advantage, returned, tokens["turn_rewards"])
     unit, units = unit_of(algorithm), {"token": 3, "rollout": 2, "pair": 1}
     functions = [("loss", term.function) for term in active_terms(algorithm)]
     for word, function in [*functions, *([] if algorithm.kl is None else [("KL estimator", algorithm.kl.function)])]:
@@ -250,7 +250,7 @@ def _three_tokens(max_tokens: int | None) -> dict[str, Any]:
         "mask": torch.ones(3, dtype=torch.float64),
         "lengths": torch.tensor([2, 1]),
         "truncated": torch.tensor([False, False]),
-        "turn_rewards": [[1.0], [0.0]],
+        "turn_rewards": [[0.5, 0.5], [0.0]],
         "parts": torch.tensor([[1.0, 0.5], [0.0, 0.5]], dtype=torch.float64),
         "weights": torch.ones(2, dtype=torch.float64),
         "max_tokens": max_tokens,

@@ -16,6 +16,8 @@ from torch import Tensor
 from rollouts.errors import TrainingError
 from rollouts.training.algorithms.losses import log_ratio
 from rollouts.training.algorithms.objective import Evaluation, Metric
+from rollouts.training.backends.token_record import TokenRecord, clipped
+from rollouts.training.batches import Row
 
 _NAN, _BAD_MODEL = "nan: ", "the model's logprobs"
 _RUNS_OWN = {
@@ -40,6 +42,7 @@ class Microbatch(NamedTuple):
         evaluation: the values and metrics of the terms
         clip: the clip range of a token's ratio, or None
         tokens: (tokens of the rows that were run, the same with padding)
+        rows: the rows of the live tokens, in the order of the tensors
     """
 
     tensors: Mapping[str, Tensor]
@@ -47,6 +50,7 @@ class Microbatch(NamedTuple):
     evaluation: Evaluation
     clip: tuple[float, float] | None
     tokens: tuple[int, int]
+    rows: Sequence[Row] = ()
 
 
 class Reading(msgspec.Struct):
@@ -58,6 +62,7 @@ class Reading(msgspec.Struct):
         tokens: (tokens that were run, the same with padding)
         learned: whether a loss had a gradient; None if there were no microbatches
         forward_only: the numbers of microbatches without a gradient, whose backward pass was skipped
+        recorded: the values of each token, if they are recorded; see `token_record`
     """
 
     sums: dict[str, tuple[float, float, str]] = {}
@@ -65,12 +70,16 @@ class Reading(msgspec.Struct):
     tokens: tuple[int, int] = (0, 0)
     learned: bool | None = None
     forward_only: list[int] = []
+    recorded: dict[str, bytes] = {}
 
 
 class MetricSums:
-    """Sums and extremes by name over live tokens. A float mask does not weigh metrics."""
+    """Sums and extremes by name over live tokens. A float mask does not weigh metrics. `record` gets each microbatch
+    too.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, record: TokenRecord | None = None) -> None:
+        self._record = record
         self._metrics: dict[str, Metric] = {}
         self._count = 0
         self._tokens = (0, 0)
@@ -80,6 +89,8 @@ class MetricSums:
         tensors = part.tensors
         logprobs = tensors["logprobs"]
         self._count += logprobs.shape[0]
+        if self._record is not None:
+            self._record.add(part.rows, tensors, part.clip)
         self._tokens = (self._tokens[0] + part.tokens[0], self._tokens[1] + part.tokens[1])
         means, maxima = {**_policy_metrics(tensors, part.clip), **_value_metrics(tensors)}, _maxima(tensors)
         mismatch = _mismatch_metrics(tensors)
@@ -108,7 +119,8 @@ class MetricSums:
         pairs = [(metric.value.float(), metric.number.float()) for metric in self._metrics.values()]
         read = torch.stack([tensor for pair in pairs for tensor in pair]).reshape(-1, 2).tolist()
         sums = {name: (*pair, self._metrics[name].kind) for name, pair in zip(self._metrics, read, strict=True)}
-        return Reading(sums, self._count, self._tokens)
+        recorded = {} if self._record is None else self._record.read()
+        return Reading(sums, self._count, self._tokens, recorded=recorded)
 
     def _add(self, name: str, new: Metric) -> None:
         have = self._metrics.get(name)
@@ -167,13 +179,12 @@ def _check_nan(broken: dict[str, bool]) -> None:
 
 
 def _policy_metrics(tensors: Mapping[str, Tensor], clip: tuple[float, float] | None) -> dict[str, Tensor]:
-    logprobs, advantages = tensors["logprobs"], tensors["advantages"]
+    logprobs = tensors["logprobs"]
     moved = log_ratio(logprobs, tensors["old_logprobs"])
     ratio = moved.exp()
     means = {"policy/entropy": tensors["entropy"], "policy/ratio_mean": ratio, "policy/kl_old": _k3(moved)}
     if clip is not None:
-        means["policy/clip_low"] = ((ratio < 1 - clip[0]) & (advantages < 0)).float()
-        means["policy/clip_high"] = ((ratio > 1 + clip[1]) & (advantages > 0)).float()
+        means["policy/clip_low"], means["policy/clip_high"] = clipped(tensors, clip)
     if "ref_logprobs" in tensors:
         means["policy/kl_ref"] = _k3(log_ratio(tensors["ref_logprobs"], logprobs))
     return means

@@ -29,6 +29,7 @@ from rollouts.training.backends.optimizer import (
     check_trained_weights,
 )
 from rollouts.training.backends.optimizer_state import MakeOptimizer
+from rollouts.training.backends.token_record import join_records
 from rollouts.training.backends.trainer import Trainer, training_speed
 from rollouts.training.backends.transformer import use_float32_head
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, StepResult, TrainBatch
@@ -212,7 +213,9 @@ class TorchBackend:
 
     @on_thread
     def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
-        """Accumulate gradients and D. Returns `policy/`, `mismatch/` and `perf/` metrics. Raises TrainingError."""
+        """Accumulate gradients and D. Returns `policy/`, `mismatch/` and `perf/` metrics. Sets `recorded` of a batch
+        that asks for a `record`. Raises TrainingError.
+        """
         trainer = self._trainer
         algorithm = trainer.algorithms.get(batch.algorithm)
         if algorithm is None:
@@ -239,6 +242,9 @@ class TorchBackend:
         except TrainingError:
             self._executor.call("forget_gradients")
             raise
+        if batch.record:
+            places, records = [shard.places for shard in shards], [reading.recorded for reading in readings]
+            batch.recorded = join_records(batch.rows, places, records)
         return metrics | training_speed(trainer, shards, readings, seconds)
 
     def optim_step(self) -> TrainFuture[StepResult]:

@@ -32,6 +32,7 @@ from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.optimizer_state import MakeOptimizer
 from rollouts.training.backends.profiling import Profile, peak_gib
 from rollouts.training.backends.sharding import Sharding
+from rollouts.training.backends.token_record import TokenRecord
 from rollouts.training.backends.transformer import ModelPaths, inspect_model, prefers_packing
 from rollouts.training.batches import AuxiliaryModels, Row, StepResult, TrainBatch
 from rollouts.training.batching import BUCKET_SAVING_MIN, MICROBATCH_SAVING_MIN, Keep, split_by_role, split_microbatches
@@ -237,7 +238,7 @@ class Trainer:
         """Accumulate gradients and D. Returns the sums of metrics."""
         algorithm = self.algorithms[shard.batch.algorithm]
         work = _Work(shard.batch, algorithm, needs(algorithm))
-        sums = MetricSums()
+        sums = MetricSums(TokenRecord(shard.batch.rows) if shard.batch.record else None)
         learned: list[bool] = []  # for each microbatch with a backward pass and rows: whether it had a gradient
         flat: list[int] = []
         still, moved = set[str](), set[str]()  # the adapters of flat rows, and of rows with a gradient
@@ -534,7 +535,8 @@ class Trainer:
         seen |= {"sampled": sampled, "anchored": anchored}
         if weights is not None:
             seen["importance"] = weights.detach()
-        return Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.tokens)
+        of_tokens = [rows[row] for row in scored.selection.rows]
+        return Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.tokens, of_tokens)
 
 
 def training_speed(

@@ -64,8 +64,8 @@ def supervised_rows(
     spoken = [place for place, message in enumerate(messages) if message.role == "assistant"]
     trained = spoken[-1:] if options.turns == "last" else spoken
     # Each turn is tokenized with its number as its weight, so that the mask says where a turn begins and ends.
-    weight_of = {0: 0.0} | {place + 1: 0.0 for place in spoken}
-    weight_of |= {place + 1: 1.0 if (weight := weights[place]) is None else weight for place in trained}
+    weight_of: dict[float, float] = dict.fromkeys((0, *(place + 1 for place in spoken)), 0.0)
+    weight_of |= {float(place + 1): 1.0 if (weight := weights[place]) is None else weight for place in trained}
     if not any(weight_of.values()):
         raise BadRowError("no turn of the assistant is trained" if spoken else "no message is of the role assistant")
     if any(message.tool_calls for message in messages) and not (chat.report.tools or chat.report.calls_as_text):
@@ -76,7 +76,7 @@ def supervised_rows(
     rows, cut = [], Cut()
     for tokens, turns in tokenize_supervised(messages, tools, chat, [float(n + 1) for n in range(len(messages))]):
         kept = _kept_length(turns, messages, options.max_length)
-        row = SupervisedRow(tokens[:kept], [weight_of[int(turn)] for turn in turns[:kept]])
+        row = SupervisedRow(tokens[:kept], list(map(weight_of.__getitem__, turns[:kept])))
         is_left_out = kept == 0 or (kept < len(tokens) and not any(row.loss_mask))
         cut = Cut(
             cut.rows + (kept < len(tokens) and not is_left_out),

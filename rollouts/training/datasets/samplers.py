@@ -61,7 +61,7 @@ class Difficulty:
         *,
         easy_at: float = 1.0,
         hard_at: float = 0.0,
-        after: Annotated[int, msgspec.Meta(ge=1)] = 2,
+        after: Annotated[int, msgspec.Meta(ge=1)] = 1,
         revisit: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.1,
     ) -> None:
         if not hard_at < easy_at:

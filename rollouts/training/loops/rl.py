@@ -66,6 +66,7 @@ class StepReport(NamedTuple):
     """A finished step (0-based), for observers.
 
     `advantages` [N] are those of the kept groups' rollouts. A loop that starts with `state` continues after this step.
+    `batches` are those of the optimizer steps, if the loop records tokens; else there are none.
     """
 
     step: int
@@ -73,6 +74,7 @@ class StepReport(NamedTuple):
     groups: list[Group]
     advantages: list[float]
     state: LoopState
+    batches: Sequence[TrainBatch] = ()
 
 
 BEGINNING = LoopState()
@@ -135,8 +137,8 @@ async def run_rl_training(
         on_samples(samples, step)
         prepared = time.perf_counter()
         await complete_batch(backend, batch, algorithm, minibatches=config.minibatches)
-        reports = []
-        for part in part_batch(batch, config.minibatches, algorithm.aggregation, config.response_tokens_max):
+        batch.record, reports = config.record, []
+        for part in (parts := part_batch(batch, config.minibatches, algorithm.aggregation, config.response_tokens_max)):
             forward_backward, optim_step = backend.forward_backward(part), backend.optim_step()
             reports.append(dict(await forward_backward) | step_metrics(await optim_step))
         metrics |= _training_metrics(reports, batch, algorithm.kl, time.perf_counter() - prepared)
@@ -148,7 +150,8 @@ async def run_rl_training(
             metrics |= _rollout_metrics(rollouts, data_buffer.epoch_id, samples=config.samples)
             metrics |= {"time/wait": generated - began, "time/step": time.perf_counter() - began}
             state = LoopState(step + 1, _by_stage(stages, coefficients), start_versions)
-            finished = StepReport(step, metrics, rollouts.groups, rollout_advantages(batch, len(advantages)), state)
+            means, kept = rollout_advantages(batch, len(advantages)), parts if config.record else ()
+            finished = StepReport(step, metrics, rollouts.groups, means, state, kept)
             history.append(await _observed(finished, on_step, metrics_logger, on_logged))
         if should_stop():
             break

@@ -50,6 +50,7 @@ class RLTrainingConfig:
         response_tokens_max: L_max of the aggregation dr_grpo and of overlong shaping
         minibatches: optimizer steps for each batch
         staleness: how many steps sampling may be ahead of training. Tokens from older weights are not trained
+        record: keep the values of each trained token in `StepReport.batches`
         samples: False if the groups were saved before: the age of their tokens and the speed of sampling are unknown
     """
 
@@ -59,6 +60,7 @@ class RLTrainingConfig:
     response_tokens_max: int | None = None
     minibatches: int = 1
     staleness: int = 0
+    record: bool = False
     samples: bool = True
 
     def __post_init__(self) -> None:
@@ -78,12 +80,12 @@ class RLTrainingConfig:
 class PreparedBatch(NamedTuple):
     """The input of one training step: the samples of the kept groups, and the batch.
 
-    `advantages` [N] are indexed by `rollout_index`; 0 if they are estimated over the whole batch later. `metrics`
-    describe the age of the tokens.
+    `advantages` [N] are indexed by `rollout_index`: a number, or one for each turn; 0 if they are estimated over the
+    whole batch later. `metrics` describe the age of the tokens.
     """
 
     samples: list[Sample]
-    advantages: list[float]
+    advantages: list[float | list[float]]
     batch: TrainBatch
     metrics: dict[str, float]
 
@@ -107,7 +109,7 @@ def prepare_rl_batch(
     """
     fresh = drop_stale(group_samples(groups), start_versions, config.lag_max)
     rewards: list[float | None] = []
-    advantages: list[float] = []
+    advantages: list[float | list[float]] = []
     trained: list[bool] = []
     pairs: list[tuple[int, int]] = []
     of_groups = algorithm.pairs is None and not is_batch_advantage(algorithm.advantage)

@@ -109,9 +109,10 @@ def test_two_ranks_with(settings, tiny, folder, ranks_of, tmp_path):
     training = settings.pop("training", {})
     own = {name: value for name, value in training.items() if name != "replicas"}
     crews = [ranks_of(folder, 0, training=own, **settings), ranks_of(folder, 2, training=training, **settings)]
-    words = []
+    words, recorded = [], []
     for ranks in crews:
         batch = ranks.batch(samples)
+        batch.record = True
         names = [name for name in ("ref_logprobs", "values") if name in ranks.plan.needs]
         said = []
         for step in range(3):
@@ -124,7 +125,12 @@ def test_two_ranks_with(settings, tiny, folder, ranks_of, tmp_path):
             if step == 1:
                 ranks.backend.save(str(tmp_path / f"{ranks.backend.world_size}")).wait(60)
         words.append(said)
+        recorded.append(
+            {name: torch.frombuffer(bytearray(data), dtype=torch.float32) for name, data in batch.recorded.items()}
+        )
     same_words(*words)
+    assert recorded[0]
+    close(*recorded)
     close(*map(weights_of, crews))
     for ranks, other in zip(crews, ("2", "1"), strict=True):
         ranks.backend.load(str(tmp_path / other)).wait(60)
