@@ -193,7 +193,7 @@ def test_too_many_failures_end_it_and_keep_what_was_done(here):
         flags = ["--inference.url", f"{server.url}/v1", "--model", "m1", "--max-failures", "2", "--concurrency", "1"]
         done = on_base_install(*flags, "--out", "out")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "--max-failures is 2" in done.stderr and "rollouts eval out/config.toml" in done.stderr
+    assert "--max-failures is 2" in done.stderr and "type: rollouts resume out" in done.stderr
     summary = summary_of(here / "out")
     assert summary["status"] == "failed" and 1 <= summary["episodes"] < 5
     assert (here / "out" / "trajectories" / "eval.jsonl").read_text().count("\n") == summary["episodes"]
@@ -331,7 +331,7 @@ def test_a_run_s_last_evaluation_is_repeated_with_its_checkpoint(here):
     assert main(["eval", *CALCULATOR, "--model", first["model"], "--temperature", "0", "--out", "b"]) == 0
     greedy = summary_of(here / "b")
     assert greedy["reward_mean"] == after["greedy_mean"]
-    assert main(["resume", "a"]) == 2
+    assert main(["resume", "a"]) == 0  # it is finished
     # It is the adapter that speaks: another one says something else.
     weights = here / first["model"] / "adapter_model.safetensors"
     moved = {name: tensor + 0.1 for name, tensor in load_file(weights).items()}
