@@ -87,7 +87,7 @@ def test_the_parts_of_an_algorithm_are_flags(composed):
     ((resolved, _),) = composed
     settings = resolved.settings
     chosen = {key: [each.name for each in several] for key, several in resolved.components.items()}
-    defaults = ("env", "reward", "inference", "training", "logger", "tool_parser", "sandbox")
+    defaults = ("env", "reward", "inference", "training", "logger", "sampler", "tool_parser", "sandbox")
     assert {key: names for key, names in chosen.items() if names and key not in defaults} == {
         "mix": ["lexicographic"],
         "shaping": ["overlong"],
