@@ -177,6 +177,7 @@ resume = NamedCommand(
     ],
     help="Resume a run, or make it longer.\n\n"
     "The run continues from its last complete checkpoint, or from the beginning if there is none. "
+    "An evaluation plays the episodes that are missing or that failed. "
     "DIR is the run's folder; its config.toml contains the settings. You can change settings of components: "
     "--training.processes 4.\n\n"
     "\b\nExamples:\n  rollouts resume runs/mine\n  rollouts resume runs/mine --steps 200\n"

@@ -127,6 +127,23 @@ def test_failed_episodes_are_played_again(here, monkeypatch, capsys):
     check_equal(here / "failed", here / "whole")
 
 
+def test_an_end_before_the_summary_is_written_loses_nothing(here, monkeypatch, capsys):
+    few = [*FLAGS, "--eval-tasks", "2"]
+    with monkeypatch.context() as patch:
+        patch.setattr("rollouts.runs.session.Session.write_summary", killed)
+        with pytest.raises(SystemError, match="killed"):
+            main(["eval", *few, "--out", "out"])
+    assert played(here / "out") == 4 and not (here / "out" / "summary.json").exists()
+    capsys.readouterr()
+    assert main(["resume", "out"]) == 0
+    assert "going on after 4 of 4 episodes" in capsys.readouterr().out
+    assert results(here / "out")[1]["status"] == "done" and not played(here / "out")
+
+
+def killed(*_):
+    raise SystemError("killed")
+
+
 def test_what_a_resumed_evaluation_refuses(here, capsys):
     few = ["--eval-tasks", "3", "--samples-per-prompt", "1"]
     assert kill_after(["eval", *FLAGS, *few, "--out", "out"], here / "out", 1, signal.SIGKILL) == -signal.SIGKILL

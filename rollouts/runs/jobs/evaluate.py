@@ -169,9 +169,9 @@ class EvaluationJob:
         death_metrics(self._plan.environments, self.summary)
         session = self._session
         session.folder.write_trajectories(TRAJECTORIES, (line for each in episodes for line in episode_records(each)))
-        if failure is None and not self.summary["failed"]:
-            session.folder.remove(PLAYED)
         session.write_summary(failure)  # before a logger is made: it may wait for a server, and be killed there
+        if failure is None and not self.summary["failed"]:
+            session.folder.remove(PLAYED)  # after the summary: a kill in between loses nothing
         session.loggers.open(self._plan.chosen["logger"], session.folder.path, self._plan.plain, 0)
         session.loggers.log(_metrics(self.summary), 0)
 

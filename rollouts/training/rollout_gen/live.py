@@ -1,9 +1,8 @@
 """An unfinished group (it has begun, but no step has returned it), and its state in a checkpoint.
 
-The state is the group's number and step, the place of its task in the
-data buffer, its finished episodes, and
-the suspended episodes whose environment has `state()` and `restore()`. Other episodes restart from their first turn,
-with the same number and seed. Not here: when they are played (`manager`).
+The state is the group's number and step, the place of its task in the data buffer, its finished episodes, and the
+suspended episodes whose environment has `state()` and `restore()`. Other episodes restart from their first turn, with
+the same number and seed. Not here: when they are played (`manager`).
 """
 
 from __future__ import annotations
