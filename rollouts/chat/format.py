@@ -190,7 +190,7 @@ class ChatFormat:
             roles = ", ".join(message.role for message in messages)
             raise ModelError(
                 f"the chat template of this model refuses a conversation of ({roles})"
-                f"{' with tools' if tools else ''}: {error}. {' '.join(self.report.words())}"
+                f"{' with tools' if tools else ''}: {error}"
             ) from error
         self._texts.put(key, text, len(text))
         return text

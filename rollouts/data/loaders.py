@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError, first_line, in_lines, suggestion
 
+SAMPLE_CHARACTERS = 80
+
 
 class NotARow(NamedTuple):
     """A place without a row: why, in words. Empty words mean a blank line."""
@@ -169,7 +171,10 @@ def _unreadable(source: str, error: OSError) -> ConfigError:
 
 
 def _not_json(error: json_library.JSONDecodeError) -> str:
-    return f'not JSON: {error.msg} (column {error.colno}); a row is {{"prompt": "...", "answer": ...}}'
+    """What is wrong, with the text around it. A file may be one long line."""
+    first = error.pos - min(error.colno - 1, SAMPLE_CHARACTERS // 2)
+    sample = error.doc[first : first + SAMPLE_CHARACTERS].partition("\n")[0]
+    return f"not JSON: {error.msg} (column {error.colno}): {sample!r}"
 
 
 def _is_table(value: Any) -> bool:

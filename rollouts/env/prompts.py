@@ -145,7 +145,7 @@ def read_tasks(path: Path) -> list[Task]:
 
 def _task_of(place: str, row: Any) -> Task:
     if isinstance(row, NotARow):
-        raise ConfigError(f"{place}: {row.why}")
+        raise ConfigError(f'{place}: {row.why}; a row is {{"prompt": "...", "answer": ...}}')
     given = row
     if isinstance(row, dict) and "prompt" not in row:
         row = _with_prompt(place, row)

@@ -88,6 +88,7 @@ def test_a_run_shows_what_it_sampled(chat, capsys):
         (["nothing.jsonl"], "nothing.jsonl"),
         (["empty.jsonl"], "it holds no conversations"),
         (["bad.jsonl"], "bad.jsonl, line 1: "),
+        (["cut.jsonl"], """cut.jsonl, line 1: not JSON: Expecting value (column 15): '{"messages": ['\n"""),
         (["chat.jsonl", "--show", "-1"], "--show -1: expected 0 or more"),
         (["chat.jsonl", "--first", "0"], "--first 0: expected 1 or more"),
         (["chat.jsonl", "--data.turn", "last"], "did you mean: --data.turns?"),
@@ -96,6 +97,7 @@ def test_a_run_shows_what_it_sampled(chat, capsys):
 )
 def test_mistakes(chat, capsys, arguments, words):
     Path("empty.jsonl").write_text("")
+    Path("cut.jsonl").write_text('{"messages": [')
     Path("bad.jsonl").write_text('{"messages": [{"content": "no role"}]}')
     assert main(["data", "inspect", *arguments]) == 2
     assert words in capsys.readouterr().err

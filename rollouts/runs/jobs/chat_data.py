@@ -79,8 +79,8 @@ def chat_data(plan: Plan, held_out: Sequence[Task], chat: ChatFormat, *, cache: 
     if answers is not None and answers.count:
         notes.append(f"{component.name}: {counted(answers.count, 'conversation')} of held-out tasks left out")
     notes.append(
-        f"{component.name}: {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'row')} are "
-        f"{count / samples.rows:.3g} epochs"
+        f"{component.name}: {counted(settings.steps, 'step')} of {counted(settings.prompts_per_step, 'row')} visit "
+        f"each of {counted(samples.rows, 'row')} {count / samples.rows:.3g} times"
     )
     own = [prepared.sample(row, number) for number in kept for row in prepared.rows_of(number)]
     return ChatData(samples, own, notes, rows.patience)
