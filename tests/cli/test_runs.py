@@ -143,7 +143,7 @@ def test_runs_are_compared(real, monkeypatch, capsys):
     assert [each["when"] for each in found["evaluations"][0]] == ["before", "after"]
     code, out = said(capsys, "compare", "runs/trained", "runs/judged", "--metric", "rollout/t*")
     assert "rollout/turns" in out and "policy/entropy" not in out and "4 tasks of both" in out
-    code, out = said(capsys, "compare", "runs/trained", "runs/judged", "--metric", "rollout/truns")
+    code, out = said(capsys, "compare", "runs/trained", "runs/judged", "--metric", "rollout/turn")
     assert code == 2 and "did you mean: rollout/turns" in out
     code, out = said(capsys, "compare", "runs/trained")
     assert code == 2 and "two runs or more" in out
