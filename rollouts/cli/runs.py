@@ -34,6 +34,8 @@ _SHOWN_METRICS = (
     "mismatch/k3",
     "time/step",
 )
+_NUMBERS = ("steps", "reward", "size", "number")  # the columns that are aligned to the right
+_SPARE = ("model", "mode", "size", "loss", "environment", "tags", "curve", "steps")
 _PIPE_WIDTH = 10_000  # nothing is cut that goes to a file or another program
 
 
@@ -67,9 +69,8 @@ def list_(directory: str, tag: str | None, search: str | None, sort: str, revers
         click.echo(f"none of {counted(len(found), 'run')} in {directory}" if found else f"{directory} has no runs")
         return 0
     rows = [_row(run) for run in kept]
-    _print(
-        "", ("run", "state", "mode", "environment", "model", "loss", "steps", "reward", "curve", "size", "tags"), rows
-    )
+    head = ("run", "state", "mode", "environment", "model", "loss", "steps", "reward", "curve", "size", "tags")
+    _print("", head, rows, _SPARE)
     for run in kept:
         if run.problem:
             click.echo(visible(f"{run.name} is {run.state}: {run.problem.splitlines()[0]}"))
@@ -298,19 +299,25 @@ def _size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-def _print(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table. In a terminal it has the terminal's width."""
+def _print(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str] = ()) -> None:
+    """Print a table. Columns without a value are left out; in a terminal that is too narrow, also those of `spare`, one
+    after the other, until the table fits.
+    """
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=title or None, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in head:
-        table.add_column(
-            name, justify="right" if name in ("steps", "reward", "size", "number") else "left", no_wrap=True
-        )
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     console = Console(file=sys.stdout, highlight=False, width=None if is_terminal else _PIPE_WIDTH)
+    columns = [[name, *(visible(row[index]) for row in rows)] for index, name in enumerate(head)]
+    columns = [column for column in columns if any(column[1:])]
+    for name in spare:
+        if sum(max(map(cell_len, column)) + 2 for column in columns) > console.width:
+            columns = [column for column in columns if column[0] != name]
+    table = Table(title=title or None, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name, *_ in columns:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
+    for row in zip(*(column[1:] for column in columns), strict=True):
+        table.add_row(*map(Text, row))
     console.print(table)

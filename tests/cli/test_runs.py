@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +113,18 @@ def test_a_long_metrics_file_is_sampled_and_a_short_one_read_whole(tmp_path):
     (tmp_path / "short").write_text("".join(lines[:30]))
     assert [line["step"] for line in sampled_lines(tmp_path / "short", 50)] == list(range(30))
     assert sampled_lines(tmp_path / "none") == []
+
+
+def test_a_table_fits_its_terminal(runs, monkeypatch, capsys):
+    make_run(runs / ("a" * 50), {"status": "done", "steps": 2}, rewards=[0.0, 1.0])
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    for columns in (80, 100, 200):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = re.sub(r"\x1b\[[\d;]*m", "", said(capsys, "list")[1]).splitlines()
+        assert max(len(line.rstrip()) for line in lines) <= columns
+        assert "a" * 50 in lines[1] and "done" in lines[1] and "1.000" in lines[1] and "…" not in lines[1]
+        assert ("tiny" in lines[1]) == (columns == 200) and "tags" not in lines[0], "no run has a tag"
 
 
 def test_labels(runs, capsys):
