@@ -33,7 +33,7 @@ from rollouts.disk import partial_name, sync_file, sync_folder, write_whole
 from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
 from rollouts.plugins.index import names_module
-from rollouts.runs.line_index import index_of, write_index
+from rollouts.runs.line_index import write_index
 from rollouts.runs.token_files import SUFFIX, TokenTable, encode_table
 from rollouts.training.rollout_gen.metrics import JUDGING
 from rollouts.types import Episode, Score
@@ -274,8 +274,7 @@ class RunFolder:
         """
         lines = [encode(record) + b"\n" for record in records]
         written = self._write_beside(f"{name}.jsonl", b"".join(lines))
-        with _refused(index_of(written)):
-            write_index(written, map(len, lines))
+        write_index(written, map(len, lines))
 
     def write_tokens(self, name: str, table: TokenTable) -> None:
         """Write the values of tokens into `trajectories/<name>.tokens`. `sync` flushes them to the disk."""

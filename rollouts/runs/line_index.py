@@ -1,8 +1,9 @@
 """Where the lines of a JSONL file begin, so that one line of a million is read in milliseconds.
 
-`trajectories/.step_000000.jsonl.index` is beside `step_000000.jsonl`. Its first line is a JSON object with the size and
-the time of the JSONL file for which it was made. Then follow the offset of each line and the end of the last one, as
-little-endian numbers of 8 bytes. An index that is missing, damaged or of another file is made anew.
+`trajectories/.step_000000.jsonl.index` is beside `step_000000.jsonl`. It begins with a JSON object of 256 bytes, with
+the size and the time of the JSONL file for which it was made. Then follow the offset of each line and the end of the
+last one, as little-endian numbers of 8 bytes. An index that is missing, damaged or of another file is made anew. It
+saves time and nothing depends on it, so one that cannot be written is left out.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import struct
 import sys
 from array import array
 from collections.abc import Iterable
@@ -22,6 +24,7 @@ from rollouts.disk import write_whole
 from rollouts.errors import ConfigError, counted
 
 FORMAT, VERSION = "rollouts-index", 1
+HEAD_BYTES = 256
 BLOCK = 1 << 20
 
 
@@ -34,29 +37,33 @@ class _Head(msgspec.Struct):
 
 
 class Lines(NamedTuple):
-    """The lines of a file: `offsets` has the first byte of each, and the end of the last one."""
+    """The lines of a file: how many there are, and their offsets (empty: read from the index)."""
 
     file: Path
-    offsets: array[int]
-
-    @property
-    def total(self) -> int:
-        """The number of lines."""
-        return len(self.offsets) - 1
+    total: int
+    offsets: bytes = b""
 
     def read(self, number: int) -> bytes:
-        """A line, from 0, with its newline. Raises ConfigError if there is no such line, or the file has changed."""
+        """A line, from 0, with its newline. Raises ConfigError if there is no such line, or the file cannot be read."""
         if not 0 <= number < self.total:
             raise ConfigError(f"{self.file} has no line {number}: it has {counted(self.total, 'line')}, from 0")
-        start, end = self.offsets[number], self.offsets[number + 1]
-        with _opened(self.file) as file:
-            file.seek(max(0, start - 1))
-            content = file.read(end - start + (start > 0))
-        before, line = (content[:1], content[1:]) if start else (b"\n", content)
-        is_last = number == self.total - 1
-        if before != b"\n" or len(line) != end - start or b"\n" in line[:-1] or not (line.endswith(b"\n") or is_last):
+        line = self._read(number)
+        if line is None and not self.offsets:  # a crash of the machine can leave an index whose data is zeros
+            return _made_anew(self.file).read(number)
+        if line is None:
             raise ConfigError(f"{self.file} has changed while it was read")
         return line
+
+    def _read(self, number: int) -> bytes | None:
+        """The line; None if there is no line where the offsets say."""
+        pair = self.offsets[8 * number : 8 * number + 16] or _read_at(index_of(self.file), HEAD_BYTES + 8 * number, 16)
+        start, end = struct.unpack("<2Q", pair) if len(pair) == 16 else (0, 0)
+        if start >= end:
+            return None
+        content = _read_at(self.file, max(0, start - 1), end - start + (start > 0))
+        before, line = (content[:1], content[1:]) if start else (b"\n", content)
+        is_whole = line.endswith(b"\n") or number == self.total - 1
+        return line if before == b"\n" and len(line) == end - start and b"\n" not in line[:-1] and is_whole else None
 
 
 def index_of(file: Path) -> Path:
@@ -65,60 +72,46 @@ def index_of(file: Path) -> Path:
 
 
 def open_lines(file: Path) -> Lines:
-    """The lines of a file, by its index. Makes the index anew if it does not fit the file. Where the folder cannot be
-    written, the index is only in memory. Raises ConfigError if the file cannot be read.
+    """The lines of a file, by its index, which is made anew if it does not fit the file. Raises ConfigError if the file
+    cannot be read.
     """
     with _opened(file) as opened:
         stat = os.fstat(opened.fileno())
-        offsets = _saved(index_of(file), stat)
-        if offsets is not None and _fits(opened, offsets):
-            return Lines(file, offsets)
-        offsets = _scan(opened)
-    with contextlib.suppress(OSError):  # a read-only disk
-        _write(file, offsets, stat.st_mtime_ns)
-    return Lines(file, offsets)
+    with contextlib.suppress(OSError, msgspec.DecodeError), open(index_of(file), "rb") as index:
+        head = msgspec.json.decode(index.read(HEAD_BYTES), type=_Head)
+        of_file = (FORMAT, VERSION, stat.st_size, stat.st_mtime_ns)
+        is_whole = os.fstat(index.fileno()).st_size == HEAD_BYTES + 8 * (head.lines + 1)
+        if (head.format, head.version, head.size, head.mtime_ns) == of_file and is_whole:
+            return Lines(file, head.lines)
+    return _made_anew(file)
 
 
 def write_index(file: Path, lengths: Iterable[int]) -> None:
-    """Write the index of a file that was just written, with lines of these lengths. Raises OSError."""
+    """Write the index of a file that was just written, with lines of these lengths."""
     _write(file, array("Q", itertools.accumulate(lengths, initial=0)), file.stat().st_mtime_ns)
 
 
-def _write(file: Path, offsets: array[int], mtime_ns: int) -> None:
+def _made_anew(file: Path) -> Lines:
+    with _opened(file) as opened:
+        mtime_ns = os.fstat(opened.fileno()).st_mtime_ns
+        offsets = _scan(opened)
+    return Lines(file, len(offsets) - 1, _write(file, offsets, mtime_ns))
+
+
+def _write(file: Path, offsets: array[int], mtime_ns: int) -> bytes:
+    """Write the index, if it can be written. Returns its offsets as bytes."""
     head = _Head(FORMAT, VERSION, offsets[-1], mtime_ns, len(offsets) - 1)
-    data = _little(offsets).tobytes()
-    write_whole(index_of(file), msgspec.json.encode(head) + b"\n" + data, synced=False)
-
-
-def _saved(index: Path, stat: os.stat_result) -> array[int] | None:
-    """The offsets in an index; None if it is missing, damaged, or of another file."""
-    try:
-        first, _, data = index.read_bytes().partition(b"\n")
-        head = msgspec.json.decode(first, type=_Head)
-    except (OSError, msgspec.DecodeError):
-        return None
-    of_file = (FORMAT, VERSION, stat.st_size, stat.st_mtime_ns)
-    if (head.format, head.version, head.size, head.mtime_ns) != of_file or len(data) != 8 * (head.lines + 1):
-        return None
-    offsets = array("Q")
-    offsets.frombytes(data)
-    return _little(offsets)
-
-
-def _fits(file: BinaryIO, offsets: array[int]) -> bool:
-    """Whether the offsets end with the file, grow, and the last one begins a line."""
-    if offsets[0] != 0 or offsets[-1] != os.fstat(file.fileno()).st_size:
-        return False
-    if len(offsets) > 2:
-        file.seek(offsets[-2] - 1)
-        return file.read(1) == b"\n"
-    return True
+    if sys.byteorder != "little":
+        offsets.byteswap()
+    data = offsets.tobytes()
+    with contextlib.suppress(OSError):  # a read-only disk, or another process has just written the same index
+        write_whole(index_of(file), msgspec.json.encode(head).ljust(HEAD_BYTES) + data, synced=False)
+    return data
 
 
 def _scan(file: BinaryIO) -> array[int]:
-    """The offsets of all lines."""
+    """The offsets of all lines, and the end of the last one."""
     offsets, place = array("Q", [0]), 0
-    file.seek(0)
     while block := file.read(BLOCK):
         at = block.find(b"\n")
         while at >= 0:
@@ -130,15 +123,14 @@ def _scan(file: BinaryIO) -> array[int]:
     return offsets
 
 
-def _little(values: array[int]) -> array[int]:
-    if sys.byteorder != "little":
-        values = values[:]
-        values.byteswap()
-    return values
+def _read_at(path: Path, start: int, count: int) -> bytes:
+    with _opened(path) as file:
+        file.seek(start)
+        return file.read(count)
 
 
-def _opened(file: Path) -> BinaryIO:
+def _opened(path: Path) -> BinaryIO:
     try:
-        return open(file, "rb")
+        return open(path, "rb")
     except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
