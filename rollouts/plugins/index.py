@@ -5,8 +5,8 @@ A component is an entry point of the group `rollouts.<kind>`. A hook plugin is a
 point. Finding and listing import no component:
 `rollouts.plugins.loading` imports them. `rollouts.plugins.manager` also finds the components that hook plugins provide.
 
-A package that you install in a running notebook is found. The metadata of a distribution is read once, and again when
-its files have changed.
+A package that you install in a running notebook is found. Metadata is read once, and again when a folder of sys.path
+or the metadata of a distribution with components has changed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -296,45 +297,61 @@ def sort_refs(refs: Iterable[ComponentRef]) -> list[ComponentRef]:
     return sorted(refs, key=lambda ref: (order.get(ref.kind, len(order)), ref.name, normalize(ref.distribution)))
 
 
+_METADATA = ("entry_points.txt", "METADATA", "PKG-INFO")
+_Stamp = tuple[int, int, int] | None
+
+
+class _Reading(NamedTuple):
+    """What a scan found. It is read again when the folders are others, or one of them or of the files has changed."""
+
+    scan: Scan
+    folders: dict[str, _Stamp]
+    files: dict[str, _Stamp]
+
+
+_last: _Reading | None = None
+"""A run finds a dozen components, one after the other, in the same metadata."""
+
+
 def scan(path: list[str] | None = None) -> Scan:
-    """Read the entry points of all distributions in these folders, by default on sys.path."""
+    """The entry points of all distributions in these folders, by default on sys.path."""
+    global _last
+    folders = _stamps(sys.path if path is None else path)
+    files = _stamps(_last.files) if _last else {}
+    if _last is None or folders != _last.folders or files != _last.files:
+        read, seen = _read(path)
+        _last = _Reading(read, folders, {**files, **_stamps(seen)})
+    return _last.scan
+
+
+def _read(path: list[str] | None) -> tuple[Scan, list[str]]:
+    """Read the entry points. Also returns the metadata files of the distributions that have components."""
     from importlib.metadata import distributions
 
     found: dict[tuple[str, str, str], ComponentRef] = {}
     faults: list[str] = []
+    files: list[str] = []
     for distribution in distributions() if path is None else distributions(path=path):
+        folder, refs = getattr(distribution, "_path", "a distribution"), []
         try:
-            for ref in _refs_of(distribution):
-                # An editable install can be listed twice. Python imports the first one on sys.path.
-                found.setdefault((normalize(ref.distribution), ref.kind, ref.name), ref)
+            refs = list(_read_refs(distribution))
         except Exception as exc:  # do not hide the other distributions; `doctor` reports this one
-            where = getattr(distribution, "_path", "a distribution")
-            faults.append(f"{where}: its entry points cannot be read: {one_line(exc)}")
+            faults.append(f"{folder}: its entry points cannot be read: {one_line(exc)}")
+            files.append(f"{folder}/entry_points.txt")
+        files += [f"{folder}/{name}" for name in _METADATA if refs]
+        for ref in refs:
+            # An editable install can be listed twice. Python imports the first one on sys.path.
+            found.setdefault((normalize(ref.distribution), ref.kind, ref.name), ref)
     refs = sort_refs(found.values())
-    return Scan([ref for ref in refs if ref.kind != HOOKS], [ref for ref in refs if ref.kind == HOOKS], faults)
+    return Scan([ref for ref in refs if ref.kind != HOOKS], [ref for ref in refs if ref.kind == HOOKS], faults), files
 
 
-_READ: dict[str, tuple[object, list[ComponentRef]]] = {}
-"""What the metadata folders held, by path: a run finds a dozen components, and reads all metadata for each of them."""
+def _stamps(files: Iterable[str]) -> dict[str, _Stamp]:
+    return {file: _stamp(file or ".") for file in files}
 
 
-def _refs_of(distribution: Distribution) -> Iterable[ComponentRef]:
-    """The references of one distribution."""
-    folder = getattr(distribution, "_path", None)
-    if not isinstance(folder, Path):  # such as a part of a zip archive
-        return _read_refs(distribution)
-    points = _stamp(f"{folder}/entry_points.txt")
-    if points is None:
-        return ()
-    stamp = (points, _stamp(f"{folder}/METADATA"), _stamp(f"{folder}/PKG-INFO"))
-    read = _READ.get(str(folder))
-    if read is None or read[0] != stamp:
-        read = _READ[str(folder)] = stamp, list(_read_refs(distribution))
-    return read[1]
-
-
-def _stamp(file: str) -> tuple[int, int, int] | None:
-    """What changes when a file is written. None if there is no such file."""
+def _stamp(file: str) -> _Stamp:
+    """What changes when a file is written, or an entry of a folder. None if there is no such file."""
     try:
         found = os.stat(file)
     except (FileNotFoundError, NotADirectoryError):

@@ -283,8 +283,19 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
     """Remove all checkpoints but the last `keep` and the best one. Returns those that were removed. 0 keeps all.
 
+    Raises CheckpointError if one cannot be removed.
+    """
+    removed = checkpoints_to_prune(folder, keep)
+    for path in removed:
+        remove_checkpoint(path)
+    return removed
+
+
+def checkpoints_to_prune(folder: Path, keep: int) -> list[Path]:
+    """All complete checkpoints but the last `keep` and the best one. 0 keeps all.
+
     The best one has the highest metric in its state. Only metrics with the name of the newest metric are compared; of
-    equal ones, the newest is the best. Raises CheckpointError if one cannot be removed.
+    equal ones, the newest is the best.
     """
     found = complete_checkpoints(folder)
     if keep <= 0 or len(found) <= keep:
@@ -292,10 +303,7 @@ def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
     metrics = [(metric, path) for path in reversed(found) if (metric := _signed_metric(path)) is not None]
     ranked = [(value, path) for (name, value), path in metrics if name == metrics[0][0][0]]
     best = max(ranked, key=lambda pair: pair[0])[1] if ranked else None
-    removed = [path for path in found[:-keep] if path != best]
-    for path in removed:
-        remove_checkpoint(path)
-    return removed
+    return [path for path in found[:-keep] if path != best]
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -1,0 +1,323 @@
+"""`rollouts runs list | compare | tag | note | clean`: the runs on the disk, in a terminal."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from rollouts.cli.app import NamedGroup
+from rollouts.cli.chat import visible
+from rollouts.errors import UserError, counted, in_lines, suggestion
+
+if TYPE_CHECKING:
+    from rollouts.runs.listing import RunInfo
+
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_WIDTH = 16
+SORTS = ("started", "name", "reward", "steps", "size")
+_SHOWN_METRICS = (
+    "reward/mean",
+    "eval/reward_mean",
+    "policy/loss",
+    "policy/entropy",
+    "policy/kl_ref",
+    "optim/lr",
+    "rollout/tokens",
+    "rollout/turns",
+    "mismatch/k3",
+    "time/step",
+)
+_NUMBERS = ("steps", "reward", "size", "number")  # the columns that are aligned to the right
+_SPARE = ("model", "mode", "size", "loss", "environment", "tags", "curve", "steps")
+_PIPE_WIDTH = 10_000  # nothing is cut that goes to a file or another program
+
+
+@click.group("runs", cls=NamedGroup, no_args_is_help=True)
+def runs() -> None:
+    """List, compare, label and clean the runs on the disk."""
+
+
+@runs.command("list")
+@click.argument("directory", default="runs", metavar="[DIR]")
+@click.option("--tag", metavar="TAG", help="Only runs with this tag.")
+@click.option("--search", metavar="TEXT", help="Only runs with this text in their name, settings, tags or note.")
+@click.option("--sort", type=click.Choice(SORTS), default="started", show_default=True, help="The order; reversed: -r.")
+@click.option("-r", "--reverse", is_flag=True, help="The last one first.")
+@click.option("--json", "as_json", is_flag=True, help="Print a list of JSON objects.")
+def list_(directory: str, tag: str | None, search: str | None, sort: str, reverse: bool, as_json: bool) -> int:
+    """List the runs in DIR and below it.
+
+    DIR is `runs` by default. A run is running, done, failed, interrupted, killed or damaged. The curve is the mean
+    reward over the steps, or of a run without rewards the loss.
+    """
+    from rollouts.runs.listing import find_runs, read_run
+
+    found = [read_run(folder) for folder in find_runs(Path(directory))]
+    kept = [run for run in found if (not tag or tag in run.tags) and (not search or _matches(run, search))]
+    kept.sort(key=lambda run: _rank(run, sort), reverse=reverse)
+    if as_json:
+        click.echo(json.dumps([msgspec.to_builtins(run) for run in kept], indent=2))
+        return 0
+    if not kept:
+        click.echo(f"none of {counted(len(found), 'run')} in {directory}" if found else f"{directory} has no runs")
+        return 0
+    rows = [_row(run) for run in kept]
+    head = ("run", "state", "mode", "environment", "model", "loss", "steps", "reward", "curve", "size", "tags")
+    _print("", head, rows, _SPARE)
+    for run in kept:
+        if run.problem:
+            click.echo(visible(f"{run.name} is {run.state}: {run.problem.splitlines()[0]}"))
+    click.echo(f"{counted(len(kept), 'run')}, {_size(sum(run.bytes for run in kept))}")
+    return 0
+
+
+def _matches(run: RunInfo, text: str) -> bool:
+    words = (run.name, run.state, run.mode, run.environment, run.model, run.loss, run.note, *run.tags)
+    return any(text.lower() in each.lower() for each in words)
+
+
+def _rank(run: RunInfo, sort: str) -> tuple[Any, str]:
+    last = float("-inf")
+    ranks: dict[str, Any] = {
+        "started": run.started,
+        "name": "",
+        "reward": last if run.reward is None else run.reward,
+        "steps": run.steps or 0,
+        "size": run.bytes,
+    }
+    return ranks[sort], run.name
+
+
+def _row(run: RunInfo) -> list[str]:
+    steps = "" if run.steps is None else f"{run.steps} of {run.steps_asked}" if run.steps_asked else str(run.steps)
+    words = [run.name, run.state, run.mode, run.environment, run.model, run.loss]
+    tags = " ".join(run.tags) + (f"  {run.note}" if run.note else "")
+    return [*words, steps, number(run.reward), sparkline(run.curve), _size(run.bytes), tags]
+
+
+@runs.command()
+@click.argument("run", nargs=-1, required=True, metavar="RUN RUN...")
+@click.option("--metric", multiple=True, metavar="PATTERN", help="Show these metrics, such as 'rollout/*'. Repeatable.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def compare(run: Sequence[str], metric: Sequence[str], as_json: bool) -> int:
+    """Show what differs between runs: settings, metrics and evaluations.
+
+    Each run's last evaluation is compared with the first run's, task by task. The 95 % interval is a bootstrap over
+    the tasks that both have.
+    """
+    from rollouts.runs import comparing
+    from rollouts.runs.listing import METRICS, numbers_of, phases_of, require_run, sampled_lines
+
+    if len(run) < 2:
+        raise UserError(f"compare needs two runs or more, not {run[0]} alone; `rollouts runs list` lists them")
+    folders = [require_run(each) for each in run]
+    settings = comparing.differing_settings(folders)
+    lines = {name: sampled_lines(phases_of(folder)[-1] / METRICS) for name, folder in zip(run, folders, strict=True)}
+    metrics = _chosen_metrics(lines, metric)
+    evaluations = [comparing.evaluations_of(folder) for folder in folders]
+    rewards = [comparing.rewards_by_task(folder) for folder in folders]
+    paired = [comparing.paired_difference(rewards[0], each) for each in rewards[1:]]
+    if as_json:
+        found: dict[str, Any] = {
+            "runs": run,
+            "settings": settings,
+            "metrics": {name: [numbers_of(lines[each], name) for each in run] for name in metrics},
+            "evaluations": [[one._asdict() for one in each] for each in evaluations],
+            "paired": [each and {**each._asdict(), "verdict": each.verdict} for each in paired],
+        }
+        click.echo(json.dumps(found, indent=2, default=str))
+        return 0
+    rows = [[name, *("–" if value is None else str(value) for value in row)] for name, row in settings.items()]
+    _print("settings that differ", ("", *run), rows) if rows else click.echo("the settings are the same")
+    rows = [[name, *(_last_with_curve(numbers_of(lines[each], name)) for each in run)] for name in metrics]
+    if rows:
+        _print("metrics at the last step", ("", *run), rows)
+    _print_evaluations(run, evaluations)
+    for name, each in zip(run[1:], paired, strict=True):
+        if each is not None:
+            left_out = f"; {counted(each.left_out, 'task')} of one alone" if each.left_out else ""
+            click.echo(
+                f"{name} against {run[0]}: {each.verdict}, {each.difference:+.3f} with the 95 % interval "
+                f"{each.low:+.3f} to {each.high:+.3f}, over {counted(each.tasks, 'task')} of both{left_out}"
+            )
+        elif rewards[0]:
+            click.echo(f"{name} against {run[0]}: fewer than two tasks were judged in both, so nothing can be said")
+    return 0
+
+
+def _chosen_metrics(lines: dict[str, list[dict[str, Any]]], patterns: Sequence[str]) -> list[str]:
+    """The metrics to show. Raises UserError for a pattern that fits none."""
+    names = sorted({name for each in lines.values() for line in each for name in line if name != "step"})
+    if not patterns:
+        return [name for name in _SHOWN_METRICS if name in names]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise UserError(
+                in_lines(f"--metric {pattern}: no run has such a metric", suggestion(pattern, names) or _all(names))
+            )
+    return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def _all(names: Sequence[str]) -> str:
+    return f"metrics: {', '.join(names)}" if names else "none of these runs has logged a metric"
+
+
+def _last_with_curve(values: Sequence[float]) -> str:
+    return f"{number(values[-1])}  {sparkline(values)}" if values else "–"
+
+
+def _print_evaluations(run: Sequence[str], evaluations: Sequence[Sequence[Any]]) -> None:
+    from rollouts.runs.listing import read_run
+
+    rows = []
+    for name, found in zip(run, evaluations, strict=True):
+        info = read_run(Path(name))
+        for each in found:
+            error = "" if each.stderr is None else f" ± {each.stderr:.3f}"
+            reward = number(each.reward) + error
+            rows.append([name, each.when, info.environment, info.model, reward, number(each.greedy), str(each.tasks)])
+    if rows:
+        _print("held-out tasks", ("run", "", "environment", "model", "reward", "greedy", "tasks"), rows)
+
+
+@runs.command()
+@click.argument("run")
+@click.argument("tags", nargs=-1, metavar="[TAG]...")
+@click.option("--remove", multiple=True, metavar="TAG", help="Take this tag away. Repeatable.")
+def tag(run: str, tags: Sequence[str], remove: Sequence[str]) -> int:
+    """Give a run tags, or show those that it has.
+
+    `rollouts runs clean` leaves a run with the tag `keep` alone.
+    """
+    from rollouts.runs.listing import Labels, read_labels, require_run, write_labels
+
+    folder = require_run(run)
+    labels = read_labels(folder)
+    for each in tags:
+        if not each.strip() or any(char.isspace() for char in each):
+            raise UserError(f"{each!r} is no tag; a tag is one word, such as best or ablation-2")
+    for each in remove:
+        if each not in labels.tags:
+            has = f"it has: {', '.join(labels.tags)}" if labels.tags else "it has none"
+            raise UserError(in_lines(f"--remove {each}: {run} has no such tag", suggestion(each, labels.tags), has))
+    kept = [each for each in dict.fromkeys([*labels.tags, *tags]) if each not in remove]
+    if kept != labels.tags:
+        write_labels(folder, Labels(kept, labels.note))
+    click.echo(f"{run}: {' '.join(kept) or 'no tags'}")
+    return 0
+
+
+@runs.command()
+@click.argument("run")
+@click.argument("text", required=False)
+def note(run: str, text: str | None) -> int:
+    """Write a note about a run, or show the one that it has. An empty TEXT removes it."""
+    from rollouts.runs.listing import Labels, read_labels, require_run, write_labels
+
+    folder = require_run(run)
+    labels = read_labels(folder)
+    if text is not None and text != labels.note:
+        labels = Labels(labels.tags, text)
+        write_labels(folder, labels)
+    click.echo(f"{run}: {visible(labels.note) or 'no note'}")
+    return 0
+
+
+@runs.command()
+@click.argument("directory", default="runs", metavar="[DIR]")
+@click.option("--empty", is_flag=True, help="Remove runs that have neither a checkpoint nor a trajectory.")
+@click.option("--checkpoints", is_flag=True, help="Remove all checkpoints but the newest and the best of each run.")
+@click.option("--trajectories", is_flag=True, help="Remove the trajectories of training. Those of evaluations stay.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clean(directory: str, yes: bool, **what: bool) -> int:
+    """Free disk space: say what would be removed from the runs in DIR, ask, and remove it.
+
+    Without an option, only files that killed processes left half-written are removed. A run that is running is left
+    alone, and so is one with the tag `keep`, or what the settings of another run in DIR name.
+    """
+    from rollouts.runs.cleaning import removals, remove
+    from rollouts.runs.listing import find_runs
+
+    found = removals(find_runs(Path(directory)), [name for name, chosen in what.items() if chosen])
+    if not found:
+        click.echo(f"there is nothing to remove in {directory}" + ("" if any(what.values()) else _OTHERS))
+        return 0
+    rows = [[str(each.run), each.what, str(len(each.paths)), _size(each.bytes)] for each in found]
+    _print("to be removed", ("run", "what", "number", "size"), rows)
+    total = _size(sum(each.bytes for each in found))
+    if not yes:
+        if sys.stdin is None or not sys.stdin.isatty():
+            raise UserError(f"nothing was removed: {total} would be; to remove it without a question, add --yes")
+        if not click.confirm(f"Remove {total}?"):
+            click.echo("nothing was removed")
+            return 0
+    for each in found:
+        remove(each)
+    click.echo(f"removed {total}")
+    return 0
+
+
+_OTHERS = "; --empty, --checkpoints and --trajectories remove more"
+
+
+def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
+    """A curve of bars, between its least and its greatest value.
+
+    >>> sparkline([0, 1, 2, 3]), sparkline([5, 5]), sparkline([])
+    ('▁▃▆█', '▁▁', '')
+    """
+    if len(values) > width:
+        values = [values[index * (len(values) - 1) // (width - 1)] for index in range(width)]
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    span = high - low or 1.0
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1) - 1e-9)] for value in values)
+
+
+def number(value: float | None) -> str:
+    """A number with three decimals, or in the scientific notation if it is small.
+
+    >>> number(0.5), number(3e-4), number(0), number(None)
+    ('0.500', '3.0e-04', '0.000', '–')
+    """
+    if value is None:
+        return "–"
+    return f"{value:.1e}" if 0 < abs(value) < 0.001 else f"{value:.3f}"
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def _print(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str] = ()) -> None:
+    """Print a table. Columns without a value are left out; in a terminal that is too narrow, also those of `spare`, one
+    after the other, until the table fits.
+    """
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(file=sys.stdout, highlight=False, width=None if is_terminal else _PIPE_WIDTH)
+    columns = [[name, *(visible(row[index]) for row in rows)] for index, name in enumerate(head)]
+    columns = [column for column in columns if any(column[1:])]
+    for name in spare:
+        if sum(max(map(cell_len, column)) + 2 for column in columns) > console.width:
+            columns = [column for column in columns if column[0] != name]
+    table = Table(title=title or None, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name, *_ in columns:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
+    for row in zip(*(column[1:] for column in columns), strict=True):
+        table.add_row(*map(Text, row))
+    console.print(table)

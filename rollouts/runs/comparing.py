@@ -1,0 +1,159 @@
+"""What differs between runs: their settings, and what they earned on the same held-out tasks."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from rollouts.errors import UserError
+from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, read_json
+from rollouts.runs.listing import phases_of, read_settings
+from rollouts.runs.seeds import t_quantile
+from rollouts.types import Task
+
+RESAMPLES = 10_000
+_OWN_TO_A_RUN = ("out",)
+
+
+class Evaluation(NamedTuple):
+    """What a run earned on its held-out tasks, and the standard error; None if nothing could be judged. A run that
+    trains has been evaluated `before` and `after`.
+    """
+
+    when: str
+    tasks: int
+    reward: float | None
+    stderr: float | None
+    greedy: float | None
+
+
+class Paired(NamedTuple):
+    """How much more the second run earns than the first, over `tasks` tasks of both: the mean difference, and its 95 %
+    interval. `left_out` tasks were judged in one of them alone.
+    """
+
+    difference: float
+    low: float
+    high: float
+    tasks: int
+    left_out: int
+
+    @property
+    def verdict(self) -> str:
+        """`better` or `worse` if the interval excludes 0."""
+        return "better" if self.low > 0 else "worse" if self.high < 0 else "no difference shown"
+
+
+def differing_settings(folders: Sequence[Path]) -> dict[str, list[Any]]:
+    """The settings that are not the same in all runs, each with its value in every run; None where a run has no such
+    setting. The names are those of flags, such as `env.digits`. Raises ConfigError.
+
+    Modes have different settings. So if the modes differ, a setting counts only if runs that have it differ in it.
+    """
+    flat = [dict(_flat(read_settings(folder))) for folder in folders]
+    is_one_mode = len({settings.get("mode") for settings in flat}) == 1
+    names = dict.fromkeys(name for settings in flat for name in settings if name not in _OWN_TO_A_RUN)
+    found = {}
+    for name in names:
+        row = [settings.get(name) for settings in flat]
+        compared = row if is_one_mode else [value for value in row if value is not None]
+        if any(value != compared[0] for value in compared):
+            found[name] = row
+    return found
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The settings in nested tables, by dotted names. The name of a component is the setting of its kind."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            is_component = key == "name" and name
+            yield from _flat(inner, name if is_component else f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        for index, each in enumerate(value):
+            yield from _flat(each, f"{name}[{index}]")
+    else:
+        yield name.replace("_", "-"), value
+
+
+def evaluations_of(folder: Path) -> list[Evaluation]:
+    """The evaluations in a run's summary: one of an evaluation, up to two of a run that trains."""
+    summary = read_json(folder / SUMMARY)
+    if "reward_mean" in summary:
+        return [_evaluation("", summary)]
+    trained = summary.get("evaluation") or {}
+    return [_evaluation(when, trained[when]) for when in ("before", "after") if trained.get(when)]
+
+
+def _evaluation(when: str, found: Mapping[str, Any]) -> Evaluation:
+    values = (found.get(name) for name in ("reward_mean", "reward_stderr", "greedy_mean"))
+    return Evaluation(when, found.get("tasks", 0), *values)
+
+
+class _Line(msgspec.Struct):
+    """What a paired comparison needs of a line of an evaluation's trajectories."""
+
+    task: Task
+    reward: float | None
+    why: str = ""
+    judged: bool | None = None
+    temperature: float = 1.0
+
+
+_DECODER = msgspec.json.Decoder(_Line)
+
+
+def rewards_by_task(folder: Path) -> dict[str, float]:
+    """The mean reward of each task in a run's last evaluation, sampled and not greedy, by the task's key.
+
+    Empty if the run has saved no evaluation. Raises UserError for a line that cannot be read.
+    """
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    for path in _evaluated(folder)[-1:]:
+        with path.open("rb") as file:
+            for row, line in enumerate(file, start=1):
+                try:
+                    found = _DECODER.decode(line)
+                except msgspec.DecodeError as error:
+                    raise UserError(f"{path}, line {row} cannot be read: {error}") from error
+                if found.temperature and found.reward is not None and found.judged is not False and found.why != OTHERS:
+                    rewards[f"{found.task.env} {found.task.key}"].append(found.reward)
+    return {key: statistics.fmean(each) for key, each in rewards.items()}
+
+
+def _evaluated(folder: Path) -> list[Path]:
+    """The files of a run's evaluations, the last one last."""
+    trajectories = phases_of(folder)[-1] / "trajectories"
+    return sorted([*trajectories.glob("eval.jsonl"), *trajectories.glob(f"{EVALUATED}*.jsonl")])
+
+
+def paired_difference(
+    first: Mapping[str, float], second: Mapping[str, float], *, resamples: int = RESAMPLES, seed: int = 0
+) -> Paired | None:
+    """The mean difference of the tasks that both have, with a bootstrap interval over tasks. None for fewer than two
+    tasks.
+
+    A plain percentile interval is too narrow for few tasks. This one has the tails of Hesterberg, "What Teachers Should
+    Know About the Bootstrap" (2015), section 4.2: Phi(-sqrt(n / (n - 1)) t(n - 1)) on each side.
+
+    >>> paired_difference({"a": 0.0, "b": 0.0, "c": 1.0}, {"a": 1.0, "b": 1.0, "d": 1.0})
+    Paired(difference=1.0, low=1.0, high=1.0, tasks=2, left_out=2)
+    """
+    both = sorted(first.keys() & second.keys())
+    if len(both) < 2:
+        return None
+    differences = np.array([second[key] - first[key] for key in both])
+    n, rng = len(both), np.random.default_rng(seed)
+    means = np.empty(resamples)
+    for begin in range(0, resamples, 500):  # in blocks, so that 10,000 tasks take little memory
+        block = min(500, resamples - begin)
+        means[begin : begin + block] = differences[rng.integers(n, size=(block, n))].mean(axis=1)
+    tail = 0.5 * math.erfc(math.sqrt(n / (n - 1)) * t_quantile(n - 1) / math.sqrt(2))
+    low, high = np.quantile(means, [tail, 1 - tail])
+    return Paired(float(differences.mean()), float(low), float(high), n, len(first.keys() | second.keys()) - n)
