@@ -179,7 +179,7 @@ def result(folder: Path, kind: str) -> dict[str, Any]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     last = folder / "checkpoints" / f"step_{STEPS:06d}"
     manifest = json.loads((last / "manifest.json").read_text())
-    trajectories = {path.name: _untimed(path) for path in sorted((folder / "trajectories").iterdir())}
+    trajectories = {path.name: _untimed(path) for path in sorted((folder / "trajectories").glob("*.jsonl"))}
     if kind in RACES:
         played = Counter(record["group"] for records in trajectories.values() for record in records)
         return {

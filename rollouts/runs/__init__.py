@@ -11,6 +11,8 @@ rehearsal.py     the trial of a dry run: a scripted episode, a small training st
 session.py       one run in its folder, from the opened folder to summary.json
 jobs/            what a session runs: train, evaluate
 sft_then_rl.py   one run after another: demonstrations, then reinforcement
+line_index.py    where the lines of a file begin
+records.py       one trajectory of a run, with the values of its tokens
 token_files.py   the values of each trained token, beside the trajectories
 saved.py         the trajectories of earlier runs, read back
 rescore.py       judges them again

@@ -49,7 +49,7 @@ def removals(runs: Sequence[Path], what: Iterable[str]) -> list[Removal]:
         found.append(_removal(run, "leftovers", list(_leftovers(run))))
         for phase in phases_of(run):
             if "trajectories" in chosen:
-                files = [each for each in (phase / "trajectories").glob(f"{STEP}*") if each.is_file()]
+                files = [each for each in (phase / "trajectories").glob("*") if each.name.lstrip(".").startswith(STEP)]
                 found.append(_removal(run, "trajectories", files))
             if "checkpoints" in chosen:
                 old = [each for each in checkpoints_to_prune(phase / "checkpoints", 1) if each.resolve() not in named]

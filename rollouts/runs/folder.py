@@ -33,6 +33,7 @@ from rollouts.disk import partial_name, sync_file, sync_folder, write_whole
 from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
 from rollouts.plugins.index import names_module
+from rollouts.runs.line_index import write_index
 from rollouts.runs.token_files import SUFFIX, TokenTable, encode_table
 from rollouts.training.rollout_gen.metrics import JUDGING
 from rollouts.types import Episode, Score
@@ -236,7 +237,7 @@ class RunFolder:
         self.forget_end()
         with _refused(self.path):
             for path in (self.path / "trajectories").iterdir():
-                name = re.fullmatch(rf"({STEP}|{EVALUATED})(\d+)\.(jsonl|tokens)", path.name)
+                name = re.fullmatch(rf"\.?({STEP}|{EVALUATED})(\d+)\.(jsonl|tokens|jsonl\.index)", path.name)
                 done = int(name[2]) + (name[1] == STEP) if name is not None else 0
                 if path.suffix == ".partial" or done > first:
                     path.unlink()
@@ -268,19 +269,22 @@ class RunFolder:
         self.write_text(name, encode_indented(value))
 
     def write_trajectories(self, name: str, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write records as JSON lines into `trajectories/<name>.jsonl`, encoded as in `write_json`. `sync` flushes them
-        to the disk.
+        """Write records as JSON lines into `trajectories/<name>.jsonl`, encoded as in `write_json`, and their
+        index. `sync` flushes them to the disk.
         """
-        self._write_beside(f"{name}.jsonl", b"".join(encode(record) + b"\n" for record in records))
+        lines = [encode(record) + b"\n" for record in records]
+        written = self._write_beside(f"{name}.jsonl", b"".join(lines))
+        write_index(written, map(len, lines))
 
     def write_tokens(self, name: str, table: TokenTable) -> None:
         """Write the values of tokens into `trajectories/<name>.tokens`. `sync` flushes them to the disk."""
         self._write_beside(f"{name}{SUFFIX}", encode_table(table))
 
-    def _write_beside(self, name: str, data: bytes) -> None:
+    def _write_beside(self, name: str, data: bytes) -> Path:
         target = self.path / "trajectories" / name
         with _refused(target):
             write_whole(target, data, synced=False)
+        return target
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""

@@ -114,7 +114,7 @@ class SavedRun(NamedTuple):
                 rows = file.read(place.end - place.start).splitlines()
         except OSError as error:
             raise ConfigError(f"{place.file} cannot be read: {error.strerror or error}") from error
-        return as_group([_read(raw, place.file, row) for row, raw in enumerate(rows, place.row)])
+        return as_group([read_line(raw, place.file, row) for row, raw in enumerate(rows, place.row)])
 
 
 def open_saved(run: str) -> SavedRun:
@@ -257,7 +257,7 @@ def _groups_in(file: Path, digest: Any) -> Iterator[tuple[Place, list[SavedLine]
     content = _content(file)
     digest.update(content)
     rows = content.splitlines(keepends=True)
-    lines = [_read(raw, file, row) for row, raw in enumerate(rows, start=1)]
+    lines = [read_line(raw, file, row) for row, raw in enumerate(rows, start=1)]
     ends = list(itertools.accumulate(map(len, rows)))
     keys: list[tuple[int, str]] = []
     for row, line in reversed(list(enumerate(lines, start=1))):
@@ -283,7 +283,7 @@ def _content(file: Path) -> bytes:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
 
 
-def _read(raw: bytes, file: Path, row: int) -> SavedLine:
+def read_line(raw: bytes, file: Path, row: int) -> SavedLine:
     """One line, checked. Raises ConfigError with its file and number."""
     try:
         line = _DECODER.decode(raw)

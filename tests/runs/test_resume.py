@@ -154,7 +154,7 @@ def steps_of(folder):
 def assert_same(folder, whole):
     """What both runs have left is the same, but for times."""
     assert lines_of(folder) == lines_of(whole)
-    assert files_of(folder, "trajectories/*") == files_of(whole, "trajectories/*")
+    assert files_of(folder, "trajectories/[!.]*") == files_of(whole, "trajectories/[!.]*")
     last = max(steps_of(whole))
     for name in ("*.safetensors", "trainer/*.distcp"):
         weights = files_of(whole, f"checkpoints/{last}/{name}")

@@ -113,7 +113,8 @@ def test_a_run_of_one_step(here, capsys):
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["status"] == "done" and "correct" in summary["evaluation"]["after"]["parts"]
     assert tomllib.loads(Path("run/config.toml").read_text())["sandbox"]["file"] == "lines"
-    lines = [json.loads(line) for path in Path("run/trajectories").iterdir() for line in path.read_text().splitlines()]
+    files = Path("run/trajectories").glob("*.jsonl")
+    lines = [json.loads(line) for path in files for line in path.read_text().splitlines()]
     assert len(Path("lines").read_text().splitlines()) == len(lines) > 4  # an episode, a sandbox
     assert all(line["status"] in ("completed", "truncated") for line in lines)
     assert list((here / "temporary").glob("rollouts-sandbox-*")) == []

@@ -176,7 +176,7 @@ def test_another_version_and_other_folders_are_named(here, capsys):
     Path("one.jsonl").write_text("{}")
     assert "holds no run" in refused(capsys, "one.jsonl", "--reward", "./mine.py:odd", "--out", "again")
     assert "did you mean: live" in refused(capsys, ".", "--reward", "./mine.py:odd", "--out", "again")
-    for file in Path("live/trajectories").iterdir():
+    for file in Path("live/trajectories").glob("*.jsonl"):
         file.unlink()
     assert "no trajectories of training steps" in refused(capsys, "live", "--reward", "./mine.py:odd", "--out", "again")
 
