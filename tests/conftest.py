@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,10 +32,14 @@ IMPORTS = 100  # so many modules are worth excluding
 @pytest.fixture(autouse=True)
 def forget_modules_of_tests(request, tmp_path_factory):
     """A file that a test wrote and imported by its name, as `broken.py`, is not the next test's module of that name.
-    What a test imported, such as torch, is excluded from the garbage collections of the next ones.
+    What a test imported, such as torch, is excluded from the garbage collections of the next ones. A test that leaves
+    another handler of Ctrl-C behind fails, and not the next one.
     """
-    modules, path = set(sys.modules), list(sys.path)
+    modules, path, interrupt = set(sys.modules), list(sys.path), signal.getsignal(signal.SIGINT)
     yield
+    if (left := signal.getsignal(signal.SIGINT)) is not interrupt:
+        signal.signal(signal.SIGINT, interrupt)
+        raise AssertionError(f"the test left {left} as the handler of SIGINT, in place of {interrupt}")
     if len(sys.modules) > len(modules) + IMPORTS and not getattr(request.module, "WHOLE_COLLECTIONS", False):
         gc.collect()
         _freeze()

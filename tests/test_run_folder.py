@@ -148,7 +148,7 @@ def test_what_tells_of_later_steps_is_taken_back(tmp_path):
     )
     folder.forget_steps(2)
     left = sorted(path.name for path in (folder.path / "trajectories").iterdir())
-    indices = [".step_000000.jsonl.index", ".step_000001.jsonl.index"]
+    indices = [".step_000000.index", ".step_000001.index"]
     assert left == [*indices, "step_000000.jsonl", "step_000001.jsonl"]
     assert not (folder.path / "summary.json").exists()
 

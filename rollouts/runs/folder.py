@@ -237,7 +237,7 @@ class RunFolder:
         self.forget_end()
         with _refused(self.path):
             for path in (self.path / "trajectories").iterdir():
-                name = re.fullmatch(rf"\.?({STEP}|{EVALUATED})(\d+)\.(jsonl|tokens|jsonl\.index)", path.name)
+                name = re.fullmatch(rf"\.?({STEP}|{EVALUATED})(\d+)\.(jsonl|tokens|index)", path.name)
                 done = int(name[2]) + (name[1] == STEP) if name is not None else 0
                 if path.suffix == ".partial" or done > first:
                     path.unlink()

@@ -1,6 +1,6 @@
 """Where the lines of a JSONL file begin, so that one line of a million is read in milliseconds.
 
-`trajectories/.step_000000.jsonl.index` is beside `step_000000.jsonl`. It begins with a JSON object of 256 bytes, with
+`trajectories/.step_000000.index` is beside `step_000000.jsonl`. It begins with a JSON object of 256 bytes, with
 the size and the time of the JSONL file for which it was made. Then follow the offset of each line and the end of the
 last one, as little-endian numbers of 8 bytes. An index that is missing, damaged or of another file is made anew. It
 saves time and nothing depends on it, so one that cannot be written is left out.
@@ -68,7 +68,7 @@ class Lines(NamedTuple):
 
 def index_of(file: Path) -> Path:
     """The index of a file. Its name is hidden, so that `step_*` only finds trajectories."""
-    return file.with_name(f".{file.name}.index")
+    return file.with_name(f".{file.stem}.index")
 
 
 def open_lines(file: Path) -> Lines:

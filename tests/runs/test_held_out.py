@@ -56,7 +56,7 @@ def test_the_evaluated_episodes_are_kept_and_those_of_steps_that_are_taken_again
     assert main([*RUN, *more, "--steps", "2", "--out", "out"]) == 0
     folder = here / "out/trajectories"
     names = ["eval_000000.jsonl", "eval_000001.jsonl", "eval_000002.jsonl", "step_000000.jsonl", "step_000001.jsonl"]
-    assert sorted(path.name for path in folder.iterdir()) == names
+    assert sorted(path.name for path in folder.glob("*.jsonl")) == names
     last = (folder / "eval_000002.jsonl").read_text()
     found = lines(folder / "eval_000002.jsonl")
     assert [line["temperature"] for line in found] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]

@@ -161,7 +161,7 @@ def test_a_record_is_the_trajectory_and_its_tokens(run):
 
 def test_files_of_a_step_come_with_an_index_and_go_with_it(run):
     there = sorted(path.name for path in (run / "trajectories").iterdir())
-    indices = [".eval_000004.jsonl.index", ".step_000003.jsonl.index"]
+    indices = [".eval_000004.index", ".step_000003.index"]
     assert there == [*indices, "eval_000004.jsonl", "step_000003.jsonl", "step_000003.tokens"]
     folder = RunFolder.reopen(run)
     folder.forget_steps(3)
