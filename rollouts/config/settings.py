@@ -295,6 +295,8 @@ class Settings:
         profile: How many steps to profile, after the first one. The profile is written into the run's folder. 0: none.
         record: `tokens`: also write the values of each trained token beside the trajectories, such as the trainer's
             logprob, the entropy and the advantage. `none`: only trajectories.
+        keep_trajectories: How many of the last steps keep their trajectories on the disk, or `all`. Evaluations keep
+            theirs.
         logger: A logger, as [alias=]name. Repeat the flag for more.
         out: The folder of the run. Default: runs/<time>-<env>-<loss>.
     """
@@ -372,6 +374,7 @@ class Settings:
     resume: Literal["never", "auto"] = "never"
     profile: int = _bounded(0, minimum=0)
     record: Literal["none", "tokens"] = "none"
+    keep_trajectories: int | Literal["all"] = _bounded("all", minimum=1)
     logger: tuple[str, ...] = ("jsonl",)
     out: str = ""
 

@@ -43,8 +43,10 @@ SUMMARY = "summary.json"
 LOCK = ".lock"
 PHASES = ("rl", "sft")  # the folders of a run of mode sft+rl, the last one first
 PARTS = ("trajectories", "checkpoints")
+REMOVED = "removed.json"  # in trajectories/: the number of first steps whose trajectories were removed on purpose
 STEP, EVALUATED = "step_", "eval_"  # the prefixes of file names in trajectories/; steps count from 0
 OTHERS = "another model played this role"  # the reason of a line that no reward judges and no run trains
+_STEP_FILE = re.compile(rf"\.?{STEP}(\d+)\.(?:jsonl|tokens|index)")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the errors of a file system without locks
 
 
@@ -108,6 +110,12 @@ def read_json(path: Path) -> dict[str, Any]:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
         return {}
+
+
+def removed_steps(folder: Path) -> int:
+    """How many of a run's first steps have lost their trajectories on purpose (`--keep-trajectories`)."""
+    count = read_json(folder / "trajectories" / REMOVED).get("steps")
+    return count if isinstance(count, int) else 0
 
 
 def load_config(folder: Path) -> tuple[Tree, Source]:
@@ -241,6 +249,23 @@ class RunFolder:
                 done = int(name[2]) + (name[1] == STEP) if name is not None else 0
                 if path.suffix == ".partial" or done > first:
                     path.unlink()
+        if removed_steps(self.path) > first:
+            self._note_removed(first)
+
+    def remove_steps(self, count: int) -> None:
+        """Remove the trajectories of the first `count` steps, with their tokens and indexes, and write down that they
+        are missing on purpose. Evaluations stay.
+        """
+        with _refused(self.path / "trajectories", "removed"):
+            names = {path: _STEP_FILE.fullmatch(path.name) for path in (self.path / "trajectories").iterdir()}
+            old = [path for path, name in names.items() if name is not None and int(name[1]) < count]
+            if old:
+                self._note_removed(count)  # first: after a kill in between, no step is missing without a reason
+            for path in old:
+                path.unlink(missing_ok=True)
+
+    def _note_removed(self, count: int) -> None:
+        self._write_beside(REMOVED, encode_indented({"steps": count}).encode())
 
     def write_config(self, text: str) -> None:
         """Write config.toml. A file with the same settings stays unchanged, with its comments. Raises ConfigError if it

@@ -133,7 +133,7 @@ def _of_run(run: str, given: Tree, show: int, first: int) -> Inspection:
     tree = load_file(saved.folder / CONFIG)[0]
     model = plain(given.get("model", tree.get("model", "tiny")))
     tokenizer = load_tokenizer(model)
-    found = Inspection(notes=[f"{run}: {counted(saved.rollouts, 'saved rollout')}; tokens of {model}"])
+    found = Inspection(notes=[f"{run}: {counted(saved.rollouts, 'saved rollout')}; tokens of {model}", *saved.notes])
     for title, tokens, mask in itertools.islice(_sequences(saved), first):
         found.add(title, tokens, mask, tokenizer, show)
     return found

@@ -25,7 +25,17 @@ from rollouts.config.settings import EVAL, Settings
 from rollouts.config.stopping import read_rule
 from rollouts.disk import sync_folder
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError, counted
-from rollouts.runs.folder import CONFIG, STEP, SUMMARY, RunFolder, holds_run, load_config, numbered, read_json
+from rollouts.runs.folder import (
+    CONFIG,
+    STEP,
+    SUMMARY,
+    RunFolder,
+    holds_run,
+    load_config,
+    numbered,
+    read_json,
+    removed_steps,
+)
 from rollouts.runs.manifest import MANIFEST, resumed_manifest, update_manifest
 from rollouts.training.batches import TrainingBackend
 from rollouts.training.models import resolve_model_name
@@ -327,14 +337,22 @@ def _missing_checkpoint(logged: Logged, folder: RunFolder, *, auto: bool) -> lis
 
 
 def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajectories: bool) -> list[str]:
-    """A note for each file that lacks some of the run's first `steps` steps."""
+    """A note for each file that lacks some of the run's first `steps` steps, and one for those that the run has removed
+    itself.
+    """
+    notes = []
     found = {name: set(lines) for name, lines in logged.items()}
     if with_trajectories:
         files = [path for path in (folder.path / "trajectories").iterdir() if path.stat().st_size]
         names = [re.fullmatch(rf"{STEP}(\d+)\.jsonl", path.name) for path in files]
-        found["trajectories/"] = {int(name[1]) for name in names if name is not None}
+        there = {int(name[1]) for name in names if name is not None}
+        on_purpose = set(range(min(steps, removed_steps(folder.path)))) - there
+        if on_purpose:
+            kept = f"trajectories/ has {counted(len(there & set(range(steps))), 'step')} of the {steps} before"
+            notes.append(f"{kept}: --keep-trajectories has removed the others, and resuming needs none of them")
+        found["trajectories/"] = there | on_purpose
     lost = {name: sorted(set(range(steps)) - each) for name, each in found.items()}
-    return [
+    return notes + [
         f"warning: {name} lacks {len(each)} of the {steps} steps before (the first is step {each[0]}): "
         "something has removed or damaged them; the run goes on without"
         for name, each in lost.items()

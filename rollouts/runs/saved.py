@@ -20,7 +20,7 @@ from rollouts.config.saved import saved_folder
 from rollouts.config.settings import Settings
 from rollouts.errors import ConfigError, UserError, counted, first_line, in_lines
 from rollouts.runs.environments import held_out_keys
-from rollouts.runs.folder import CONFIG, OTHERS, STEP, read_json
+from rollouts.runs.folder import CONFIG, OTHERS, STEP, read_json, removed_steps
 from rollouts.runs.manifest import MANIFEST
 from rollouts.training.models import load_tokenizer
 from rollouts.training.rollout_gen.groups import Group
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 class SavedRun(NamedTuple):
     """The groups that a run saved. `task_keys` [groups] identify their tasks; `sha256` is that of all files in order.
 
-    `tokens_max` is the largest token id.
+    `tokens_max` is the largest token id. `removed` of the first steps were removed by `--keep-trajectories`.
     """
 
     folder: Path
@@ -93,6 +93,15 @@ class SavedRun(NamedTuple):
     rollouts: int
     tokens_max: int
     sha256: str
+    removed: int = 0
+
+    @property
+    def notes(self) -> list[str]:
+        """A note if the run has removed the trajectories of earlier steps."""
+        if not self.removed:
+            return []
+        kept = f"{self.folder} kept the trajectories of {counted(len(self.files), 'step')}"
+        return [f"{kept}: --keep-trajectories has removed those of the {counted(self.removed, 'step')} before"]
 
     @property
     def files(self) -> list[Path]:
@@ -123,6 +132,7 @@ def open_saved(run: str) -> SavedRun:
     """
     folder = saved_folder(run)
     files = sorted((folder / "trajectories").glob(f"{STEP}*.jsonl"))
+    removed = removed_steps(folder)
     places, keys, rollouts, tokens_max, digest = list[Place](), list[tuple[str, str]](), 0, -1, hashlib.sha256()
     for file in files:
         for place, lines in _groups_in(file, digest):
@@ -133,11 +143,12 @@ def open_saved(run: str) -> SavedRun:
             tokens = [max(segment.tokens, default=-1) for line in own for segment in line.segments]
             tokens_max = max(tokens_max, *tokens) if tokens else tokens_max
     if not places:
+        lost = f"; those of {counted(removed, 'step')} were removed by --keep-trajectories" if removed else ""
         raise ConfigError(
-            f"{run} has no trajectories of training steps (trajectories/{STEP}*.jsonl): give a run of mode rl that has "
-            "finished a step"
+            f"{run} has no trajectories of training steps (trajectories/{STEP}*.jsonl){lost}: give a run of mode rl "
+            "that has finished a step"
         )
-    return SavedRun(folder, places, keys, rollouts, tokens_max, digest.hexdigest())
+    return SavedRun(folder, places, keys, rollouts, tokens_max, digest.hexdigest(), removed)
 
 
 class SavedRuns(NamedTuple):
@@ -164,6 +175,7 @@ class SavedRuns(NamedTuple):
         notes = [f"{many} of {settings.prompts_per_step} visit each {epochs:.1f} times, if none is passed over"]
         if self.held_out:
             notes.append(f"{counted(self.held_out, 'saved group')} of held-out tasks are left out")
+        notes += [note for run in self.runs for note in run.notes]
         return [*notes, *_check_tokenizer(self, settings.model, tokenizer)]
 
 

@@ -336,6 +336,8 @@ class Training:
 
         async def on_logged(report: StepReport) -> None:
             self._loop = state(report.state)
+            if settings.keep_trajectories != "all":
+                self._folder.remove_steps(report.step + 1 - settings.keep_trajectories)
             await self._after(report.step, report.metrics)
 
         self._loop = state(loop)
