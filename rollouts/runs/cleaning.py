@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rollouts.disk import HIDDEN_NAME, remove_folder
 from rollouts.errors import ConfigError, OutputError
-from rollouts.runs.folder import STEP, RunFolder, holds_run, writer_of
+from rollouts.runs.folder import STEP, RunFolder, holds_run, note_removed, removed_steps, step_of, writer_of
 from rollouts.runs.listing import phases_of, read_labels, read_settings, size_of
 from rollouts.training.weights.store import all_checkpoints, checkpoints_to_prune
 
@@ -61,6 +61,9 @@ def remove(removal: Removal) -> None:
     """Remove it, with the run locked. Raises OutputError if a process writes to the run, or if the disk refuses."""
     folder = RunFolder.reopen(removal.run, parts=())
     try:
+        for phase in {path.parent.parent for path in removal.paths} if removal.what == "trajectories" else ():
+            steps = [step for path in removal.paths if path.parent.parent == phase for step in [step_of(path)]]
+            note_removed(phase, max([removed_steps(phase), *(step + 1 for step in steps if step is not None)]))
         for path in removal.paths:
             remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
     except OSError as error:

@@ -44,6 +44,7 @@ LOCK = ".lock"
 PHASES = ("rl", "sft")  # the folders of a run of mode sft+rl, the last one first
 PARTS = ("trajectories", "checkpoints")
 REMOVED = "removed.json"  # in trajectories/: the number of first steps whose trajectories were removed on purpose
+REMOVED_BY = "--keep-trajectories or `rollouts runs clean`"
 STEP, EVALUATED = "step_", "eval_"  # the prefixes of file names in trajectories/; steps count from 0
 OTHERS = "another model played this role"  # the reason of a line that no reward judges and no run trains
 _STEP_FILE = re.compile(rf"\.?{STEP}(\d+)\.(?:jsonl|tokens|index)")
@@ -113,9 +114,20 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def removed_steps(folder: Path) -> int:
-    """How many of a run's first steps have lost their trajectories on purpose (`--keep-trajectories`)."""
+    """How many of a run's first steps have lost their trajectories on purpose."""
     count = read_json(folder / "trajectories" / REMOVED).get("steps")
     return count if isinstance(count, int) else 0
+
+
+def note_removed(folder: Path, count: int) -> None:
+    """Write down that the trajectories of a run's first `count` steps are missing on purpose."""
+    write_whole(folder / "trajectories" / REMOVED, encode_indented({"steps": count}).encode(), synced=False)
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a file in trajectories/; None if it is not one of a training step."""
+    name = _STEP_FILE.fullmatch(path.name)
+    return None if name is None else int(name[1])
 
 
 def load_config(folder: Path) -> tuple[Tree, Source]:
@@ -250,22 +262,20 @@ class RunFolder:
                 if path.suffix == ".partial" or done > first:
                     path.unlink()
         if removed_steps(self.path) > first:
-            self._note_removed(first)
+            with _refused(self.path / "trajectories"):
+                note_removed(self.path, first)
 
     def remove_steps(self, count: int) -> None:
         """Remove the trajectories of the first `count` steps, with their tokens and indexes, and write down that they
         are missing on purpose. Evaluations stay.
         """
         with _refused(self.path / "trajectories", "removed"):
-            names = {path: _STEP_FILE.fullmatch(path.name) for path in (self.path / "trajectories").iterdir()}
-            old = [path for path, name in names.items() if name is not None and int(name[1]) < count]
+            steps = {path: step_of(path) for path in (self.path / "trajectories").iterdir()}
+            old = [path for path, step in steps.items() if step is not None and step < count]
             if old:
-                self._note_removed(count)  # first: after a kill in between, no step is missing without a reason
+                note_removed(self.path, count)  # first: after a kill in between, no step is missing without a reason
             for path in old:
                 path.unlink(missing_ok=True)
-
-    def _note_removed(self, count: int) -> None:
-        self._write_beside(REMOVED, encode_indented({"steps": count}).encode())
 
     def write_config(self, text: str) -> None:
         """Write config.toml. A file with the same settings stays unchanged, with its comments. Raises ConfigError if it

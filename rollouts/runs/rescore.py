@@ -77,7 +77,7 @@ def rescore(run: str, given: Tree, observer: Observer | None = None) -> dict[str
         folder.write_json(MANIFEST, _manifest(saved, settings.seed, references, files))
         keep_code(folder, files)
         title = f"{os.path.relpath(saved.folder)} · {counted(saved.rollouts, 'rollout')}, judged again"
-        session.begin(job, title, len(saved.files), [], {})
+        session.begin(job, title, len(saved.files), saved.notes, {})
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
 

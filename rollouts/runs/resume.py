@@ -27,6 +27,7 @@ from rollouts.disk import sync_folder
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError, counted
 from rollouts.runs.folder import (
     CONFIG,
+    REMOVED_BY,
     STEP,
     SUMMARY,
     RunFolder,
@@ -349,7 +350,7 @@ def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajec
         on_purpose = set(range(min(steps, removed_steps(folder.path)))) - there
         if on_purpose:
             kept = f"trajectories/ has {counted(len(there & set(range(steps))), 'step')} of the {steps} before"
-            notes.append(f"{kept}: --keep-trajectories has removed the others, and resuming needs none of them")
+            notes.append(f"{kept}; the others were removed by {REMOVED_BY}, and resuming needs none of them")
         found["trajectories/"] = there | on_purpose
     lost = {name: sorted(set(range(steps)) - each) for name, each in found.items()}
     return notes + [

@@ -20,7 +20,7 @@ from rollouts.config.saved import saved_folder
 from rollouts.config.settings import Settings
 from rollouts.errors import ConfigError, UserError, counted, first_line, in_lines
 from rollouts.runs.environments import held_out_keys
-from rollouts.runs.folder import CONFIG, OTHERS, STEP, read_json, removed_steps
+from rollouts.runs.folder import CONFIG, OTHERS, REMOVED_BY, STEP, read_json, removed_steps
 from rollouts.runs.manifest import MANIFEST
 from rollouts.training.models import load_tokenizer
 from rollouts.training.rollout_gen.groups import Group
@@ -84,7 +84,7 @@ class Place(NamedTuple):
 class SavedRun(NamedTuple):
     """The groups that a run saved. `task_keys` [groups] identify their tasks; `sha256` is that of all files in order.
 
-    `tokens_max` is the largest token id. `removed` of the first steps were removed by `--keep-trajectories`.
+    `tokens_max` is the largest token id. The trajectories of the first `removed` steps are missing on purpose.
     """
 
     folder: Path
@@ -100,8 +100,8 @@ class SavedRun(NamedTuple):
         """A note if the run has removed the trajectories of earlier steps."""
         if not self.removed:
             return []
-        kept = f"{self.folder} kept the trajectories of {counted(len(self.files), 'step')}"
-        return [f"{kept}: --keep-trajectories has removed those of the {counted(self.removed, 'step')} before"]
+        kept = f"{self.folder} has the trajectories of {counted(len(self.files), 'step')}"
+        return [f"{kept}; those of the {counted(self.removed, 'step')} before were removed by {REMOVED_BY}"]
 
     @property
     def files(self) -> list[Path]:
@@ -143,7 +143,7 @@ def open_saved(run: str) -> SavedRun:
             tokens = [max(segment.tokens, default=-1) for line in own for segment in line.segments]
             tokens_max = max(tokens_max, *tokens) if tokens else tokens_max
     if not places:
-        lost = f"; those of {counted(removed, 'step')} were removed by --keep-trajectories" if removed else ""
+        lost = f"; those of {counted(removed, 'step')} were removed by {REMOVED_BY}" if removed else ""
         raise ConfigError(
             f"{run} has no trajectories of training steps (trajectories/{STEP}*.jsonl){lost}: give a run of mode rl "
             "that has finished a step"

@@ -15,7 +15,7 @@ import pytest
 import rollouts
 from rollouts.cli.app import main
 from rollouts.runs import comparing, listing
-from rollouts.runs.folder import RunFolder
+from rollouts.runs.folder import RunFolder, removed_steps
 from rollouts.runs.listing import read_run, sampled_lines
 
 TRAINED = {"env": "calculator", "steps": 3, "prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 4}
@@ -230,6 +230,7 @@ def test_cleaning_asks_and_leaves_what_is_needed(real, runs, capsys):
         "user/trajectories/step_000000.jsonl.partial",
     }
     assert not (runs / "empty").exists()
+    assert removed_steps(runs / "trained") == 3 and removed_steps(runs / "kept") == 0
     assert rollouts.resume(runs / "trained", steps=4)["steps"] == 4, "the run can be made longer"
 
 

@@ -58,13 +58,13 @@ def test_what_is_read_says_in_one_line_what_is_missing(trained):
     saved = open_saved(str(trained))
     assert [file.stem for file in saved.files] == ["step_000002", "step_000003"]
     (note,) = saved.notes
-    assert "kept the trajectories of 2 steps" in note and "of the 2 steps before" in note
+    assert "has the trajectories of 2 steps" in note and "of the 2 steps before" in note
 
 
 def test_a_checkpoint_before_the_kept_steps_resumes(run, capsys):
     assert main(["resume", str(run), "--checkpoint", "step_000001"]) == 0
     said = capsys.readouterr().out
-    assert said.count("--keep-trajectories has removed") == 1 and "lacks" not in said
+    assert said.count("removed by --keep-trajectories") == 1 and "lacks" not in said
     assert {"step_000002.jsonl", "step_000003.jsonl"} <= names(run) and "step_000001.jsonl" not in names(run)
 
 
@@ -87,6 +87,21 @@ def test_steps_that_a_resume_repeats_are_no_longer_missing_on_purpose(written):
     written.remove_steps(4)
     written.forget_steps(1)
     assert removed_steps(written.path) == 1
+
+
+def test_a_resumed_run_may_keep_fewer(run):
+    config = (run / CONFIG).read_text()
+    (run / CONFIG).write_text(config.replace("keep_trajectories = 2", "keep_trajectories = 1"))
+    assert main(["resume", str(run), "--steps", "5"]) == 0
+    assert "step_000004.jsonl" in names(run) and "step_000003.jsonl" not in names(run)
+    assert removed_steps(run) == 4
+
+
+def test_rescoring_says_what_is_missing(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.py").write_text("def one(trajectory):\n    return 1.0\n")
+    assert main(["rescore", str(run), "--reward", "./one.py:one", "--out", "again"]) == 0
+    assert "those of the 2 steps before were removed by" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("count", [-3, 0])
