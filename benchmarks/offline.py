@@ -5,10 +5,10 @@
 
 A run of the calculator saves rollouts of the embedded model: its learning rate is 1e-12, so that all of them are of one
 model. From there each arm trains that model, and generates nothing: `rft` on the good rollouts, `grpo` on all with the
-stored logprobs, `dpo` on pairs, `wrong` on the good ones of a rescored folder whose reward is 1 for a wrong answer, and
-`all` on every rollout alike, whatever it earned. The table has the reward on the same held-out tasks, sampled at
-temperature 1. The script exits with 1 if `rft`, `grpo` or `dpo` rises by less than 0.2 in a seed, or if one of the
-other two rises by 0.1 or more.
+stored logprobs, `dpo` on pairs with the likelihood of the chosen rollout, `wrong` on the good ones of a rescored folder
+whose reward is 1 for a wrong answer, and `all` on every rollout alike, whatever it earned. The table has the reward on
+the same held-out tasks, sampled at temperature 1. The script exits with 1 if `rft`, `grpo` or `dpo` rises by less than
+0.2 in a seed, or if one of the other two rises by 0.1 or more.
 
     python benchmarks/offline.py --rescore           # 1,024 rollouts
 
@@ -48,7 +48,7 @@ def wrong(task, trajectory):
 ARMS = {
     "rft": ("base", "--loss rft"),
     "grpo": ("base", "--loss grpo"),
-    "dpo": ("base", "--loss dpo --pairs all_pairs --lr 1e-3 --steps 96"),
+    "dpo": ("base", "--loss dpo --pairs all_pairs --lr 3e-4 --steps 96 --loss.nll-coef 1"),
     "wrong": ("rescored", "--loss rft --reward env"),
     "all": ("base", "--loss rft --select.threshold=-1"),
 }

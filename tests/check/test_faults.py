@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -43,9 +44,15 @@ def report_of(file: Path, name: str, *, wanted: str = ""):
 
 
 def result_of(file: Path, wanted: str) -> list[Result]:
-    """The failed checks of a fault. Faults that leave threads run in another process: other tests count threads."""
+    """The failed checks of a fault. Faults that leave threads run in another process: other tests count threads. One of
+    the others takes over Ctrl-C.
+    """
     if wanted not in LEAVES:
-        return report_of(file, "Fault", wanted=wanted).failed
+        handler = signal.getsignal(signal.SIGINT)
+        try:
+            return report_of(file, "Fault", wanted=wanted).failed
+        finally:
+            signal.signal(signal.SIGINT, handler)
     skipped = [f"--skip={name}" for name in (SLOW | {"masks", "tool-schemas"}) - {wanted}]  # they import transformers
     command = [sys.executable, "-m", "rollouts", "check", f"{file}:Fault", *skipped, "--tasks=2", "--json"]
     done = forks.run(command, timeout=300)

@@ -148,7 +148,15 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, value_cli
     return 0.5 * ((values - returns) ** 2).maximum((near - returns) ** 2)
 
 
-def dpo(logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, pair_index: Tensor, *, beta: float = 0.1) -> Tensor:
+def dpo(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    advantages: Tensor,
+    pair_index: Tensor,
+    *,
+    beta: float = 0.1,
+    nll_coef: float = 0.0,
+) -> Tensor:
     """Direct preference optimization (Rafailov et al. 2023, eq. 7): -log sigmoid(beta (D_chosen - D_rejected)) [P].
 
     D is the sum of log(pi / pi_ref) over a rollout's tokens. `advantages` is +1 at tokens of the chosen rollout, -1 at
@@ -157,16 +165,25 @@ def dpo(logprobs: Tensor, ref_logprobs: Tensor, advantages: Tensor, pair_index: 
 
     Args:
         beta: a larger beta keeps the policy closer to the reference
+        nll_coef: adds so much of the chosen rollout's mean negative log likelihood per token (Pang et al. 2024, eq. 1).
+            Without it, DPO may make both rollouts of a pair less likely
     """
     import torch
 
     check_setting("beta", beta, 0 < beta < float("inf"), "a number above 0", "--loss.beta 0.1")
+    check_setting("nll_coef", nll_coef, 0 <= nll_coef < float("inf"), "a number of 0 or more", "--loss.nll-coef 1")
     live = (advantages != 0) & (pair_index >= 0)
     margins = (logprobs - ref_logprobs).where(live, 0.0) * advantages.where(live, 0.0)
     paired = pair_index >= 0
     numbers, place = torch.unique(pair_index[paired], return_inverse=True)
     differences = margins.new_zeros(numbers.shape[0]).index_add(0, place, margins[paired])
-    return -torch.nn.functional.logsigmoid(beta * differences)
+    losses = -torch.nn.functional.logsigmoid(beta * differences)
+    if nll_coef:
+        chosen = (live & (advantages > 0))[paired]
+        nll = torch.zeros_like(differences).index_add(0, place, -logprobs[paired].where(chosen, 0.0))
+        lengths = torch.zeros_like(differences).index_add(0, place, chosen.to(differences.dtype))
+        losses = losses + nll_coef * nll / lengths.clamp(min=1)
+    return losses
 
 
 def distill_topk(topk_logprobs: Tensor, teacher_topk_logprobs: Tensor) -> Tensor:

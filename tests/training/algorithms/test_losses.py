@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import random
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -830,3 +831,22 @@ def test_dpo_equals_trl(beta):
         check(beta, -signs)
     with pytest.raises(AssertionError):
         check(beta * 1.1, signs)
+
+
+@pytest.mark.parametrize("nll_coef", [0.0, 0.7])
+def test_dpo_with_likelihood_of_the_chosen_rollout(nll_coef):
+    """Against a loop in plain Python. The two rollouts of a pair have other lengths, and one pair nothing chosen."""
+    pairs = {4: (5, 3), 1: (2, 6), 9: (0, 2)}  # tokens of the chosen rollout and of the rejected one
+    rng, rows, expected = random.Random(0), [], []
+    for pair, lengths in pairs.items():
+        chosen, rejected = ([(rng.uniform(-3, 0), rng.uniform(-3, 0)) for _ in range(length)] for length in lengths)
+        rows += [(*token, 1.0, pair) for token in chosen] + [(-9.0, -1.0, 0.0, pair)]  # the last one is not trained
+        rows += [(*token, -1.0, pair) for token in rejected] + [(-9.0, -1.0, 1.0, -1)]  # and this one has no pair
+        difference = sum(new - ref for new, ref in chosen) - sum(new - ref for new, ref in rejected)
+        mean = -sum(new for new, _ in chosen) / max(1, len(chosen))
+        expected.append((pair, math.log1p(math.exp(-0.3 * difference)) + nll_coef * mean))
+    logprobs, ref_logprobs, advantages, numbers = (torch.tensor(column) for column in zip(*rows, strict=True))
+    found = losses.dpo(logprobs, ref_logprobs, advantages, numbers, beta=0.3, nll_coef=nll_coef)
+    torch.testing.assert_close(found, torch.tensor([value for _, value in sorted(expected)]))
+    with pytest.raises(ConfigError, match="nll_coef"):
+        losses.dpo(logprobs, ref_logprobs, advantages, numbers, nll_coef=-1.0)
