@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rollouts.disk import HIDDEN_NAME, remove_folder
 from rollouts.errors import ConfigError, OutputError
-from rollouts.runs.folder import STEP, RunFolder, holds_run, note_removed, removed_steps, step_of, writer_of
+from rollouts.runs.folder import RunFolder, holds_run, note_removed, removed_steps, step_of_file, writer_of
 from rollouts.runs.listing import phases_of, read_labels, read_settings, size_of
 from rollouts.training.weights.store import all_checkpoints, checkpoints_to_prune
 
@@ -49,7 +49,7 @@ def removals(runs: Sequence[Path], what: Iterable[str]) -> list[Removal]:
         found.append(_removal(run, "leftovers", list(_leftovers(run))))
         for phase in phases_of(run):
             if "trajectories" in chosen:
-                files = [each for each in (phase / "trajectories").glob("*") if each.name.lstrip(".").startswith(STEP)]
+                files = [each for each in (phase / "trajectories").glob("*") if step_of_file(each) is not None]
                 found.append(_removal(run, "trajectories", files))
             if "checkpoints" in chosen:
                 old = [each for each in checkpoints_to_prune(phase / "checkpoints", 1) if each.resolve() not in named]
@@ -61,15 +61,21 @@ def remove(removal: Removal) -> None:
     """Remove it, with the run locked. Raises OutputError if a process writes to the run, or if the disk refuses."""
     folder = RunFolder.reopen(removal.run, parts=())
     try:
-        for phase in {path.parent.parent for path in removal.paths} if removal.what == "trajectories" else ():
-            steps = [step for path in removal.paths if path.parent.parent == phase for step in [step_of(path)]]
-            note_removed(phase, max([removed_steps(phase), *(step + 1 for step in steps if step is not None)]))
+        if removal.what == "trajectories":
+            _note_steps(removal.paths)
         for path in removal.paths:
             remove_folder(path) if path.is_dir() else path.unlink(missing_ok=True)
     except OSError as error:
         raise OutputError(f"{removal.run}: {error.strerror or error}: {error.filename}") from error
     finally:
         folder.close()
+
+
+def _note_steps(files: Sequence[Path]) -> None:
+    """Write down, in the folder of each phase, that the trajectories of its steps are missing on purpose."""
+    for phase in {file.parent.parent for file in files}:
+        steps = [step for file in files if file.parent.parent == phase and (step := step_of_file(file)) is not None]
+        note_removed(phase, max([removed_steps(phase), *(step + 1 for step in steps)]))
 
 
 def _removal(run: Path, what: str, paths: list[Path]) -> Removal:

@@ -124,7 +124,7 @@ def note_removed(folder: Path, count: int) -> None:
     write_whole(folder / "trajectories" / REMOVED, encode_indented({"steps": count}).encode(), synced=False)
 
 
-def step_of(path: Path) -> int | None:
+def step_of_file(path: Path) -> int | None:
     """The step of a file in trajectories/; None if it is not one of a training step."""
     name = _STEP_FILE.fullmatch(path.name)
     return None if name is None else int(name[1])
@@ -270,7 +270,7 @@ class RunFolder:
         are missing on purpose. Evaluations stay.
         """
         with _refused(self.path / "trajectories", "removed"):
-            steps = {path: step_of(path) for path in (self.path / "trajectories").iterdir()}
+            steps = {path: step_of_file(path) for path in (self.path / "trajectories").iterdir()}
             old = [path for path, step in steps.items() if step is not None and step < count]
             if old:
                 note_removed(self.path, count)  # first: after a kill in between, no step is missing without a reason

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,6 @@ from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from rollouts.runs.folder import (
     CONFIG,
     REMOVED_BY,
-    STEP,
     SUMMARY,
     RunFolder,
     holds_run,
@@ -36,6 +34,7 @@ from rollouts.runs.folder import (
     numbered,
     read_json,
     removed_steps,
+    step_of_file,
 )
 from rollouts.runs.manifest import MANIFEST, resumed_manifest, update_manifest
 from rollouts.training.batches import TrainingBackend
@@ -345,8 +344,7 @@ def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajec
     found = {name: set(lines) for name, lines in logged.items()}
     if with_trajectories:
         files = [path for path in (folder.path / "trajectories").iterdir() if path.stat().st_size]
-        names = [re.fullmatch(rf"{STEP}(\d+)\.jsonl", path.name) for path in files]
-        there = {int(name[1]) for name in names if name is not None}
+        there = {step for path in files if path.suffix == ".jsonl" and (step := step_of_file(path)) is not None}
         on_purpose = set(range(min(steps, removed_steps(folder.path)))) - there
         if on_purpose:
             kept = f"trajectories/ has {counted(len(there & set(range(steps))), 'step')} of the {steps} before"

@@ -20,7 +20,7 @@ from rollouts.config.saved import saved_folder
 from rollouts.config.settings import Settings
 from rollouts.errors import ConfigError, UserError, counted, first_line, in_lines
 from rollouts.runs.environments import held_out_keys
-from rollouts.runs.folder import CONFIG, OTHERS, REMOVED_BY, STEP, read_json, removed_steps
+from rollouts.runs.folder import CONFIG, OTHERS, REMOVED_BY, STEP, read_json, removed_steps, step_of_file
 from rollouts.runs.manifest import MANIFEST
 from rollouts.training.models import load_tokenizer
 from rollouts.training.rollout_gen.groups import Group
@@ -132,7 +132,8 @@ def open_saved(run: str) -> SavedRun:
     """
     folder = saved_folder(run)
     files = sorted((folder / "trajectories").glob(f"{STEP}*.jsonl"))
-    removed = removed_steps(folder)
+    noted = removed_steps(folder)
+    removed = noted - sum((step_of_file(file) or 0) < noted for file in files)  # a kill may have left some of them
     places, keys, rollouts, tokens_max, digest = list[Place](), list[tuple[str, str]](), 0, -1, hashlib.sha256()
     for file in files:
         for place, lines in _groups_in(file, digest):

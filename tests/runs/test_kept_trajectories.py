@@ -10,7 +10,7 @@ import rollouts
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import CONFIG, RunFolder, removed_steps
+from rollouts.runs.folder import CONFIG, RunFolder, note_removed, removed_steps
 from rollouts.runs.resume import _missing_steps
 from rollouts.runs.saved import open_saved
 
@@ -66,6 +66,13 @@ def test_a_checkpoint_before_the_kept_steps_resumes(run, capsys):
     said = capsys.readouterr().out
     assert said.count("removed by --keep-trajectories") == 1 and "lacks" not in said
     assert {"step_000002.jsonl", "step_000003.jsonl"} <= names(run) and "step_000001.jsonl" not in names(run)
+
+
+def test_after_a_kill_what_is_left_is_read_and_not_called_missing(run):
+    """As a process leaves it that is killed after the note, and before it has removed all files."""
+    note_removed(run, 3)
+    saved = open_saved(str(run))
+    assert [file.stem for file in saved.files] == ["step_000002", "step_000003"] and saved.removed == 2
 
 
 def test_nothing_is_left_to_read(run):
