@@ -76,6 +76,7 @@ FLOORS = {
     "rollouts.api": 4,
     "rollouts.check": 4,
     "rollouts.primitives": 4,
+    "rollouts.view": 4,
     "rollouts.cli": 4,
     "rollouts.providers": 4,
     "rollouts.__main__": 4,

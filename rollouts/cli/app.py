@@ -35,6 +35,7 @@ COMMANDS = {
     "resume": ("rollouts.cli.run:resume", "Resume a run, or make it longer."),
     "rescore": ("rollouts.cli.rescore:rescore", "Judge the saved trajectories of a run again."),
     "runs": ("rollouts.cli.runs:runs", "List, compare, label and clean the runs on the disk."),
+    "view": ("rollouts.cli.view:view", "Look at runs in a browser, from a curve down to one token."),
     "data": ("rollouts.cli.data:data", "Look at training data: tokens, masks and lengths."),
     "export": ("rollouts.cli.export:export", "Export a run's model for transformers, vLLM and SGLang."),
     "chat": ("rollouts.cli.chat:chat", "Talk to a run's model, with the tools of its environment."),

@@ -23,21 +23,25 @@ FULL_SECONDS = 0.1  # the time until the next attempt to accept, if the process 
 
 
 class HTTPRequest(NamedTuple):
-    """One request. `path` does not include the query. The names of `headers` are in lower case."""
+    """One request. `path` and `query` are as they were sent, still quoted. The names of `headers` are in lower case."""
 
     method: str
     path: str
     body: bytes
     headers: Mapping[str, str] = {}
+    query: str = ""
 
 
 class HTTPResponse(NamedTuple):
-    """One response. `on_lost` is called if the client leaves before all of it was sent."""
+    """One response. `on_lost` is called if the client leaves before all of it was sent. `headers` are sent besides the
+    content's type and length.
+    """
 
     status: int
     body: bytes
     content_type: str = "application/json"
     on_lost: Callable[[], None] | None = None
+    headers: Mapping[str, str] = {}
 
 
 class HTTPLimits(NamedTuple):
@@ -176,9 +180,9 @@ class _Connection:
                     self._bound(len(body))
                 elif isinstance(event, h11.EndOfMessage):
                     assert head is not None, "a message has a head"
-                    path = head.target.decode("ascii", "replace").partition("?")[0]
+                    path, _, query = head.target.decode("ascii", "replace").partition("?")
                     headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
-                    return HTTPRequest(head.method.decode("ascii", "replace"), path, bytes(body), headers)
+                    return HTTPRequest(head.method.decode("ascii", "replace"), path, bytes(body), headers, query)
                 else:  # the client has left
                     return None
         raise _Refused(408, f"the request did not arrive within {limits.receive_seconds:g} seconds")
@@ -238,6 +242,7 @@ class _Connection:
         if self._parser.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return  # the client sent something that cannot be answered
         headers = [("content-type", response.content_type), ("content-length", str(len(response.body)))]
+        headers += response.headers.items()
         headers += [("connection", "close")] if closes else []
         with trio.fail_after(self._limits.receive_seconds):
             head = h11.Response(status_code=response.status, headers=headers)

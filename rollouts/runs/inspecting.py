@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollouts.chat.token_texts import token_texts
 from rollouts.config.convert import plain
 from rollouts.config.files import load_file
 from rollouts.config.flags import Tree
@@ -34,7 +35,6 @@ OF_SFT = ("model", "trust_remote_code", "template", "system", "data")
 
 BAD_SHOWN = 3  # how many rows that are no conversation are shown
 SAMPLE_CHARACTERS = 200
-HELD_MAX = 16  # tokens that may be parts of one character
 
 
 class Shown(NamedTuple):
@@ -146,28 +146,3 @@ def _sequences(saved: SavedRun) -> Iterator[tuple[str, list[int], list[float]]]:
                 for part, segment in enumerate(trajectory.segments, start=1):
                     of = f", segment {part} of {len(trajectory.segments)}" if len(trajectory.segments) > 1 else ""
                     yield f"{place.file.stem}, group {index}, rollout {number}{of}", segment.tokens, segment.loss_mask
-
-
-def token_texts(tokens: Iterable[int], tokenizer: Any) -> list[str]:
-    """The text of each token [L]. Joined, they are the text of all. Of a character that several tokens share, the last
-    one has the text.
-    """
-
-    def decode(ids: list[int]) -> str:
-        text: str = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
-    texts: list[str] = []
-    context: list[int] = []  # the token before, which decides whether a space is shown
-    held: list[int] = []
-    for token in tokens:
-        held.append(token)
-        before, text = decode(context) if context else "", decode([*context, *held])
-        if text.endswith("\ufffd") and len(held) < HELD_MAX:
-            texts.append("")
-            continue
-        texts.append(text[len(before) :])
-        context, held = held[-1:], []
-    if held:
-        texts[-1] = decode([*context, *held])[len(decode(context)) if context else 0 :]
-    return texts

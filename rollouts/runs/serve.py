@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import signal
 import socket
 import traceback
 from collections.abc import Callable, Sequence
@@ -16,6 +14,7 @@ from rollouts.errors import ConfigError
 from rollouts.gateway.api import API, refusal, unreadable
 from rollouts.gateway.exchange import APIError
 from rollouts.gateway.http_server import Handler, HTTPLimits, HTTPRequest, HTTPResponse, serve_http
+from rollouts.gateway.listening import bound_socket, stop_at_signals
 from rollouts.gateway.single_turns import ServedModel, SingleTurns
 from rollouts.inference.base import members_of
 from rollouts.runs.folder import run_name
@@ -27,8 +26,6 @@ SETTINGS = tuple("mode template tool_parser inference max_tokens temperature tru
 """The settings of a run that apply when its model is served. Clients send their own system prompt and tools."""
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-BACKLOG = 1024  # how many connections may wait to be accepted
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Address(NamedTuple):
@@ -53,7 +50,8 @@ def serve(plan: Plan, address: Address, limits: HTTPLimits, say: Callable[[str],
             f"--inference {plan.one('inference').name} is a chat API with an address of its own; type "
             "--inference hf, vllm or sglang"
         )
-    with _bound(address) as bound, temporary_engine(plan, []) as engine:  # before the model loads
+    flags = f"--host {address.host} --port {address.port}"
+    with bound_socket(address.host, address.port, flags) as bound, temporary_engine(plan, []) as engine:
         settings = plan.settings
         name = address.name or served_name(settings.model)
         chat = load_chat(settings, [], tool_parser=plan.tool_parser)
@@ -70,7 +68,7 @@ async def _serve(
 ) -> None:
     stopping, engine = trio.Event(), model.engine
     async with engine, trio.open_nursery() as nursery:
-        nursery.start_soon(_stop, stopping, nursery.cancel_scope)
+        nursery.start_soon(stop_at_signals, stopping, nursery.cancel_scope)
         members = members_of(engine) if engine.capabilities.is_pool else ()
         own = [f"the engine's own address: {url}/v1" for each in members if (url := getattr(each, "url", ""))]
         for line in (*lines, *own):
@@ -108,23 +106,3 @@ def served_name(model: str) -> str:
     if path.parent.name == "checkpoints":
         return run_name(path.parents[1])
     return run_name(path) if path.expanduser().is_dir() else model
-
-
-async def _stop(stopping: trio.Event, everything: trio.CancelScope) -> None:
-    """Wait for signals. The first one lets requests in flight finish; the second one ends the server at once."""
-    with trio.open_signal_receiver(*SIGNALS) as signals:
-        async for _ in signals:
-            if stopping.is_set():
-                everything.cancel()
-            stopping.set()
-
-
-def _bound(address: Address) -> socket.socket:
-    """A socket bound to the address. Raises ConfigError."""
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    try:
-        return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
-    except OSError as error:
-        taken = "it is taken; type another --port, or --port 0 for a free one"
-        hint = taken if error.errno == errno.EADDRINUSE else str(error)
-        raise ConfigError(f"--host {address.host} --port {address.port} cannot be used: {hint}") from error

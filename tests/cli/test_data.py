@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rollouts
+from rollouts.chat.token_texts import token_texts
 from rollouts.cli.app import main
-from rollouts.runs.inspecting import inspect_data, token_texts
+from rollouts.runs.inspecting import inspect_data
 from rollouts.training.models import load_tokenizer
 
 ROWS = [

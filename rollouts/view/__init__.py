@@ -1,0 +1,15 @@
+"""`rollouts view`: runs in a browser, from a curve down to one token.
+
+| module | what it does |
+|---|---|
+| `server` `access` | serves the page and the API on this machine alone |
+| `api` | the paths of the API |
+| `catalog` | which runs there are, and what their folders say |
+| `table` `filters` | the trajectories of a step as a table; which rows an expression keeps |
+| `rollout` | one trajectory with its tokens |
+| `pairs` | two runs on the same tasks |
+| `export` | one file to send to somebody |
+| `page/` | HTML, CSS and JavaScript, as the browser loads them |
+
+Not here: what a run writes (`rollouts.runs`). Nothing in this package changes a run, except its tags and its note.
+"""
