@@ -34,7 +34,7 @@ from rollouts.config.settings import (
     Settings,
     setting_infos,
 )
-from rollouts.config.stopping import misspelled, read_rule
+from rollouts.config.stopping import misspelled, read_ranking, read_rule
 from rollouts.config.workers import read_workers
 from rollouts.errors import ConfigError, in_lines, near_misses
 
@@ -121,7 +121,7 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     if mode == "eval":
         values = EVAL_DEFAULTS | values
     components = components_of(chosen, COMPONENT_KINDS, source)
-    _check_stop_rules(values, tree, source)
+    _check_metrics(values, tree, source)
     settings = Settings(**values, **component_names(components))
     if settings.sft and settings.mode != "sft+rl":
         first = next(iter(settings.sft))
@@ -211,22 +211,34 @@ def _list_of_rules(value: Any) -> Any:
     return [] if [plain(each) for each in listed] in ([None], ["none"]) else listed
 
 
-def _check_stop_rules(values: Tree, tree: Tree, source: Source) -> None:
-    """Raise ConfigError for a text that is not a rule, for a misspelled metric, and for a rule on evaluations if the
-    run evaluates only at its end.
+def _check_metrics(values: Tree, tree: Tree, source: Source) -> None:
+    """Raise ConfigError for a text in `stop_when` or `keep_best` that is not a rule or a metric, for a misspelled
+    metric, and for one of evaluations if the run evaluates only at its end.
     """
     for text in values.get("stop_when", ()):
         try:
             rule = read_rule(text)
         except ConfigError as error:
             raise refusal(("stop_when",), tree["stop_when"], source, str(error)) from error
-        if meant := misspelled(rule.metric):
-            wrong = f"'{rule}': no metric is named {rule.metric}"
-            raise refusal(("stop_when",), tree["stop_when"], source, wrong, f"did you mean: {meant}?")
-        if rule.metric.startswith("eval/") and not (values.get("eval_every") and values.get("eval_tasks", 1)):
-            lacks = "--eval-every 10" if not values.get("eval_every") else "--eval-tasks with more than 0"
-            wrong = f"'{rule}' can never hold: this run evaluates only before its first step and after its last one"
-            raise refusal(("stop_when",), tree["stop_when"], source, wrong, f"type: {lacks}")
+        _check_metric("stop_when", str(rule), rule.metric, values, tree, source)
+    if text := values.get("keep_best"):
+        try:
+            ranking = read_ranking(text)
+        except ConfigError as error:
+            raise refusal(("keep_best",), tree["keep_best"], source, str(error)) from error
+        _check_metric("keep_best", text, ranking.metric, values, tree, source)
+
+
+def _check_metric(key: str, text: str, metric: str, values: Tree, tree: Tree, source: Source) -> None:
+    """Raise ConfigError if the setting `key` names a misspelled metric, or one of evaluations that the run lacks."""
+    if meant := misspelled(metric):
+        wrong = f"'{text}': no metric is named {metric}"
+        raise refusal((key,), tree[key], source, wrong, f"did you mean: {meant}?")
+    if metric.startswith("eval/") and not (values.get("eval_every") and values.get("eval_tasks", 1)):
+        lacks = "--eval-every 10" if not values.get("eval_every") else "--eval-tasks with more than 0"
+        never = "can never hold" if key == "stop_when" else "compares no checkpoints"
+        wrong = f"'{text}' {never}: this run evaluates only before its first step and after its last one"
+        raise refusal((key,), tree[key], source, wrong, f"type: {lacks}")
 
 
 def _fault_of_number(info: Setting, number: float) -> str:

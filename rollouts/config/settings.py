@@ -73,7 +73,8 @@ SCHEDULED = ("loss", "advantage", "aggregation", "kl", "correction", "mix", "sha
 SFT = tuple(
     """
     steps lr prompts_per_step loss aggregation env data system lora_rank inference training optimizer
-    tokens_per_microbatch eval_every eval_tasks checkpoint_every checkpoint_seconds keep_checkpoints profile logger
+    tokens_per_microbatch eval_every eval_tasks checkpoint_every checkpoint_seconds keep_checkpoints
+    keep_best profile logger
     """.split()
 )
 """The keys of `[sft]`: the settings that may differ in the supervised phase of mode sft+rl."""
@@ -290,6 +291,9 @@ class Settings:
         checkpoint_seconds: Seconds between checkpoints, if `checkpoint_every` is 0. 0: save only at the end.
         keep_checkpoints: How many of the last checkpoints to keep, besides the best. 0: all of them with
             `checkpoint_every`, else the last.
+        keep_best: The metric that makes a checkpoint the best, such as `eval/greedy_mean`, or `min:policy/kl_ref` if
+            lower is better. Default: `eval/reward_mean` with `eval_every`, else `reward/mean`; in mode sft
+            `min:policy/loss`.
         resume: `auto`: if the folder --out holds a run, continue it; else begin one. `never`: a folder --out that is
             not empty is an error.
         profile: How many steps to profile, after the first one. The profile is written into the run's folder. 0: none.
@@ -371,6 +375,7 @@ class Settings:
     checkpoint_every: int = _bounded(0, minimum=0)
     checkpoint_seconds: float = _bounded(600.0, minimum=0)
     keep_checkpoints: int = _bounded(0, minimum=0)
+    keep_best: str = ""
     resume: Literal["never", "auto"] = "never"
     profile: int = _bounded(0, minimum=0)
     record: Literal["none", "tokens"] = "none"

@@ -1,4 +1,4 @@
-"""The rules of `--stop-when`, which end a run early: a metric, an operator and a number.
+"""What users say of metrics: the rules of `--stop-when`, and the ranking of `--keep-best`.
 
 rule = read_rule("eval/reward_mean >= 0.95")
 rule.holds({"eval/reward_mean": 0.96})
@@ -10,7 +10,7 @@ import math
 import operator
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError
 
@@ -76,6 +76,34 @@ def read_rule(text: str) -> StopRule:
     else:
         return StopRule(found["metric"], found["sign"], number)
     raise ConfigError(f"{problem}\nfor example: --stop-when {EXAMPLE}")
+
+
+class Ranking(NamedTuple):
+    """How checkpoints are ranked: by the value of a metric when each was saved."""
+
+    metric: str
+    higher_is_better: bool
+
+    def value(self, metrics: Mapping[str, float]) -> dict[str, Any] | None:
+        """The value as a checkpoint keeps it; None if the metric is missing or not finite."""
+        value = metrics.get(self.metric)
+        if value is None or not math.isfinite(value):
+            return None
+        return {"name": self.metric, "value": value, "higher_is_better": self.higher_is_better}
+
+
+def read_ranking(text: str) -> Ranking:
+    """Parse the value of `--keep-best`. Raises ConfigError.
+
+    >>> read_ranking("eval/greedy_mean"), read_ranking("min:policy/kl_ref")
+    (Ranking(metric='eval/greedy_mean', higher_is_better=True), Ranking(metric='policy/kl_ref', higher_is_better=False))
+    """
+    found = re.fullmatch(r"(?:(min|max):)?([^\s<>=!:]+)", text.strip())
+    if found is None:
+        raise ConfigError(
+            f"{text!r} is no metric\nfor example: --keep-best eval/greedy_mean, or --keep-best min:policy/kl_ref"
+        )
+    return Ranking(found[2], found[1] != "min")
 
 
 def misspelled(metric: str) -> str:

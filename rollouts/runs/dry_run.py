@@ -50,13 +50,15 @@ def dry_run(resolved: Resolved, *more: str) -> str:
 
 class Described(NamedTuple):
     """The description of a plan, and its `lines` after the settings. `warnings` are what the trial found that is
-    probably a mistake. `is_partial`: what needs torch or transformers was left out.
+    probably a mistake. `is_partial`: what needs torch or transformers was left out. `data` says how many conversations
+    were tried; empty if all.
     """
 
     text: str
     warnings: list[str]
     is_partial: bool
     lines: list[str]
+    data: str = ""
 
 
 def _verdict(found: Described, mode: str, absent: Sequence[str]) -> list[str]:
@@ -72,9 +74,9 @@ def _verdict(found: Described, mode: str, absent: Sequence[str]) -> list[str]:
             f"{left_out} were not tried; to install:",
             INSTALL_TORCH,
         ]
-    if not lines:
-        return [f"ok: everything was checked; {not_done}, and nothing was written"]
-    return [*lines, f"{ok}: everything else was checked; {not_done}, and nothing was written"]
+    data = f", and of the data {found.data}" if found.data else ""
+    everything = "everything else" if lines else "everything"
+    return [*lines, f"{ok}: {everything} was checked{data}; {not_done}, and nothing was written"]
 
 
 def _describe_phases(resolved: Resolved, absent: Sequence[str]) -> Described:
@@ -92,7 +94,9 @@ def _describe_phases(resolved: Resolved, absent: Sequence[str]) -> Described:
         f"checkpoint of the supervised phase\n# What is not here is as above.\n"
         f"{second.text}"
     )
-    return Described(text, list(dict.fromkeys([*first.warnings, *second.warnings])), second.is_partial, second.lines)
+    return Described(
+        text, list(dict.fromkeys([*first.warnings, *second.warnings])), second.is_partial, second.lines, first.data
+    )
 
 
 def _differing(before: str, text: str) -> str:
@@ -176,7 +180,7 @@ def describe(
     ]
     settings = _differing(earlier[0], settings) if earlier else settings
     text = "\n".join([settings, *_differing_blocks(described, lines)])
-    return Described(text, found.warnings, is_partial, lines)
+    return Described(text, found.warnings, is_partial, lines, found.data)
 
 
 def _training_lines(plan: Plan, absent: Sequence[str]) -> Iterator[str]:

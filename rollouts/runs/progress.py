@@ -217,6 +217,8 @@ class Progress:
         self._say(
             f"{steps} in {summary['wall_seconds']:.0f} s ({summary['cpu_seconds']:.0f} s of CPU) · {self._folder}"
         )
+        if best := summary.get("best"):
+            self._say(f"the best checkpoint, with {best['metric']} {best['value']:.3g}: {best['checkpoint']}")
         if summary.get("checkpoint"):
             models = shlex.quote(f"models/{whole.name}")
             self._say(f"next: rollouts chat {folder}, rollouts eval {folder}, rollouts export {folder} {models}")

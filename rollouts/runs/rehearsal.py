@@ -31,7 +31,7 @@ from rollouts.inference.base import Capabilities, GenerateRequest, Generation, H
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.runs.components import takes_rows
 from rollouts.runs.environments import Environment
-from rollouts.runs.jobs.chat_data import first_rows
+from rollouts.runs.jobs.chat_data import tried_rows
 from rollouts.runs.jobs.demonstrations import demonstration_samples
 from rollouts.runs.plan import Plan
 from rollouts.runs.sandboxes import sandbox_lines
@@ -44,6 +44,7 @@ from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolC
 
 CONTEXT_TOKENS = 1_000_000
 PROMPT_CHARACTERS = 160  # how much of the end of the rendered prompt is shown
+CONVERSATIONS_MAX = 100  # whose tokens are made
 DEMONSTRATIONS_MAX, TASKS_MAX = 100, 1000  # read to find a demonstration of a known task
 MESSAGES_MAX = 12  # shown messages, besides a call of each tool and its answer
 REPLY = "This is a scripted reply."
@@ -53,10 +54,13 @@ _EXAMPLES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "a
 
 
 class Rehearsal(NamedTuple):
-    """The results of a trial as lines, and what is probably a mistake although nothing failed."""
+    """The results of a trial as lines, and what is probably a mistake although nothing failed. `data` says how many
+    conversations were tried; empty if all.
+    """
 
     lines: list[str]
     warnings: list[str]
+    data: str = ""
 
 
 def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = False) -> Rehearsal:
@@ -66,7 +70,7 @@ def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = Fals
     settings = plan.settings
     chat, missing = (None, "") if without_model else _chat_of(plan)
     plan = plan._replace(filters=()) if without_model else plan  # a filter may see rewards as tensors
-    lines, warnings = [missing] if missing else [], list[str]()
+    lines, warnings, data = [missing] if missing else [], list[str](), ""
     lines += sandbox_lines(plan.one("sandbox").name, plan.environments)
     groups: list[Group] = []
     if settings.mode != "sft" or (held_out and plan.rewards):
@@ -79,11 +83,12 @@ def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = Fals
                 replayed = _replay(plan, env, held_out)
                 lines, warnings = [*lines, *replayed.lines], [*warnings, *replayed.warnings]
     if settings.mode == "sft" and chat is not None:
-        lines.append(_demonstration_words(plan, held_out, chat))
+        words, data = _tried_conversations(plan, held_out, chat)
+        lines.append(words)
     if settings.mode != "eval" and not without_model:
         with _users_mistake():
             lines += trio.run(_train, plan, groups[0].episodes[0].score if groups else Score(1.0))
-    return Rehearsal(lines, warnings)
+    return Rehearsal(lines, warnings, data)
 
 
 @contextlib.contextmanager
@@ -364,14 +369,22 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
 
 
-def _demonstration_words(plan: Plan, held_out: Sequence[Task], chat: ChatFormat) -> str:
-    """Describe the first demonstration or conversation. Raises ModelError if the template cannot show it."""
+def _tried_conversations(plan: Plan, held_out: Sequence[Task], chat: ChatFormat) -> tuple[str, str]:
+    """Describe the first demonstrations or conversations, and say how many they are if there are more. Raises
+    ModelError if the template cannot show one.
+    """
+    limited = f"the first {CONVERSATIONS_MAX} conversations"
     if takes_rows(plan.settings.mode, plan.chosen):
-        return first_rows(plan, chat)
-    settings = dataclasses.replace(plan.settings, steps=1, prompts_per_step=1)
+        words, are_all = tried_rows(plan, chat, CONVERSATIONS_MAX)
+        return words, "" if are_all else limited
+    total = max(1, plan.settings.steps * plan.settings.prompts_per_step)
+    count = min(total, CONVERSATIONS_MAX)
+    settings = dataclasses.replace(plan.settings, steps=1, prompts_per_step=count)
     samples = demonstration_samples(plan.environments, held_out, settings, chat)
     live = sum(weight > 0 for sample in samples for weight in sample.loss_mask)
-    return f"a demonstration: {sum(len(sample.tokens) for sample in samples)} tokens, {live} of them trained"
+    tokens = sum(len(sample.tokens) for sample in samples)
+    of = f"the first {count} of {total} demonstrations" if total > count else counted(count, "demonstration")
+    return f"{of}: {counted(tokens, 'token')}, {live} of them trained", limited if total > count else ""
 
 
 # --- a demonstration --------------------------------------------------------------------------------------------------

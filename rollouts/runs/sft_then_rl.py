@@ -43,7 +43,7 @@ _SHARED = ("env", "data", "sandbox", "tool", "tool_parser", "reward", "inference
 rollouts.
 """
 
-_FOR_ROLLOUTS = ("critic", "critic_lr", "lr", "minibatches", "schedule", "stop_when", "teacher", "teacher_top_k")
+_FOR_ROLLOUTS = tuple("critic critic_lr keep_best lr minibatches schedule stop_when teacher teacher_top_k".split())
 """Settings of the run that do not apply to the supervised phase, which has their defaults or its own learning rate."""
 
 

@@ -44,6 +44,8 @@ WORKERS = st.tuples(
 def core_value(info):
     if info.choices:
         return st.sampled_from(info.choices)
+    if info.name == "keep_best":
+        return st.sampled_from(["", "reward/mean", "min:policy/loss", "max:m"])
     if info.name == "keep_trajectories":
         return st.integers(1, 2**40) | st.just("all")
     if info.name == "schedule":

@@ -54,6 +54,21 @@ def test_what_is_no_rule(text, words):
         resolve({"env": "calculator", "stop_when": [text]}, Source("a.toml", f"stop_when = [{text!r}]\n"))
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"keep_best": "reward/mean >"}, "is no metric"),
+        ({"keep_best": "least:m"}, "is no metric"),
+        ({"keep_best": "min:reward_mean"}, "did you mean: reward/mean?"),
+        ({"keep_best": "eval/greedy_mean"}, "type: --eval-every 10"),
+    ],
+)
+def test_what_ranks_no_checkpoints(settings, words):
+    with pytest.raises(ConfigError, match=r"keep.best") as caught:
+        resolve({"env": "calculator"} | settings)
+    assert words in str(caught.value)
+
+
 @pytest.mark.parametrize("given", ["m > 1", ["m > 1"], [read_flag("m > 1")], ("m > 1",)])
 def test_one_rule_needs_no_list(given):
     assert resolve({"stop_when": given}).settings.stop_when == ("m > 1",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -300,8 +301,38 @@ def test_every_kind_of_algorithm_is_tried(here, settings):
 
 
 def test_demonstrations_are_tried(here):
-    text = tried(mode="sft")
-    assert "a demonstration: " in text and "cross_entropy gives one value per token" in text
+    text = tried(mode="sft", steps=2, prompts_per_step=3)
+    assert "\n6 demonstrations: " in text and "cross_entropy gives one value per token" in text
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_dry_run_says_how_many_conversations_it_tried(here, capsys, rows):
+    lines = [json.dumps({"prompt": f"What is {n}?", "response": str(n)}) for n in range(130)]
+    Path("all.jsonl").write_text("\n".join(lines[:100]))
+    Path("more.jsonl").write_text("\n".join(lines))
+    of_all, of_more = ["--data", "all.jsonl"], ["--data", "more.jsonl"]
+    if not rows:
+        of_all = ["--env", "./parts.py:Base", "--steps", "10", "--prompts-per-step", "10"]
+        of_more = ["--env", "./parts.py:Base", "--steps", "13", "--prompts-per-step", "10"]
+    assert main(["sft", *of_all, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "\n100 " in out and out.endswith(
+        "ok: everything was checked; no model was loaded, and nothing was written\n"
+    )
+    assert main(["sft", *of_more, "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert (
+        "\nthe first 100 " in out and "ok: everything was checked, and of the data the first 100 conversations; " in out
+    )
+
+
+def test_a_bad_conversation_among_the_first_is_refused(here, capsys):
+    rows = [json.dumps({"prompt": "a", "response": "b"})] * 7 + ['{"prompt": "a"}', "no JSON"]
+    Path("bad.jsonl").write_text("\n".join(rows))
+    assert main(["sft", "--data", "bad.jsonl", "--dry-run"]) == 2
+    assert "bad.jsonl, line 8" in capsys.readouterr().err
+    assert main(["sft", "--data", "bad.jsonl", "--data.bad-rows", "skip", "--dry-run"]) == 0
+    assert "7 conversations from prompt and response: " in (out := capsys.readouterr().out) and "2 rows skipped" in out
 
 
 def test_the_command_says_what_it_found(here, capsys):

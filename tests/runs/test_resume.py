@@ -436,6 +436,26 @@ def test_the_last_and_the_best_checkpoints_are_kept(keep):
         assert state["metric"] == {"name": "policy/loss", "value": value, "higher_is_better": False}
 
 
+def test_a_metric_of_ones_own_makes_a_checkpoint_the_best(capsys):
+    run("out", "--keep-checkpoints", "1", "--keep-best", "min:rollout/tokens")
+    tokens = [line["rollout/tokens"] for line in lines_of("out")]
+    best = max(step for step, value in enumerate(tokens, start=1) if value == min(tokens))
+    assert {state_of("out", name)["run"]["step"] for name in steps_of("out")} == {4, best}
+    expected = {"checkpoint": f"checkpoints/step_{best:06d}", "metric": "rollout/tokens", "value": min(tokens)}
+    assert summary_of("out")["best"] == expected
+    assert f"the best checkpoint, with rollout/tokens {min(tokens):.3g}: checkpoints/step_" in capsys.readouterr().out
+
+
+def test_a_metric_that_no_step_has_is_said(capsys):
+    run("out", "--keep-checkpoints", "2", "--keep-best", "rollout/token")
+    captured = capsys.readouterr()
+    assert (
+        "--keep-best rollout/token: this step has no such metric; did you mean: rollout/tokens"
+        in captured.out + captured.err
+    )
+    assert "best" not in summary_of("out") and len(steps_of("out")) == 2
+
+
 def test_what_the_best_checkpoint_is_known_by():
     run("out", "--eval-every", "2")
     metrics = [state_of("out", name)["run"]["metric"] for name in steps_of("out")]

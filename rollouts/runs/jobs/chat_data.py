@@ -6,13 +6,15 @@ Not here: demonstrations of an environment (`demonstrations`), and what rows and
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from rollouts.chat.format import ChatFormat
 from rollouts.config.convert import plain
-from rollouts.data.conversations import BadRowError, read_conversation
+from rollouts.data.conversations import BadRowError, described, read_conversation
+from rollouts.data.loaders import NotARow
 from rollouts.data.source import Row, RowSettings, choose_loader, open_rows
 from rollouts.errors import ConfigError, ModelError, counted
 from rollouts.runs.components import takes_rows
@@ -103,24 +105,39 @@ class _Answers:
                 yield row
 
 
-def first_rows(plan: Plan, chat: ChatFormat) -> str:
-    """Describe the rows of the first conversation, which is not kept. Raises ConfigError if it is none."""
+def tried_rows(plan: Plan, chat: ChatFormat, count: int) -> tuple[str, bool]:
+    """Describe the rows of the first `count` conversations, which are not kept, and say whether these are all. Raises
+    ConfigError for one that the run would refuse, and if there is none.
+    """
     settings, (component,) = plan.settings, plan.resolved.components["data"]
     data = {"name": component.name, **plain(component.settings)}
     rows = choose_loader(plan.manager, data).rows
     lines = plan.resolved.source.objects.rows.get(component.name)
+    forms, tokens, live, bad = Counter[str](), 0, 0, 0
     for place, value in open_rows(data, plan.manager, lines=lines):
+        if sum(forms.values()) + bad == count:
+            break
         try:
+            if isinstance(value, NotARow):
+                raise BadRowError(value.why)
             conversation = read_conversation(value)
             found, _ = supervised_rows(conversation, chat, chat_options(plan, rows))
         except (BadRowError, ModelError) as error:
-            if rows.bad_rows == "skip":
-                continue
-            raise ConfigError(f"{place}: {error}") from error
-        live = sum(weight > 0 for row in found for weight in row.loss_mask)
-        count = sum(len(row.tokens) for row in found)
-        return f"the first conversation, from {conversation.form}: {count} tokens, {live} of them trained"
-    raise ConfigError(f"{settings.data}: it holds no conversations")
+            if rows.bad_rows != "skip":
+                raise ConfigError(f"{place}: {error}") from error
+            bad += 1
+            continue
+        forms[conversation.form] += 1
+        tokens += sum(len(row.tokens) for row in found)
+        live += sum(weight > 0 for row in found for weight in row.loss_mask)
+    else:
+        count = -1
+    if not forms:
+        why = f"none of its first {counted(bad, 'row')} is one" if bad else "it holds none"
+        raise ConfigError(f"{settings.data}: no conversations: {why}")
+    skipped = f"; {counted(bad, 'row')} skipped" if bad else ""
+    words = f"{described(forms, sum(forms.values()))}: {counted(tokens, 'token')}, {live} of them trained{skipped}"
+    return words if count < 0 else f"the first {words}", count < 0
 
 
 def chat_options(plan: Plan, rows: RowSettings) -> ChatOptions:

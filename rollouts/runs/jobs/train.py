@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,7 +19,8 @@ import msgspec
 import trio
 
 from rollouts.chat.format import ChatFormat
-from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted
+from rollouts.config.stopping import Ranking, read_ranking
+from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted, suggestion
 from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
@@ -63,6 +63,7 @@ from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import environment_metrics
 from rollouts.training.rollout_gen.pool import Job
 from rollouts.training.rollout_gen.saved import SavedGroups
+from rollouts.training.weights.store import best_checkpoint
 from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Episode, Sample, Task
 
@@ -291,6 +292,9 @@ class Training:
             self._metrics |= await self._evaluate("after", steps)
             await self._save(path, steps, self._evaluations, "steps")
         self.summary["checkpoint"] = self._folder.relative(path)
+        best = best_checkpoint(self._folder.checkpoints)
+        if best is not None and (self._settings.keep_best or self._settings.keep_checkpoints):
+            self.summary["best"] = {**best._asdict(), "checkpoint": self._folder.relative(best.checkpoint)}
         # Last: a logger that fails loses no step. A resumed run logs it again, since a kill may come before it.
         last = {name: value for name, value in self._metrics.items() if name == "eval/loss"}
         last |= evaluation_metrics(after) if (after := self._evaluations["after"]) else {}
@@ -558,13 +562,17 @@ class Training:
 
     def _metric(self) -> dict[str, Any] | None:
         """The metric that ranks the run's checkpoints; None if this step does not have it."""
-        is_supervised = self._settings.mode == "sft"
-        evaluates = self._settings.eval_every and self.held_out
-        name = "policy/loss" if is_supervised else "eval/reward_mean" if evaluates else "reward/mean"
-        value = self._metrics.get(name)
-        if value is None or not math.isfinite(value):
-            return None
-        return {"name": name, "value": value, "higher_is_better": not is_supervised}
+        if not self._settings.keep_best:
+            is_supervised = self._settings.mode == "sft"
+            evaluates = self._settings.eval_every and self.held_out
+            name = "policy/loss" if is_supervised else "eval/reward_mean" if evaluates else "reward/mean"
+            return Ranking(name, not is_supervised).value(self._metrics)
+        ranking = read_ranking(self._settings.keep_best)
+        is_due = "eval/" not in ranking.metric or any(name.startswith("eval/") for name in self._metrics)
+        if is_due and ranking.metric not in self._metrics:
+            hint = suggestion(ranking.metric, self._metrics) or f"it has: {', '.join(sorted(self._metrics))}"
+            self._saving.warn(f"warning: --keep-best {ranking.metric}: this step has no such metric; {hint}")
+        return ranking.value(self._metrics)
 
     async def _profile_before(self, step: int) -> None:
         """Start the profiler if the next step is the first one to profile."""

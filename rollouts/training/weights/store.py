@@ -19,7 +19,7 @@ import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
@@ -291,19 +291,35 @@ def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
     return removed
 
 
-def checkpoints_to_prune(folder: Path, keep: int) -> list[Path]:
-    """All complete checkpoints but the last `keep` and the best one. 0 keeps all.
+class Best(NamedTuple):
+    """The best checkpoint of a run: the value of the metric that ranks it, as the metric was when it was saved."""
 
-    The best one has the highest metric in its state. Only metrics with the name of the newest metric are compared; of
-    equal ones, the newest is the best.
+    checkpoint: Path
+    metric: str
+    value: float
+
+
+def best_checkpoint(folder: Path) -> Best | None:
+    """The complete checkpoint with the best metric in its state; None if none has one.
+
+    Only metrics with the name of the newest metric are compared; of equal ones, the newest is the best.
     """
+    metrics = [(metric, path) for path in reversed(complete_checkpoints(folder)) if (metric := _metric(path))]
+    ranked = [(metric, path) for metric, path in metrics if metric["name"] == metrics[0][0]["name"]]
+    if not ranked:
+        return None
+    sign = 1 if ranked[0][0]["higher_is_better"] else -1
+    metric, path = max(ranked, key=lambda pair: sign * pair[0]["value"])
+    return Best(path, metric["name"], metric["value"])
+
+
+def checkpoints_to_prune(folder: Path, keep: int) -> list[Path]:
+    """All complete checkpoints but the last `keep` and the best one. 0 keeps all."""
     found = complete_checkpoints(folder)
     if keep <= 0 or len(found) <= keep:
         return []
-    metrics = [(metric, path) for path in reversed(found) if (metric := _signed_metric(path)) is not None]
-    ranked = [(value, path) for (name, value), path in metrics if name == metrics[0][0][0]]
-    best = max(ranked, key=lambda pair: pair[0])[1] if ranked else None
-    return [path for path in found[:-keep] if path != best]
+    best = best_checkpoint(folder)
+    return [path for path in found[:-keep] if best is None or path != best.checkpoint]
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -340,13 +356,13 @@ def remove_leftovers(folder: Path) -> None:
             raise CheckpointError(f"{what}; rename it yourself") from error
 
 
-def _signed_metric(path: Path) -> tuple[str, float] | None:
-    """The name of a checkpoint's metric, and its value with the sign with which higher is better."""
+def _metric(path: Path) -> dict[str, Any] | None:
+    """The metric in a checkpoint's state: `name`, `value` and `higher_is_better`."""
     try:
         metric = read_state(path)["run"]["metric"]
-        value = float(metric["value"])
-        signed = value if metric["higher_is_better"] else -value
-        return (str(metric["name"]), signed) if math.isfinite(value) else None
+        value, higher = float(metric["value"]), bool(metric["higher_is_better"])
+        found = {"name": str(metric["name"]), "value": value, "higher_is_better": higher}
+        return found if math.isfinite(value) else None
     except (ConfigError, KeyError, TypeError, ValueError):
         return None  # it has no metric, or an unreadable state, so it cannot be the best
 
