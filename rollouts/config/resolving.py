@@ -122,6 +122,9 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
         values = EVAL_DEFAULTS | values
     components = components_of(chosen, COMPONENT_KINDS, source)
     _check_metrics(values, tree, source)
+    if values.get("tasks") and mode != "eval":
+        wrong = "this setting chooses the tasks of an evaluation, and a run trains on all of its tasks"
+        raise refusal(("tasks",), tree["tasks"], source, wrong, "leave it out, or type: rollouts eval")
     settings = Settings(**values, **component_names(components))
     if settings.sft and settings.mode != "sft+rl":
         first = next(iter(settings.sft))

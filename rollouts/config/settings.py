@@ -84,8 +84,8 @@ EVAL = tuple(
     mode env worker role tool tool_parser sandbox reward data system template model trust_remote_code inference
     samples_per_prompt
     max_tokens max_turns temperature on_invalid_reward concurrency episode_seconds setup_seconds tasks_seconds
-    turn_seconds tool_seconds reward_seconds cleanup_seconds retries max_failures pass_env seed eval_tasks logger
-    out
+    turn_seconds tool_seconds reward_seconds cleanup_seconds retries max_failures pass_env seed eval_tasks tasks
+    logger out
     """.split()
 )
 """The settings of an evaluation (mode eval). It ignores other settings in a file, and refuses them as flags."""
@@ -287,6 +287,7 @@ class Settings:
             update them too.
         eval_every: Training steps between evaluations. 0: only before the first step and after the last.
         eval_tasks: How many tasks to hold out for evaluation.
+        tasks: The held-out tasks of an evaluation, if not all: numbers from 0, ranges and ids, such as `0-9,17,gsm-42`.
         checkpoint_every: Training steps between checkpoints. 0: save by time, see checkpoint_seconds.
         checkpoint_seconds: Seconds between checkpoints, if `checkpoint_every` is 0. 0: save only at the end.
         keep_checkpoints: How many of the last checkpoints to keep, besides the best. 0: all of them with
@@ -372,6 +373,7 @@ class Settings:
     sync_every: int = _bounded(1, minimum=1)
     eval_every: int = _bounded(0, minimum=0)
     eval_tasks: int = _bounded(512, minimum=0)
+    tasks: str = ""
     checkpoint_every: int = _bounded(0, minimum=0)
     checkpoint_seconds: float = _bounded(600.0, minimum=0)
     keep_checkpoints: int = _bounded(0, minimum=0)

@@ -16,7 +16,7 @@ from rollouts.errors import ModelError, RolloutsError, counted, first_line, said
 from rollouts.plugins.loading import INSTALL_TORCH, absent_packages
 from rollouts.plugins.signature import read_signature
 from rollouts.runs.components import Chosen, chosen_sampler, takes_rows
-from rollouts.runs.environments import demonstrations, few_held_out_notes, task_buffer
+from rollouts.runs.environments import chosen_tasks, demonstrations, few_held_out_notes, task_buffer
 from rollouts.runs.folder import check_out
 from rollouts.runs.held_objects import ranks_of
 from rollouts.runs.plan import Plan, make_plan
@@ -145,6 +145,7 @@ def describe(
     if plan.settings.out and not (trains and run_to_resume(plan.resolved)):
         check_out(plan.settings.out)
     held_out = plan.eval_tasks()
+    chosen = len(chosen_tasks(plan.settings.tasks, held_out))
     if plan.settings.from_run:
         open_runs(plan.settings, held_out)
     elif plan.settings.mode == "rl":
@@ -171,7 +172,9 @@ def describe(
         ),
         *_scheduled_lines(plan),
         *(f"tools{e.alias and f' of {e.alias}'}: {names}{by_task if e.chooses_tools else ''}" for e, names in tools),
-        f"held-out tasks: {len(held_out)}{_counted_words(plan, held_out)}{'' if trains else f', each played {times}'}",
+        f"held-out tasks: {len(held_out)}{_counted_words(plan, held_out)}"
+        + (f", of which --tasks chooses {chosen}" if plan.settings.tasks else "")
+        + ("" if trains else f", each played {times}"),
         *(_training_lines(plan, absent) if trains else (f"the engine takes {takes}",)),
         *(f"note: {note}" for note in (*plan.notes, *few_held_out_notes(plan.environments, held_out, plan.settings))),
         "",

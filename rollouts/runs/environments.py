@@ -15,6 +15,7 @@ import copy
 import inspect
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
@@ -35,7 +36,16 @@ from rollouts.env.shared import SharedValue, shared_value
 from rollouts.env.toolsets import AddedTool, Toolset, known_tools
 from rollouts.env.workers.proxy import RemoteEnvironment
 from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
-from rollouts.errors import EnvironmentDefinitionError, RolloutsError, in_lines, said_of, words_of
+from rollouts.errors import (
+    ConfigError,
+    EnvironmentDefinitionError,
+    RolloutsError,
+    counted,
+    in_lines,
+    said_of,
+    suggestion,
+    words_of,
+)
 from rollouts.plugins.loading import install_hint
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.protocols import TaskSampler
@@ -376,6 +386,39 @@ def held_out_notes(environments: Sequence[Environment], count: int) -> list[str]
         for name, number in found
         if number
     ]
+
+
+def chosen_tasks(text: str, tasks: Sequence[Task]) -> list[int]:
+    """The numbers of the tasks that `--tasks` chooses, in their order: numbers from 0, ranges with both ends, and ids,
+    separated by commas. An id may look like a number or a range. An empty text chooses all. Raises ConfigError.
+
+    >>> chosen_tasks("5-6, 0", [Task(str(n)) for n in range(9)]), chosen_tasks("b,1", [Task("A", id="b"), Task("C")])
+    ([0, 5, 6], [0, 1])
+    """
+    if not text.strip():
+        return list(range(len(tasks)))
+    places: dict[str, list[int]] = {}
+    for index, task in enumerate(tasks):
+        places.setdefault(task.id or "", []).append(index)
+    found = set[int]()
+    for word in filter(None, map(str.strip, text.split(","))):
+        number = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", word)
+        if word in places:
+            found.update(places[word])
+        elif number is None:
+            near = suggestion(word, places) or "give numbers from 0, ranges such as 0-9, and ids of tasks"
+            raise ConfigError(f"--tasks {word}: no held-out task has this id\n{near}")
+        else:
+            first, last = int(number[1]), int(number[2] or number[1])
+            if not first <= last < len(tasks):
+                raise ConfigError(
+                    f"--tasks {word}: there are {counted(len(tasks), 'held-out task')}, from 0 to {len(tasks) - 1}; "
+                    "--eval-tasks holds out more"
+                )
+            found.update(range(first, last + 1))
+    if not found:
+        raise ConfigError(f"--tasks {text!r} names no task; give numbers from 0, ranges such as 0-9, and ids of tasks")
+    return sorted(found)
 
 
 def few_held_out_notes(environments: Sequence[Environment], held_out: Sequence[Task], settings: Settings) -> list[str]:

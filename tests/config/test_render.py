@@ -44,6 +44,8 @@ WORKERS = st.tuples(
 def core_value(info):
     if info.choices:
         return st.sampled_from(info.choices)
+    if info.name == "tasks":
+        return st.sampled_from(["", "0-9,17"])
     if info.name == "keep_best":
         return st.sampled_from(["", "reward/mean", "min:policy/loss", "max:m"])
     if info.name == "keep_trajectories":
@@ -96,7 +98,8 @@ PHASES = st.fixed_dictionaries(
 
 
 def in_its_mode(tree):
-    """The supervised phase has settings of its own in one mode only."""
+    """The supervised phase has settings of its own in one mode only, and only an evaluation chooses tasks."""
+    tree = {key: value for key, value in tree.items() if key != "tasks" or tree.get("mode") == "eval"}
     return tree | {"mode": "sft+rl"} if tree.get("sft") else tree
 
 

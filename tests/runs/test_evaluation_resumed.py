@@ -159,3 +159,43 @@ def test_what_a_resumed_evaluation_refuses(here, capsys):
     (here / "sums.py").write_text(SUMS.replace("rng.randint(10, 99)", "rng.randint(100, 999)", 1))
     assert main(["resume", "out"]) == 2
     assert "of this evaluation is another one now" in capsys.readouterr().err and played(here / "out")
+
+
+def test_some_tasks_are_played_as_in_the_whole_evaluation(here, capsys):
+    assert main(["eval", *FLAGS, "--out", "whole"]) == 0
+    assert main(["eval", *FLAGS, "--tasks", "3-5, 0,17", "--out", "some"]) == 0
+    assert "5 tasks of 24 × 2" in capsys.readouterr().out
+    lines, numbers, _ = results(Path("some"))
+    assert [line["group"] for line in lines] == [0, 0, 3, 3, 4, 4, 5, 5, 17, 17] and numbers["episodes"] == 10
+    whole = [line for line in results(Path("whole"))[0] if line["group"] in (0, 3, 4, 5, 17)]
+    assert lines == whole
+
+
+def test_one_task_and_resuming_some(here):
+    assert main(["eval", *FLAGS, "--tasks", "7", "--out", "one"]) == 0
+    summary = json.loads(Path("one/summary.json").read_text())
+    assert summary["tasks"] == 1 and summary["episodes"] == 2
+    (here / "one" / "summary.json").unlink()
+    assert main(["resume", "one"]) == 0
+    assert json.loads(Path("one/summary.json").read_text())["episodes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("tasks", "words"),
+    [
+        ("24", "there are 24 held-out tasks, from 0 to 23; --eval-tasks holds out more"),
+        ("5-3", "from 0 to 23"),
+        ("0-99999999999", "no held-out task has this id"),
+        ("gsm-1", "no held-out task has this id"),
+        (",", "names no task"),
+    ],
+)
+def test_tasks_that_there_are_not(tasks, words, here, capsys):
+    for more in ([], ["--dry-run"]):
+        assert main(["eval", *FLAGS, "--tasks", tasks, "--out", "out", *more]) == 2
+        assert words in capsys.readouterr().err and not Path("out").exists()
+
+
+def test_training_chooses_no_tasks(capsys):
+    assert main(["run", "--env", "calculator", "--tasks", "0-3", "--dry-run"]) == 2
+    assert "type: rollouts eval" in capsys.readouterr().err

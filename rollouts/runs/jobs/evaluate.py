@@ -19,7 +19,7 @@ from rollouts.errors import counted
 from rollouts.evaluate import numbers_of
 from rollouts.inference.base import InferenceBackend
 from rollouts.runs.clock import Start
-from rollouts.runs.environments import few_held_out_notes
+from rollouts.runs.environments import chosen_tasks, few_held_out_notes
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records, run_name
 from rollouts.runs.manifest import (
     MANIFEST,
@@ -65,6 +65,7 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path, resume:
     default = default_out(plan.env_name, f"{_model_name(settings.model)}-eval")
     make_folder = choose_folder(settings.out, default, home, resume)
     tasks = plan.eval_tasks()
+    chosen = chosen_tasks(settings.tasks, tasks)
     chat = None if plan.is_chat else load_chat(settings, plan.environments, tool_parser=plan.tool_parser)
     with Session(observer, started, plan.manager) as session:
         folder = open_folder(session, plan.environments, make_folder, parts=("trajectories",))
@@ -80,13 +81,13 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path, resume:
             folder.forget_end()
             notes += update_manifest(folder, lambda before: resumed_manifest(before, manifest, len(played), None))
             notes.append(
-                f"going on after {len(played)} of {counted(len(tasks) * settings.samples_per_prompt, 'episode')}"
+                f"going on after {len(played)} of {counted(len(chosen) * settings.samples_per_prompt, 'episode')}"
             )
         keep_code(folder, files)
         opponents = make_opponents(plan.opponents, settings, plan.environments, str(folder.path))
         player = Player(settings, plan.environments, plan.rewards, chat, opponents)
         session.backends = [(plan.one("inference"), inference)]
-        job = EvaluationJob(plan, session, tasks, player, inference, played)
+        job = EvaluationJob(plan, session, tasks, chosen, player, inference, played)
         session.begin(job, job.title, job.total, [*notes, *job.notes], plan.plain)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
@@ -106,6 +107,7 @@ class EvaluationJob:
         plan: Plan,
         session: Session,
         tasks: Sequence[Task],
+        chosen: Sequence[int],
         player: Player,
         inference: InferenceBackend,
         played: Mapping[tuple[int, int], Episode],
@@ -113,10 +115,11 @@ class EvaluationJob:
         settings = plan.settings
         samples = settings.samples_per_prompt
         self._plan, self._session, self._player, self._inference = plan, session, player, inference
-        orders = [(index, sample) for index in range(len(tasks)) for sample in range(samples)]
+        orders = [(index, sample) for index in chosen for sample in range(samples)]
         self._jobs = [Job(tasks[order[0]], order) for order in orders if order not in played]
         self.total = len(orders)
-        size = counted(len(tasks), "task") + (f" × {samples}" if samples > 1 else "")
+        size = counted(len(chosen), "task") + (f" of {len(tasks)}" if len(chosen) < len(tasks) else "")
+        size += f" × {samples}" if samples > 1 else ""
         self.title = (
             f"{plan.env_name} · {settings.model} · {plan.one('inference').name} · {size} · temperature "
             f"{settings.temperature:g} · seed {settings.seed}{model_words(settings.model)}"
