@@ -21,7 +21,7 @@ from rollouts.cli.app import NamedCommand
     "--export", "target", metavar="FILE", help="Write one HTML file with one run instead, to send to somebody."
 )
 def view(places: Sequence[str], port: int, opens: bool, target: str | None) -> int:
-    """Look at runs in a browser: curves, steps, rollouts, and every token with its values.
+    """Look at runs in a browser, from a curve down to one token.
 
     Each argument is a run or a directory of runs; without one it is the directory `runs`. The page is served on this
     machine alone, and a browser needs the link with its token. Runs that still train are shown as they are.

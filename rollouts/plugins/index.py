@@ -286,7 +286,7 @@ _REWARD_HINT = "the environment's own rewards are named `env`: --reward env:1"
 _NOT_INSTALLED = (
     "rollouts itself is not installed, so its own components are missing; in its folder, type: pip install -e ."
 )
-_WITH_PLUGIN = {("loggers", "tensorboard"), ("loggers", "trackio"), ("loggers", "wandb")}
+_WITH_PLUGIN = {("loggers", "mlflow"), ("loggers", "tensorboard"), ("loggers", "trackio"), ("loggers", "wandb")}
 _IN_CLONE = "a package in the repository of rollouts provides it; in a clone, type"
 _GUESS = "perhaps a package provides it (a guess; check who publishes it before you install it)"
 

@@ -26,7 +26,7 @@ from rollouts.scaffold.packages import KIND_NAMES, render_package, write_package
 ROOT = Path(__file__).parents[2]
 OF_PACKAGE = ("imports", "wheel")
 OURS = {"rollouts-rl", *(f"rollouts-{path.parent.name}" for path in ROOT.glob("plugins/*/pyproject.toml"))}
-APART = {"trackio", "wandb", "fsdp", "judge", "mcp"}
+APART = {"mlflow", "trackio", "wandb", "fsdp", "judge", "mcp"}
 """Components that change the process, write to a place of the user, or need a server, which their own tests have."""
 
 SLOW = {"bubblewrap", "hf", "subprocess", "torch"}
@@ -57,12 +57,14 @@ def test_a_shipped_component_passes(ref):
     [
         ("trackio", [], 9),
         ("wandb", ["--logger.wandb.mode", "offline"], 9),
+        ("mlflow", [], 9),
         ("fsdp", [], 9),
     ],
 )
 def test_a_shipped_component_passes_in_a_process_of_its_own(name, settings, passed, tmp_path):
     """At least `passed` of its checks run on this machine; no check fails."""
     variables = {"HOME": str(tmp_path), "TRACKIO_DIR": str(tmp_path / "trackio"), "WANDB_SILENT": "true"}
+    variables |= {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/mlflow", "MLFLOW_ALLOW_FILE_STORE": "true"}
     command = [sys.executable, "-m", "rollouts", "check", name, "--skip", "wheel", "--skip", "imports", "--json"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
     done = forks.run([*command, *settings], timeout=300, cwd=tmp_path, env=environment)

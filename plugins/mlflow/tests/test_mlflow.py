@@ -1,0 +1,89 @@
+"""Against the real mlflow in a local folder; its own process keeps its import out of the other tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from rollouts_mlflow import MLflowLogger
+
+from rollouts.errors import UserError
+
+RUN = """
+import json, os, sys
+from rollouts.loggers import MetricsLogger
+from rollouts_mlflow import MLflowLogger
+folder, settings = sys.argv[1], {"env": {"name": "calculator", "digits": 2}, "reward": ("env:1",), "note": "x" * 9000}
+for first, last in ((0, 2), (1, 4)):  # the second time the same folder is continued, a step of it again
+    logger = MLflowLogger(folder, settings | {"lr": first}, first)
+    assert isinstance(logger, MetricsLogger)
+    for step in range(first, last):
+        logger.log({"reward/mean": step / 8, "policy/loss": float("nan"), "odd=name": 1.0}, step=step)
+    logger.log({"eval/reward_mean": 0.5}, step=last - 1)
+    logger.close()
+from mlflow import MlflowClient
+client = MlflowClient()
+(experiment,) = [each for each in client.search_experiments() if each.name == os.environ["MLFLOW_EXPERIMENT_NAME"]]
+(run,) = client.search_runs([experiment.experiment_id])
+history = {name: [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)]
+           for name in ("reward/mean", "eval/reward_mean", "odd_name")}
+print(json.dumps({"name": run.info.run_name, "status": run.info.status, "params": run.data.params, **history}))
+"""
+
+
+def python(code, *arguments, **environment):
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        **environment,
+    }
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_a_run_is_written_and_continued(tmp_path):
+    store = {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/store", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    found = json.loads(python(RUN, str(tmp_path / "run-7"), MLFLOW_EXPERIMENT_NAME="sums", **store).splitlines()[-1])
+    assert (found["name"], found["status"]) == ("run-7", "FINISHED")
+    assert found["reward/mean"] == [[step, step / 8] for step in range(4)]
+    assert found["eval/reward_mean"] == [[1, 0.5], [3, 0.5]] and len(found["odd_name"]) == 4
+    params = found["params"]
+    assert (params["env.digits"], params["lr"], len(params["note"])) == ("2", "0", 6000)
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_answer_is_one_error(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    code = (
+        "import sys\nfrom rollouts_mlflow import MLflowLogger\nfrom rollouts.errors import ConfigError\n"
+        "try:\n    MLflowLogger(sys.argv[1], {}, 0, tracking_uri=sys.argv[2])\n"
+        "except ConfigError as error:\n    print(error)"
+    )
+    said = python(code, str(tmp_path), f"http://127.0.0.1:{port}", MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
+    assert "MLflow did not start a run in the experiment 'rollouts'" in said and "--logger.mlflow.tracking-uri" in said
+    assert not (tmp_path / "mlflow_run_id.txt").exists()
+
+
+def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", None)
+    with pytest.raises(UserError, match=r"`pip install mlflow-skinny`"):
+        MLflowLogger(tmp_path, {}, 0)
+
+
+def test_importing_the_plugin_imports_no_library():
+    python("import sys, rollouts_mlflow; assert 'mlflow' not in sys.modules")
+
+
+def test_the_entry_point_names_the_class():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["rollouts.loggers"] == {"mlflow": "rollouts_mlflow:MLflowLogger"}
