@@ -8,6 +8,7 @@
 | `table` `filters` | the trajectories of a step as a table; which rows an expression keeps |
 | `rollout` | one trajectory with its tokens |
 | `pairs` | two runs on the same tasks |
+| `health` | why rollouts failed, were cut off or were not trained |
 | `export` | one file to send to somebody |
 | `page/` | HTML, CSS and JavaScript, as the browser loads them |
 

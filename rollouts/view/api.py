@@ -15,6 +15,7 @@ from rollouts.runs.folder import CONFIG
 from rollouts.runs.listing import Labels, read_labels, read_settings, write_labels
 from rollouts.version import __version__
 from rollouts.view.catalog import Catalog
+from rollouts.view.health import causes
 from rollouts.view.rollout import SIDE_BY_SIDE_MAX, Tokenizers, group_of, read_rollout
 
 ROWS_MAX = 500  # of one answer
@@ -79,6 +80,7 @@ class ViewAPI:
             ("GET", r"/api/compare", self._compare),
             ("GET", r"/api/runs/([^/]+)", self._run),
             ("POST", r"/api/runs/([^/]+)/labels", self._label),
+            ("GET", r"/api/runs/([^/]+)/causes", self._causes),
             ("GET", r"/api/runs/([^/]+)/([^/]+)", self._table),
             ("GET", r"/api/runs/([^/]+)/([^/]+)/lines/(\d+)", self._rollout),
             ("GET", r"/api/runs/([^/]+)/([^/]+)/groups/(\d+)", self._group),
@@ -129,6 +131,10 @@ class ViewAPI:
             "summary": self.catalog.summary(run),
             "notes": self.catalog.notes(run),
         }
+
+    def _causes(self, run: str, query: Query) -> dict[str, Any]:
+        query.only()
+        return causes(self.catalog, run)
 
     def _metrics(self, query: Query) -> dict[str, Any]:
         query.only("run", "metric")

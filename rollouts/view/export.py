@@ -34,7 +34,7 @@ MODULES = (
 )
 """The modules of the page, each after those that it imports."""
 
-FIRST_METRICS = re.compile(r'const (FIRST|PHASES) = \[("[^;]*)\];')
+FIRST_METRICS = re.compile(r'const (FIRST|PHASES|HEALTH) = \[("[^;]*)\];')
 WAIT_SECONDS = 600.0
 
 
@@ -65,6 +65,7 @@ def _answers(catalog: Catalog, run: str) -> tuple[list[bytes], int, int]:
     files = [each["name"] for each in catalog.files(run)]
     kept = [files_of[-1] for files_of in (_of_kind(files, "step_"), _of_kind(files, "eval")) if files_of]
     found = [_pair(f"/api/runs/{name}", api.answer("GET", f"/api/runs/{name}"))]
+    found.append(_pair(f"/api/runs/{name}/causes", api.answer("GET", f"/api/runs/{name}/causes")))
     metrics = _metrics_of_page(list(catalog.metrics(run)))
     if metrics:
         query = urlencode([("run", run), *(("metric", each) for each in metrics)], safe="*")
@@ -96,7 +97,8 @@ def _metrics_of_page(names: list[str]) -> list[str]:
     source = page_files()["run.js"].decode()
     lists = {name: re.findall(r'"([^"]+)"', items) for name, items in FIRST_METRICS.findall(source)}
     shown = [name for name in lists["FIRST"] if name in names] or names[:6]
-    return list(dict.fromkeys([*shown, *(name for name in lists["PHASES"] if name in names)]))
+    more = [name for kind in ("PHASES", "HEALTH") for name in lists[kind] if name in names]
+    return list(dict.fromkeys([*shown, *more]))
 
 
 def _pair(address: str, answer: bytes) -> bytes:

@@ -181,6 +181,31 @@ def test_a_group(make, asked, make_episode):
     assert found["rollouts"][0]["messages"][0]["content"] == "What is 2 + 1?"
 
 
+def test_causes_with_an_example(make, asked, make_episode):
+    failed = make_episode(5, status=Status.ENVIRONMENT_ERROR)
+    failed.trajectory.error = "RuntimeError: out of order\n(shop.py, line 3)"
+    cut = [make_episode(number, status=Status.TRUNCATED) for number in (1, 2)]
+    unjudged = make_episode(6, reward=float("nan"))
+    make.run(episodes=[make_episode(0), *cut, make_episode(3), failed, unjudged])
+    found = asked("/api/runs/RUN/causes")
+    assert (found["files"], found["of"], found["rollouts"]) == (2, 2, 12)
+    assert found["causes"] == [
+        {"what": "truncated", "why": "", "count": 4, "file": "eval_000001", "line": 1},
+        {
+            "what": "environment_error",
+            "why": "RuntimeError: out of order",
+            "count": 2,
+            "file": "eval_000001",
+            "line": 4,
+        },
+        {"what": "not judged", "why": "", "count": 2, "file": "eval_000001", "line": 5},
+    ]
+    file = make.directory / "first" / "trajectories" / "step_000000.jsonl"
+    file.write_text(file.read_text().replace('"dropped":null', '"dropped":"zero_std"'))
+    causes = asked("/api/runs/RUN/causes")["causes"]
+    assert {"what": "not trained", "why": "zero_std", "count": 6, "file": "step_000000", "line": 0} in causes
+
+
 def test_two_runs_on_the_same_tasks(make, asked, make_episode):
     first = make.run("first", settings='mode = "rl"\nseed = 0\n')
     better = [make_episode(number, reward=1.0 if number < 4 else 0.0) for number in range(12)]
