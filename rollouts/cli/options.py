@@ -6,7 +6,7 @@ the command line and in a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,11 +40,13 @@ class SettingsCommand(NamedCommand):
         infos: Iterable[Setting] | None = None,
         own: Sequence[click.Parameter] = (),
         argument: click.Argument | None = None,
+        repeated: Collection[str] = (),
         **given: Any,
     ) -> None:
         self.infos = tuple(setting_infos() if infos is None else infos)
         argument = argument or click.Argument(["file"], required=False, metavar="[FILE]")
-        options = (_option(info) for info in self.infos if info.name != "template")
+        repeated = (*REPEATED, *repeated)
+        options = (_option(info, info.name in repeated) for info in self.infos if info.name != "template")
         super().__init__(name, params=[argument, *options, *own], epilog=DOTTED_FLAGS, **given)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -60,12 +62,11 @@ class SettingsCommand(NamedCommand):
                 formatter.write_dl(rows)
 
 
-def _option(info: Setting) -> click.Option:
+def _option(info: Setting, is_repeated: bool) -> click.Option:
     """A setting as an option. A setting that only a file can have is a hidden option; using it is an error that says
     what to write in the file.
     """
-    is_repeated, is_hidden = info.name in REPEATED, info.name in FILE_ONLY
-    flags, metavar = [info.flag, info.name], _metavar(info)
+    flags, metavar, is_hidden = [info.flag, info.name], _metavar(info), info.name in FILE_ONLY
     return click.Option(flags, multiple=is_repeated, metavar=metavar, hidden=is_hidden, help=_help(info))
 
 

@@ -34,6 +34,9 @@ def _run(file: str | None, dry_run: bool, seeds: str | None = None, **options: A
 
         run_with_seeds(context.command.name or "", file, options, seeds, dry_run=dry_run)
         return 0
+    if context.command.name == "eval":
+        models = options["model"]
+        options["model"] = models[0] if models else None
     mode = {"run": {}, "sft": {"mode": "sft"}, "eval": {"mode": "eval"}}[context.command.name or ""]
     if file is not None and context.command.name == "eval" and Path(file).is_dir():
         from rollouts.config.resolving import run_settings_file
@@ -42,6 +45,11 @@ def _run(file: str | None, dry_run: bool, seeds: str | None = None, **options: A
             options["model"], file = options["model"] or file, str(config)
     if file is not None and context.command.name == "eval" and not Path(file).exists():
         _refuse_missing_model(file)
+    if context.command.name == "eval" and len(models) > 1:
+        from rollouts.cli.models import evaluate_models
+
+        evaluate_models(file, models, options, dry_run=dry_run)
+        return 0
     resolved, _ = read_settings(context, file, options, forced=mode)
     if dry_run:
         from rollouts.runs.dry_run import dry_run as description
@@ -82,10 +90,28 @@ def _resume(folder: str, checkpoint: str | None, **options: Any) -> int:
 
         resume_seeds(Path(folder), options, checkpoint)
         return 0
+    if (Path(folder) / "models.json").is_file():
+        _resume_models(Path(folder), options, checkpoint)
+        return 0
     given = (click.get_current_context().obj or {}) | given_flags(options)
     with shown_progress("stdout") as progress:
         resume_run(folder, given, progress, checkpoint=checkpoint or "")
     return 0
+
+
+def _resume_models(folder: Path, options: dict[str, Any], checkpoint: str | None) -> None:
+    from rollouts.cli.models import run as run_models
+    from rollouts.errors import ConfigError
+    from rollouts.runs.several_models import read_models
+
+    given = [name for name, value in {**options, "checkpoint": checkpoint}.items() if value]
+    given += list(click.get_current_context().obj or {})
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: {folder} has evaluations of several models, which keep their settings; leave it "
+            f"out, or resume one of them: rollouts resume {folder}/NAME"
+        )
+    run_models(read_models(folder))
 
 
 run = SettingsCommand(
@@ -112,7 +138,8 @@ sft = SettingsCommand(
 _EVAL_DOCS = {
     "samples_per_prompt": "Episodes per task. More than one gives pass@k.",
     "temperature": "The sampling temperature. 0 is greedy.",
-    "model": "The model: a path (also to a run, a checkpoint or an adapter), a name on the hub, or `tiny`.",
+    "model": "The model: a path (also to a run, a checkpoint or an adapter), a name on the hub, or `tiny`. Repeat the "
+    "flag to compare models.",
 }
 _EVAL_SHOWN = {
     "out": "runs/<time>-<env>-<model>-eval",
@@ -141,12 +168,14 @@ evaluate = SettingsCommand(
     callback=_run,
     infos=_eval_infos(),
     own=[_DRY_RUN],
+    repeated=("model",),
     help="Evaluate a model on held-out tasks of an environment. Nothing is trained.\n\n"
     "FILE contains settings (.toml, .json or .py). It may be a training run's file (training settings are ignored), "
     "a run's folder (then its newest checkpoint is evaluated), or one checkpoint of a run. "
     "The model can be local (--inference hf), behind your own server, or behind an API.\n\n"
     "\b\nExamples:\n  rollouts eval runs/first\n"
     "  rollouts eval runs/first/checkpoints/step_000050 --temperature 0\n"
+    "  rollouts eval --env calculator --model tiny --model runs/first --model runs/second\n"
     "  rollouts eval --env calculator --model gpt-4.1-mini --inference openai --samples-per-prompt 4",
 )
 

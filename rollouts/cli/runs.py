@@ -17,6 +17,7 @@ from rollouts.cli.chat import visible
 from rollouts.errors import UserError, counted, in_lines, suggestion
 
 if TYPE_CHECKING:
+    from rollouts.runs.comparing import Paired
     from rollouts.runs.listing import RunInfo
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -70,7 +71,7 @@ def list_(directory: str, tag: str | None, search: str | None, sort: str, revers
         return 0
     rows = [_row(run) for run in kept]
     head = ("run", "state", "mode", "environment", "model", "loss", "steps", "reward", "curve", "size", "tags")
-    _print("", head, rows, _SPARE)
+    print_table("", head, rows, _SPARE)
     for run in kept:
         if run.problem:
             click.echo(visible(f"{run.name} is {run.state}: {run.problem.splitlines()[0]}"))
@@ -135,21 +136,26 @@ def compare(run: Sequence[str], metric: Sequence[str], as_json: bool) -> int:
         click.echo(json.dumps(found, indent=2, default=str))
         return 0
     rows = [[name, *("–" if value is None else str(value) for value in row)] for name, row in settings.items()]
-    _print("settings that differ", ("", *run), rows) if rows else click.echo("the settings are the same")
+    print_table("settings that differ", ("", *run), rows) if rows else click.echo("the settings are the same")
     rows = [[name, *(_last_with_curve(numbers_of(lines[each], name)) for each in run)] for name in metrics]
     if rows:
-        _print("metrics at the last step", ("", *run), rows)
+        print_table("metrics at the last step", ("", *run), rows)
     _print_evaluations(run, evaluations)
     for name, each in zip(run[1:], paired, strict=True):
         if each is not None:
-            left_out = f"; {counted(each.left_out, 'task')} of one alone" if each.left_out else ""
-            click.echo(
-                f"{name} against {run[0]}: {each.verdict}, {each.difference:+.3f} with the 95 % interval "
-                f"{each.low:+.3f} to {each.high:+.3f}, over {counted(each.tasks, 'task')} of both{left_out}"
-            )
+            click.echo(paired_words(name, run[0], each))
         elif rewards[0]:
             click.echo(f"{name} against {run[0]}: fewer than two tasks were judged in both, so nothing can be said")
     return 0
+
+
+def paired_words(name: str, first: str, found: Paired) -> str:
+    """A paired comparison in one line."""
+    left_out = f"; {counted(found.left_out, 'task')} of one alone" if found.left_out else ""
+    return (
+        f"{name} against {first}: {found.verdict}, {found.difference:+.3f} with the 95 % interval "
+        f"{found.low:+.3f} to {found.high:+.3f}, over {counted(found.tasks, 'task')} of both{left_out}"
+    )
 
 
 def _chosen_metrics(lines: dict[str, list[dict[str, Any]]], patterns: Sequence[str]) -> list[str]:
@@ -184,7 +190,7 @@ def _print_evaluations(run: Sequence[str], evaluations: Sequence[Sequence[Any]])
             reward = number(each.reward) + error
             rows.append([name, each.when, info.environment, info.model, reward, number(each.greedy), str(each.tasks)])
     if rows:
-        _print("held-out tasks", ("run", "", "environment", "model", "reward", "greedy", "tasks"), rows)
+        print_table("held-out tasks", ("run", "", "environment", "model", "reward", "greedy", "tasks"), rows)
 
 
 @runs.command()
@@ -250,7 +256,7 @@ def clean(directory: str, yes: bool, **what: bool) -> int:
         click.echo(f"there is nothing to remove in {directory}" + ("" if any(what.values()) else _OTHERS))
         return 0
     rows = [[str(each.run), each.what, str(len(each.paths)), _size(each.bytes)] for each in found]
-    _print("to be removed", ("run", "what", "number", "size"), rows)
+    print_table("to be removed", ("run", "what", "number", "size"), rows)
     total = _size(sum(each.bytes for each in found))
     if not yes:
         if sys.stdin is None or not sys.stdin.isatty():
@@ -299,7 +305,7 @@ def _size(count: float) -> str:
     return f"{count:.1f} GiB"
 
 
-def _print(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str] = ()) -> None:
+def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str] = ()) -> None:
     """Print a table. Columns without a value are left out; in a terminal that is too narrow, also those of `spare`, one
     after the other, until the table fits.
     """

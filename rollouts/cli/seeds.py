@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +47,7 @@ def run_with_seeds(command: str, file: str | None, options: dict[str, Any], text
         env = "+".join(each.alias or each.name for each in resolved.components["env"])
         wanted = Path(default_out(env, f"{resolved.settings.loss}-seeds"))
         parent = next(path for path in map(wanted.with_name, numbered(wanted.name)) if not path.exists())
-    arguments = _arguments(file, options, context.obj or {})
+    arguments = arguments_of(file, options, context.obj or {})
     runs = SeedRuns(parent, [command, *arguments], seeds, resolved)
     check_seeds(runs)
     if dry_run:
@@ -71,7 +71,7 @@ def resume_seeds(folder: Path, options: dict[str, Any], checkpoint: str | None) 
         one = f"rollouts resume {folder / f'seed_{seeds[0]}'} --checkpoint {checkpoint}"
         raise ConfigError(f"--checkpoint {checkpoint}: {folder} has several runs; resume one of them: {one}")
     here = click.get_current_context()
-    given = _arguments(None, options, here.obj or {})
+    given = arguments_of(None, options, here.obj or {})
     replaced = {text.partition("=")[0] for text in given}  # all rules of --stop-when, too
     arguments = [text for text in arguments if text.partition("=")[0] not in replaced] + given
     assert here.parent is not None and isinstance(here.parent.command, click.Group), "resume is a command of rollouts"
@@ -86,11 +86,13 @@ def resume_seeds(folder: Path, options: dict[str, Any], checkpoint: str | None) 
     _run(SeedRuns(folder, [command, *arguments], seeds, resolved))
 
 
-def _arguments(file: str | None, options: Mapping[str, Any], dotted: Tree) -> list[str]:
+def arguments_of(
+    file: str | None, options: Mapping[str, Any], dotted: Tree, without: Collection[str] = ("out", "resume", "seed")
+) -> list[str]:
     """The command line for these settings, without the settings that differ between the runs."""
     arguments = [file] if file else []
     for name, value in options.items():
-        if name not in ("out", "resume", "seed") and value is not None:
+        if name not in without and value is not None:
             values = value if isinstance(value, tuple) else (value,)
             arguments += [f"--{name.replace('_', '-')}={text}" for text in values]
     return arguments + [f"--{name}={text}" for name, text in _flattened(dotted)]

@@ -9,15 +9,11 @@ and how the table is shown (`rollouts.cli.seeds`).
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import os
 import re
 import shlex
-import signal
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,14 +24,13 @@ from rollouts.disk import write_whole
 from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, OutputError, RunError
 from rollouts.loggers.jsonl import read_lines
+from rollouts.runs.children import INTERRUPTED, MISTAKE, run_command
 from rollouts.runs.folder import SUMMARY, check_out, read_json
 from rollouts.runs.resume import finished
-from rollouts.supervisor import PR_SET_PDEATHSIG
 
 SEEDS = "seeds.json"
 SEEDS_MAX = 1000
 INTERVAL = "95 % t-interval of the mean over the seeds"
-MISTAKE, INTERRUPTED = 2, (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 
 
 def read_seeds(text: str) -> list[int]:
@@ -181,7 +176,7 @@ def run_seeds(runs: SeedRuns, say: Callable[[str], None]) -> dict[str, Any]:
         is_finished = runs.is_finished(seed)
         end = " is finished" if is_finished else ""
         say(f"--- seed {seed} ({place} of {len(runs.seeds)}): {runs.folder(seed)}{end}")
-        code = 0 if is_finished else _run_one(runs, seed)
+        code = 0 if is_finished else run_command(runs.arguments(seed))
         if code in INTERRUPTED:
             _write(runs)
             raise KeyboardInterrupt(f"interrupted in seed {seed}; continue all seeds with: {again}")
@@ -194,37 +189,6 @@ def run_seeds(runs: SeedRuns, say: Callable[[str], None]) -> dict[str, Any]:
     if failed:
         raise RunError(f"the runs of these seeds failed: {', '.join(failed)}; try them again with: {again}")
     return written
-
-
-def _run_one(runs: SeedRuns, seed: int) -> int:
-    """Run one seed to its end. Returns the exit code; 128 + n if signal n ended the run.
-
-    The child has its own process group, so that it gets Ctrl-C only from this process, once.
-    """
-    child = subprocess.Popen(
-        [sys.executable, "-m", "rollouts", *runs.arguments(seed)],
-        stdin=subprocess.DEVNULL,
-        process_group=0,
-        preexec_fn=_end_with_parent,
-    )
-    interrupted = False
-    while True:
-        try:
-            code = child.wait()
-            break
-        except KeyboardInterrupt:
-            interrupted = True
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(signal.SIGINT)
-    if interrupted:
-        return 128 + signal.SIGINT
-    return code if code >= 0 else 128 - code
-
-
-def _end_with_parent() -> None:
-    """In the child: end when the parent is killed, so that the same command can be typed again at once."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _refused(runs: SeedRuns, seed: int, failed: Sequence[str]) -> str:

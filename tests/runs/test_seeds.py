@@ -56,11 +56,11 @@ def stay_inside(monkeypatch):
     """Each run in this process, which saves its imports; gives the command lines."""
     played = []
 
-    def run_one(runs, seed):
-        played.append(runs.arguments(seed))
-        return main(runs.arguments(seed))
+    def run_command(arguments):
+        played.append(arguments)
+        return main(arguments)
 
-    monkeypatch.setattr(module, "_run_one", run_one)
+    monkeypatch.setattr(module, "run_command", run_command)
     return played
 
 
@@ -150,12 +150,13 @@ def test_one_that_fails_keeps_no_other_from_running(inside, capsys):
 def test_a_refused_seed_names_the_others_and_what_to_type(monkeypatch, capsys):
     ended = {0: 0, 3: 1, 5: 2}
 
-    def run_one(runs, seed):
+    def run_command(arguments):
+        seed = int(next(each for each in arguments if each.startswith("--seed=")).partition("=")[2])
         if ended[seed] != 2:  # a run that is refused leaves no folder
-            runs.folder(seed).mkdir()
+            Path("m", f"seed_{seed}").mkdir()
         return ended[seed]
 
-    monkeypatch.setattr(module, "_run_one", run_one)
+    monkeypatch.setattr(module, "run_command", run_command)
     line = [*SHORT.split(), "--out", "m", "--seeds"]
     assert main([*line, "0,3,5,7"]) == 2
     assert capsys.readouterr().err == (

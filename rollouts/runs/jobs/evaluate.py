@@ -62,7 +62,7 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path, resume:
         KeyboardInterrupt: after Ctrl-C; the folder keeps the finished episodes.
     """
     settings = plan.settings
-    default = default_out(plan.env_name, f"{_model_name(settings.model)}-eval")
+    default = default_out(plan.env_name, f"{model_name(settings.model)}-eval")
     make_folder = choose_folder(settings.out, default, home, resume)
     tasks = plan.eval_tasks()
     chosen = chosen_tasks(settings.tasks, tasks)
@@ -93,7 +93,7 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path, resume:
     return job.summary
 
 
-def _model_name(model: str) -> str:
+def model_name(model: str) -> str:
     """The name of a model in a folder's name; of a checkpoint, the run's folder and the step."""
     path = Path(model)
     return f"{run_name(path.parents[1])}-{path.name}" if path.parent.name == "checkpoints" else path.name

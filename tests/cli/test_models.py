@@ -1,0 +1,122 @@
+"""`rollouts eval --model A --model B`: an evaluation of each model on the same tasks, and a table to compare them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import rollouts
+from rollouts.cli import main
+from rollouts.runs import several_models
+
+EVAL = ["eval", "--env", "calculator", "--eval-tasks", "6", "--max-tokens", "24"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Commands run in this process, which spares the import of torch."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(several_models, "run_command", lambda arguments: main(list(arguments)))
+    return tmp_path
+
+
+@pytest.fixture
+def trained(here):
+    """A run of one step, whose seed and held-out tasks are its own."""
+    settings = {"steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2, "eval_tasks": 3, "max_tokens": 8}
+    rollouts.run(env="calculator", seed=5, out="runs/first", quiet=True, **settings)
+    return "runs/first"
+
+
+def tasks_of(folder):
+    lines = (Path(folder) / "trajectories" / "eval.jsonl").read_text().splitlines()
+    return [json.loads(line)["task"]["prompt"] for line in lines]
+
+
+def test_each_is_a_single_evaluation_of_the_same_tasks(here, trained, capsys):
+    assert main([*EVAL, "--model", "tiny", "--model", trained, "--out", "table"]) == 0
+    out = capsys.readouterr().out
+    assert "--- tiny (1 of 2): table/tiny" in out and "--- runs/first (2 of 2): table/first" in out
+    assert tasks_of("table/tiny") == tasks_of("table/first") and len(tasks_of("table/first")) == 6
+    assert main([*EVAL, "--model", "tiny", "--out", "alone"]) == 0
+    alone, own = (json.loads(Path(folder, "summary.json").read_text()) for folder in ("alone", "table/tiny"))
+    assert alone["reward_mean"] == own["reward_mean"] and tasks_of("alone") == tasks_of("table/tiny")
+    summaries = [json.loads(Path("table", name, "summary.json").read_text()) for name in ("tiny", "first")]
+    table = out[out.index("\nmodel ") :].splitlines()[1:]
+    shown = [line.split()[:2] for line in table[1:3]]
+    assert sorted(float(reward) for _, reward in shown) == sorted(round(each["reward_mean"], 3) for each in summaries)
+    assert float(shown[0][1]) >= float(shown[1][1]), "the best is first"
+    assert f"{shown[1][0]} against {shown[0][0]}: no difference shown" in out
+
+
+def test_the_first_model_decides_on_the_tasks(here, trained):
+    own = ["eval", "--env", "calculator", "--max-tokens", "8"]
+    assert main([*own, "--model", trained, "--model", "tiny", "--out", "table"]) == 0
+    assert tasks_of("table/tiny") == tasks_of("table/first") and len(tasks_of("table/tiny")) == 3
+
+
+def test_a_model_that_fails_stops_no_other_and_is_tried_again(here, monkeypatch, capsys):
+    asked, codes = [], {"b": 1}
+
+    def command(arguments):
+        asked.append(list(arguments))
+        name = next((each.partition("=")[2] for each in arguments if each.startswith("--model=")), "resumed")
+        return codes.get(name, 0)
+
+    monkeypatch.setattr(several_models, "run_command", command)
+    models = ["--model", "a", "--model", "b", "--model", "c"]
+    assert main([*EVAL, *models, "--out", "table"]) == 1
+    assert "these models were not evaluated: b; try them again with: rollouts resume table" in capsys.readouterr().err
+    assert [each[-2:] for each in asked] == [[f"--model={name}", f"--out=table/{name}"] for name in "abc"]
+    (here / "table" / "a").mkdir()
+    (here / "table" / "a" / "summary.json").write_text('{"status": "done", "failed": {}}')
+    (here / "table" / "b").mkdir()
+    (here / "table" / "b" / "config.toml").write_text("mode = 'eval'")
+    asked.clear(), codes.clear()
+    assert main(["resume", "table"]) == 0
+    assert asked[0] == ["resume", "table/b"] and len(asked) == 2
+    assert main([*EVAL, *models, "--out", "table"]) == 0, "the same command again goes on as well"
+    assert main([*EVAL, "--model", "a", "--model", "d", "--out", "table"]) == 2
+    assert "has another evaluation of models" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_all(here, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(several_models, "run_command", lambda arguments: asked.append(arguments) or 130)
+    assert main([*EVAL, "--model", "a", "--model", "b", "--out", "table"]) == 130
+    assert len(asked) == 1 and "continue with: rollouts resume table" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([*EVAL, "--model", "tiny", "--model", "tiny"], "--model tiny is given twice"),
+        ([*EVAL, "--model", "nowhere/x", "--model", "tiny"], "nowhere/x was refused"),
+        ([*EVAL, "--model", "tiny", "--model", "b", "--lr", "1"], "--lr"),
+    ],
+)
+def test_mistakes_leave_nothing_behind(arguments, words, here, capsys):
+    assert main([*arguments, "--out", "out"]) == 2
+    assert words in capsys.readouterr().err and not Path("out").exists()
+
+
+def test_a_dry_run_checks_each(here, trained, capsys):
+    assert main([*EVAL, "--model", "tiny", "--model", trained, "--out", "out", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "\nok: everything was checked" in out and "\nruns/first: ok: everything was checked" in out
+    assert (
+        main([*EVAL, "--model", "tiny", "--model", "runs/first/checkpoints/step_9", "--out", "out", "--dry-run"]) == 2
+    )
+    assert "step_9" in capsys.readouterr().err and not Path("out").exists()
+
+
+def test_resuming_keeps_the_settings(here, capsys):
+    Path("table").mkdir()
+    Path("table/models.json").write_text('{"command": ["eval"], "models": {"tiny": "tiny"}}')
+    assert main(["resume", "table", "--steps", "3"]) == 2
+    assert "which keep their settings" in capsys.readouterr().err
+    Path("table/models.json").write_text("{")
+    assert main(["resume", "table"]) == 2
+    assert "models.json cannot be read" in capsys.readouterr().err
