@@ -99,8 +99,8 @@ PHASES = st.fixed_dictionaries(
 
 def in_its_mode(tree):
     """The supervised phase has settings of its own in one mode only, and only an evaluation chooses tasks."""
-    tree = {key: value for key, value in tree.items() if key != "tasks" or tree.get("mode") == "eval"}
-    return tree | {"mode": "sft+rl"} if tree.get("sft") else tree
+    tree = tree | {"mode": "sft+rl"} if tree.get("sft") else tree
+    return {key: value for key, value in tree.items() if key != "tasks" or tree.get("mode") == "eval"}
 
 
 TREES = st.fixed_dictionaries(
