@@ -12,6 +12,7 @@ import click
 
 from rollouts.cli.options import read_settings
 from rollouts.cli.runs import number, paired_words, print_table
+from rollouts.errors import UserError
 
 if TYPE_CHECKING:
     from rollouts.runs.several_models import ModelRuns
@@ -85,7 +86,11 @@ def show(runs: ModelRuns) -> None:
     rewards = {name: rewards_by_task(runs.parent / name) for _, name, *_ in rows}
     _, best, best_model, *_ = rows[0]
     for _, name, model, *_ in itertools.islice(rows, 1, None):
-        paired = paired_difference(rewards[best], rewards[name])
+        try:
+            paired = paired_difference(rewards[best], rewards[name])
+        except UserError as error:  # without numpy, all but this can be shown
+            click.echo(f"note: {error}", err=True)
+            break
         if paired is not None:
             click.echo(paired_words(model, best_model, paired))
     click.echo(f"to look at them: rollouts view {runs.parent}")

@@ -124,7 +124,11 @@ def compare(run: Sequence[str], metric: Sequence[str], as_json: bool) -> int:
     metrics = _chosen_metrics(lines, metric)
     evaluations = [comparing.evaluations_of(folder) for folder in folders]
     rewards = [comparing.rewards_by_task(folder) for folder in folders]
-    paired = [comparing.paired_difference(rewards[0], each) for each in rewards[1:]]
+    try:
+        paired = [comparing.paired_difference(rewards[0], each) for each in rewards[1:]]
+    except UserError as error:  # without numpy, all but this can be shown
+        click.echo(f"note: {error}", err=True)
+        paired, rewards = [None] * (len(run) - 1), [{}] * len(run)
     if as_json:
         found: dict[str, Any] = {
             "runs": run,

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import numpy as np
 
 from rollouts.errors import UserError
 from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, read_json
@@ -137,7 +136,7 @@ def paired_difference(
     first: Mapping[str, float], second: Mapping[str, float], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Paired | None:
     """The mean difference of the tasks that both have, with a bootstrap interval over tasks. None for fewer than two
-    tasks.
+    tasks. Raises UserError if numpy is not installed, which the light installation does not have.
 
     A plain percentile interval is too narrow for few tasks. This one has the tails of Hesterberg, "What Teachers Should
     Know About the Bootstrap" (2015), section 4.2: Phi(-sqrt(n / (n - 1)) t(n - 1)) on each side.
@@ -148,6 +147,10 @@ def paired_difference(
     both = sorted(first.keys() & second.keys())
     if len(both) < 2:
         return None
+    try:
+        import numpy as np
+    except ImportError as error:
+        raise UserError("a paired comparison needs numpy; type: pip install numpy") from error
     differences = np.array([second[key] - first[key] for key in both])
     n, rng = len(both), np.random.default_rng(seed)
     means = np.empty(resamples)

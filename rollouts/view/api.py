@@ -16,6 +16,7 @@ from rollouts.runs.listing import Labels, read_labels, read_settings, write_labe
 from rollouts.version import __version__
 from rollouts.view.catalog import Catalog
 from rollouts.view.health import causes
+from rollouts.view.pairs import compare
 from rollouts.view.rollout import SIDE_BY_SIDE_MAX, Tokenizers, group_of, read_rollout
 
 ROWS_MAX = 500  # of one answer
@@ -147,10 +148,6 @@ class ViewAPI:
     def _compare(self, query: Query) -> dict[str, Any]:
         query.only("run")
         runs = _chosen(query.all("run"), 2)
-        try:
-            from rollouts.view.pairs import compare
-        except ImportError as error:  # numpy is not part of the light installation
-            raise APIError(501, f"a comparison needs {error.name}: pip install 'rollouts-rl[train]'") from error
         return compare(self.catalog, runs)
 
     def _label(self, run: str, body: bytes) -> dict[str, Any]:

@@ -36,7 +36,11 @@ def compare(catalog: Catalog, runs: list[str]) -> dict[str, Any]:
     for run, file, own in zip(runs[1:], files[1:], tasks[1:], strict=True):
         pairs = [(tasks[0][key], own[key]) for key in tasks[0].keys() & own.keys()]
         pairs.sort(key=lambda pair: (pair[1].reward - pair[0].reward, pair[0].name))
-        found = paired_difference(_rewards(tasks[0]), _rewards(own))
+        found = None
+        try:
+            found = paired_difference(_rewards(tasks[0]), _rewards(own))
+        except UserError as error:
+            notes = list(dict.fromkeys([*notes, str(error)]))
         shown = pairs if len(pairs) <= TASKS_MAX else pairs[: TASKS_MAX // 2] + pairs[-TASKS_MAX // 2 :]
         others.append({"run": run, "file": file, "paired": _words(found), "tasks": _plain(shown), "total": len(pairs)})
     return {

@@ -256,3 +256,12 @@ def test_a_missing_directory(runs, capsys):
     code, out = said(capsys, "list")
     assert code == 2 and "there is no directory runs" in out
     assert listing.find_runs(make_run(runs / "a")) == [runs / "a"], "a run itself"
+
+
+def test_without_numpy_all_but_the_paired_comparison_is_shown(runs, monkeypatch, capsys):
+    judged(runs / "a", {"one": 0.0, "two": 1.0}), judged(runs / "b", {"one": 1.0, "two": 1.0})
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    assert main(["runs", "compare", "runs/a", "runs/b"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == "note: a paired comparison needs numpy; type: pip install numpy\n"
+    assert "settings" in captured.out and "against" not in captured.out

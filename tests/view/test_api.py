@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 
 import pytest
@@ -219,6 +220,13 @@ def test_two_runs_on_the_same_tasks(make, asked, make_episode):
         ("What is 2 + 0?", {"reward": 0.375, "line": 0}, {"reward": 1.0, "line": 0}),
     ]
     assert refusal(asked, "/api/compare", f"run={first}")[0] == 400
+
+
+def test_without_numpy_the_tasks_are_shown_all_the_same(make, asked, monkeypatch):
+    monkeypatch.setitem(sys.modules, "numpy", None)
+    found = asked("/api/compare", f"run={make.run('first')}&run={make.run('second')}")
+    assert found["notes"] == ["a paired comparison needs numpy; type: pip install numpy"]
+    assert found["others"][0]["paired"] is None and len(found["others"][0]["tasks"]) == 2
 
 
 def test_labels_are_written_and_checked(make, asked):

@@ -23,7 +23,7 @@ export function comparePage(query) {
       return [h("span", { dir: "auto" }, each.task), h("a", { href: link(["run", first.run, first.file, String(each.first.line)]) }, number(each.first.reward)), h("a", { href: link(["run", run, file, String(each.second.line)]) }, number(each.second.reward)),
         h("span", { class: gain > 0 ? "good" : gain < 0 ? "bad" : "" }, (gain > 0 ? "+" : "") + number(gain)), h("a", { href: link(["side"], { at: [at([first.run, first.file, String(each.first.line)]), at([run, file, String(each.second.line)])] }) }, "side by side")];
     });
-    return [h("h2", {}, `${run} against ${first.run}`), h("p", {}, verdict || "Fewer than two tasks were judged in both, so nothing can be said."),
+    return [h("h2", {}, `${run} against ${first.run}`), h("p", {}, verdict || (tasks.length > 1 ? "They were not compared task by task." : "Fewer than two tasks were judged in both, so nothing can be said.")),
       rows.length > 0 && table(["task", first.run, run, "difference", ""], rows, { numbers: new Set([1, 2, 3]) }), rows.length < total && h("p", { class: "quiet" }, `${total - rows.length} tasks between are not shown.`)].filter(Boolean);
   }
 
