@@ -13,7 +13,7 @@ import rollouts
 from rollouts.cli import main
 from rollouts.errors import ConfigError, ModelError
 from rollouts.runs.export import find_checkpoint, is_of_run
-from rollouts.runs.jobs.evaluate import _model_name
+from rollouts.runs.jobs.evaluate import model_name
 from rollouts.runs.manifest import check_model_is_here
 from rollouts.training.models import TINY_PATH, bundled
 
@@ -54,7 +54,7 @@ def test_a_relative_model_that_is_not_here_names_the_directory_of_the_run(here, 
     ("model", "name"), [("ada/base", "base"), ("runs/a/checkpoints/step_000003", "a-step_000003"), ("tiny", "tiny")]
 )
 def test_the_folder_of_an_evaluation_has_the_name_of_the_model(model, name):
-    assert _model_name(model) == name
+    assert model_name(model) == name
 
 
 @pytest.mark.parametrize("name", ["model", "critic", "teacher"])
