@@ -21,7 +21,9 @@ FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-co
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as started:
-        yield started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield chromium
+        chromium.close()
 
 
 @pytest.fixture

@@ -236,7 +236,8 @@ class Killer(threading.Thread):
         self.count, self.killed, self.rng, self.over = count, 0, random.Random(seed), threading.Event()
 
     def run(self) -> None:
-        while not Path("run/metrics.jsonl").exists() and not self.over.wait(0.05):
+        first = Path("run/trajectories/step_000000.jsonl")  # before, the tasks may not have been asked for
+        while not first.exists() and not self.over.wait(0.05):
             pass
         while self.killed < self.count and not self.over.wait(self.rng.uniform(0.2, 0.9)):
             for worker in self.rng.sample(found := workers(), min(1, len(found))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -57,7 +58,11 @@ def folders(boxes: Path) -> list[Path]:
 
 def keepers() -> list[psutil.Process]:
     """The keepers of sandboxes, below this process."""
-    return [each for each in psutil.Process().children(recursive=True) if "keeper.py" in " ".join(each.cmdline())]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended; perhaps another test left it so
+            found += [child] if "keeper.py" in " ".join(child.cmdline()) else []
+    return found
 
 
 def until(holds: Callable[[], bool]) -> None:
