@@ -35,26 +35,21 @@ def _explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict
     from rollouts.config.convert import complete_settings, convert_settings
     from rollouts.config.merging import settings_path
     from rollouts.config.settings import REQUIRED
-    from rollouts.plugins.index import KIND_WORDS
     from rollouts.plugins.manager import PluginManager
     from rollouts.plugins.signature import Signature
 
     manager = PluginManager(resolved.source.objects.components)
     signatures: dict[tuple[str, ...], tuple[Setting, ...]] = {}
     components = {key: list(chosen) for key, chosen in resolved.components.items()}
-    for key, kind in COMPONENT_KINDS.items():
+    for key in COMPONENT_KINDS:
         for index, component in enumerate(components[key] if key in given else ()):
             if not component.name or component.name == _WORDS.get(key):
                 continue
             # imported here, because a file of defaults needs no component
-            from rollouts.data.source import find_loader
-            from rollouts.runs.components import signed
+            from rollouts.runs.components import read_component
 
-            label = f"{KIND_WORDS[kind]} {component.name}"
-            name = component.name
-            ref = find_loader(manager, name)[0] if key == "data" else manager.find(kind, name)
-            signature = signed(manager.load(ref), kind, label)[1]
             path = settings_path(key, component)
+            _, signature, _, label = read_component(manager, key, component, None, resolved.source, path)
             signatures[path] = signature.settings
             fillable = Signature(
                 signature.requests,

@@ -42,19 +42,26 @@ _MULTIPLE_NOTE = {
 Settings_ = Mapping[tuple[str, ...], Sequence[Setting]]
 
 
-def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ | None = None) -> str:
+def to_toml(
+    resolved: Resolved,
+    commented: bool = False,
+    signatures: Settings_ | None = None,
+    *,
+    differing_from: Resolved | None = None,
+) -> str:
     """The text of the file. `signatures` maps the path of a component (see `settings_path`) to its settings, for the
-    comments.
+    comments. With `differing_from`, only what differs from these settings is written.
 
     Raises ConfigError for a component's setting that TOML cannot hold.
     """
+    left_out = _same(resolved, differing_from) if differing_from is not None else set()
     settings = resolved.settings
     infos = [info for info in setting_infos() if info.name in EVAL or settings.mode != "eval"]
     sections = [_HEADER.splitlines() if commented else []]
     group = ""
     for info in infos:
         value = getattr(settings, info.name)
-        if (
+        if info.name in left_out or (
             resolved.components[info.name]
             if info.name in COMPONENT_KINDS
             else info.name in ("worker", *FILE_ONLY) and value
@@ -78,7 +85,7 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
         note = ["# Settings that differ in the supervised phase."] if commented else []
         sections.append([*note, "[sft]", *_inside_lines("sft", settings.sft)])
     named = {info.name: info for info in infos}
-    for key in (key for key in COMPONENT_KINDS if key in named):
+    for key in (key for key in COMPONENT_KINDS if key in named and key not in left_out):
         chosen = resolved.components[key]
         if commented and key in _MULTIPLE_NOTE and any(each.alias for each in chosen):
             sections.append([f"# {_MULTIPLE_NOTE[key]}"])
@@ -91,6 +98,16 @@ def to_toml(resolved: Resolved, commented: bool = False, signatures: Settings_ |
         sections.append(["# Changes from a step on."])
     sections += [["[[schedule]]", *_inside_lines("schedule", table)] for table in settings.schedule]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
+
+
+def _same(resolved: Resolved, other: Resolved) -> set[str]:
+    """The names of the settings that are the same in both, those of components with their settings."""
+
+    def value_of(name: str, given: Resolved) -> Any:
+        return given.components[name] if name in COMPONENT_KINDS else getattr(given.settings, name)
+
+    names = [info.name for info in setting_infos()]
+    return {name for name in names if value_of(name, resolved) == value_of(name, other)}
 
 
 def _explained(info: Setting) -> str:

@@ -212,32 +212,13 @@ def _choose(
     workers: Remote | None = None,
 ) -> Chosen:
     """One component with its settings converted and completed."""
-    kind, name = COMPONENT_KINDS[key], component.name
-    ref: ComponentRef | None = None
-    if key == "reward" and name == "env":
-        found, signature, label = None, Signature((), ()), "the environment's own rewards"
-    elif key == "tool_parser" and name in ("", AUTO):
-        found, signature, label = None, Signature((), ()), f"--tool-parser {AUTO}"
-    elif loss is not None and key == "correction" and name == AUTO:
-        # The algorithm's own correction if it has one; else the default one, which applies if another engine samples.
-        found, label = loss.component.correction or truncated, "--correction auto"
-        signature = check_signature(found, kind, label)
-    elif loss is not None and ((key in OWN_KEYS and not name) or (key in ("shaping", "filter") and name == OWN)):
-        label = f"the {KIND_WORDS[kind]} of {loss.name}"
-        found, signature = _own_part(key, component, loss, label, source, path)
-    else:
-        if key == "kl":
-            check_kl(name)
-        label = f"{KIND_WORDS[kind]} {name}"
-        if key == "env" and workers is not None and workers.has(component):
-            remote = workers.load(
-                component, None if workers.is_elsewhere(component) else _find(manager, key, component)
-            )
-            settings = _own_settings(workers.settings(component, source, path), component)
-            return Chosen(name, remote, settings, remote.description.ref, component.alias)
-        ref = find_loader(manager, name)[0] if key == "data" else _find(manager, key, component)
-        with _with_line(ref, manager.load(ref)):
-            found, signature = signed(manager.load(ref), kind, label)
+    name = component.name
+    if key == "env" and workers is not None and workers.has(component):
+        ref = None if workers.is_elsewhere(component) else _find(manager, key, component)
+        remote = workers.load(component, ref)
+        settings = _own_settings(workers.settings(component, source, path), component)
+        return Chosen(name, remote, settings, remote.description.ref, component.alias)
+    found, signature, ref, label = read_component(manager, key, component, loss, source, path)
     refuse_without_hint(found, signature, component.settings, label, source, path)
     settings = converted(signature, component.settings, label, source, path)
     if key == "env":
@@ -245,6 +226,41 @@ def _choose(
     if callable(found) and key != "env":
         keywords_of(found, settings)  # raises if a dataclass refuses its settings
     return Chosen(name, found, settings, ref, component.alias)
+
+
+class Found(NamedTuple):
+    """A component as the run uses it, its signature, and its name in errors. `ref` is None without an entry point."""
+
+    component: Any
+    signature: Signature
+    ref: ComponentRef | None
+    label: str
+
+
+def read_component(
+    manager: PluginManager, key: str, component: Component, loss: Chosen | None, source: Source, path: Path
+) -> Found:
+    """Import a component and read its signature. Its settings are not converted. `loss` is the run's loss, whose own
+    parts may be meant; None for the loss itself. Raises UserError.
+    """
+    kind, name = COMPONENT_KINDS[key], component.name
+    if key == "reward" and name == "env":
+        return Found(None, Signature((), ()), None, "the environment's own rewards")
+    if key == "tool_parser" and name in ("", AUTO):
+        return Found(None, Signature((), ()), None, f"--tool-parser {AUTO}")
+    if loss is not None and key == "correction" and name == AUTO:
+        # The algorithm's own correction if it has one; else the default one, which applies if another engine samples.
+        own, label = loss.component.correction or truncated, "--correction auto"
+        return Found(own, check_signature(own, kind, label), None, label)
+    if loss is not None and ((key in OWN_KEYS and not name) or (key in ("shaping", "filter") and name == OWN)):
+        label = f"the {KIND_WORDS[kind]} of {loss.name}"
+        return Found(*_own_part(key, component, loss, label, source, path), None, label)
+    if key == "kl":
+        check_kl(name)
+    label = f"{KIND_WORDS[kind]} {name}"
+    ref = find_loader(manager, name)[0] if key == "data" else _find(manager, key, component)
+    with _with_line(ref, manager.load(ref)):
+        return Found(*signed(manager.load(ref), kind, label), ref, label)
 
 
 def _own_settings(settings: dict[str, Any], component: Component) -> dict[str, Any]:

@@ -18,12 +18,16 @@ from rollouts.view.catalog import Catalog
 from rollouts.view.health import causes
 from rollouts.view.pairs import compare
 from rollouts.view.rollout import SIDE_BY_SIDE_MAX, Tokenizers, group_of, read_rollout
+from rollouts.view.settings_api import SettingsAPI
 
 ROWS_MAX = 500  # of one answer
 WAIT_SECONDS = 0.4  # how long an answer waits for the rest of a table
 RUNS_MAX = 12  # in one chart or comparison
 NOTE_CHARACTERS = 10_000
 DOCS = "docs/viewer.md lists the paths of the API"
+
+Route = tuple[str, str, Callable[..., Any]]
+"""A method, the pattern of a path, and the function that answers."""
 
 
 class APIError(Exception):
@@ -75,7 +79,8 @@ class ViewAPI:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._tokenizers = Tokenizers()
-        routes: list[tuple[str, str, Callable[..., Any]]] = [
+        routes: list[Route] = [
+            *_settings_routes(SettingsAPI(catalog)),
             ("GET", r"/api/runs", self._runs),
             ("GET", r"/api/metrics", self._metrics),
             ("GET", r"/api/compare", self._compare),
@@ -202,6 +207,27 @@ class ViewAPI:
         places = group_of(lines, int(line))
         rollouts = [read_rollout(folder, lines, each["line"], self._tokenizers) for each in places[:SIDE_BY_SIDE_MAX]]
         return {"rollouts": rollouts, "total": len(places)}
+
+
+def _settings_routes(settings: SettingsAPI) -> list[Route]:
+    return [
+        ("GET", r"/api/settings", _of_query(settings.form)),
+        ("GET", r"/api/settings/component", _of_query(settings.component, "key", "name", "loss")),
+        ("GET", r"/api/settings/draft", _of_query(settings.draft, "run", "root", "file")),
+        ("POST", r"/api/settings/check", settings.check),
+        ("POST", r"/api/settings/run-file", settings.run_file),
+        ("POST", r"/api/settings/file", settings.write),
+    ]
+
+
+def _of_query(do: Callable[..., Any], *names: str) -> Callable[[Query], Any]:
+    """Answers with a function whose arguments are these parameters of the address."""
+
+    def answer(query: Query) -> Any:
+        query.only(*names)
+        return do(*(query.one(name) for name in names))
+
+    return answer
 
 
 def _chosen(runs: Sequence[str], least: int) -> list[str]:
