@@ -34,6 +34,9 @@ MODULES = (
 )
 """The modules of the page, each after those that it imports."""
 
+NEEDS_SERVER = ("field", "component", "file", "new", "data")
+"""The modules of pages that an exported file does not have, because they ask the server."""
+
 FIRST_METRICS = re.compile(r'const (FIRST|PHASES|HEALTH) = \[("[^;]*)\];')
 WAIT_SECONDS = 600.0
 

@@ -29,35 +29,47 @@ TYPES = {
 LIMITS = HTTPLimits(body_bytes_max=1 << 20, idle_seconds=30.0, grace_seconds=2.0)
 
 
-def open_catalog(places: Sequence[Path]) -> Catalog:
-    """The runs in these directories, each a run or a directory of runs. Raises UserError for one that has none."""
+def open_catalog(places: Sequence[Path], *, may_be_empty: bool = False) -> Catalog:
+    """The runs in these directories, each a run or a directory of runs. Raises UserError for a place that is no
+    directory, and if none of them has a run, unless they may be empty.
+    """
     catalog = Catalog(places)
     for place in places:
         if not place.is_dir():
             raise UserError(f"there is no directory {place}; name a run, or a directory that has runs")
-    if not catalog.runs():
+    if not may_be_empty and not catalog.runs():
         words = " and ".join(map(str, places))
         raise UserError(f"{words} {'has' if len(places) == 1 else 'have'} no runs; name a directory that has runs")
     return catalog
 
 
 def view(
-    catalog: Catalog, port: int, say: Callable[[str], None], opened: Callable[[str], object] | None = None
+    catalog: Catalog,
+    port: int,
+    say: Callable[[str], None],
+    opened: Callable[[str], object] | None = None,
+    *,
+    page: str = "",
 ) -> None:
     """Serve until SIGINT or SIGTERM comes. `say` is called with the link when the server is ready, and `opened` too.
+    `page` is what the link shows: the part of its address from `#` on.
 
     Raises ConfigError if the port cannot be used.
     """
     with bound_socket(HOST, port, f"--port {port}") as bound:
-        trio.run(_serve, catalog, bound, say, opened)
+        trio.run(_serve, catalog, bound, say, opened, page)
 
 
 async def _serve(
-    catalog: Catalog, bound: socket.socket, say: Callable[[str], None], opened: Callable[[str], object] | None
+    catalog: Catalog,
+    bound: socket.socket,
+    say: Callable[[str], None],
+    opened: Callable[[str], object] | None,
+    page: str,
 ) -> None:
     port = bound.getsockname()[1]
     access = Access(port)
-    link = f"http://{HOST}:{port}/?token={access.token}"
+    link = f"http://{HOST}:{port}/?token={access.token}{page}"
     stopping = trio.Event()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stop_at_signals, stopping, nursery.cancel_scope)

@@ -8,10 +8,12 @@ import { tablePage } from "./table.js";
 import { rolloutPage } from "./rollout.js";
 import { sidePage } from "./side.js";
 import { comparePage } from "./compare.js";
+import { newPage } from "./new.js";
+import { dataPage } from "./data.js";
 
 const RENEW_MS = 3000;
 const KEYS = [["?", "this list"], ["u", "up: to the step, the run, the list"], ["/", "search or filter"], ["[ and ]", "the rollout before, the next one"],
-  ["j and k", "the next row, the row before; Enter opens it"], ["c", "the next channel of the tokens"], ["← and →", "the token before, the next one"], ["Esc", "leave a field"]];
+  ["j and k", "the next row, the row before; Enter opens it"], ["c", "the next channel of the tokens"], ["n", "the settings of a new run"], ["← and →", "the token before, the next one"], ["Esc", "leave a field"]];
 
 let now = { keys: {} }, leaving = new AbortController(), renewing = false;
 
@@ -24,6 +26,8 @@ function choose({ parts, query }) {
   const [first, ...rest] = parts;
   if (first === "compare") return comparePage(query);
   if (first === "side") return sidePage(query);
+  if (first === "new" && !isExport) return newPage(query);
+  if (first === "data" && !isExport) return dataPage(query);
   if (first !== "run") return runsPage(query);
   const [run, file, line] = rest;
   if (line !== undefined) return rolloutPage(run, file, Number(line), query);
@@ -81,6 +85,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "?") help.showModal();
   else if (event.key === "/" && document.querySelector("input[type=search]")) document.querySelector("input[type=search]").focus();
   else if (event.key === "u") up();
+  else if (event.key === "n" && !isExport) location.hash = "#/new";
   else if (now.keys[event.key]) now.keys[event.key]();
   else return;
   event.preventDefault();

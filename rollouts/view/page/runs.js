@@ -1,7 +1,7 @@
 // All runs, with curves of those that are chosen.
 
 import { badge, counted, h, link, number, size } from "./dom.js";
-import { get, path } from "./api.js";
+import { get, isExport, path } from "./api.js";
 import { bands, chart, color, legend, smoothed, spark } from "./chart.js";
 
 const SHOWN = 8;
@@ -68,7 +68,7 @@ export function runsPage() {
       signal = given;
       await load();
       const compare = () => (location.hash = link(["compare"], { run: drawn().map((run) => run.name) }));
-      return [h("h1", {}, "Runs"), h("div", { class: "row" }, field, h("button", { type: "button", onclick: compare }, "compare")), words,
+      return [h("h1", {}, "Runs"), h("div", { class: "row" }, field, h("button", { type: "button", onclick: compare }, "compare"), !isExport && h("a", { class: "button", href: "#/new" }, "new run")), words,
         h("div", { class: "card" }, h("div", { class: "row" }, picker, h("label", {}, "smoothing ", slider), seeds, h("span", { class: "quiet" }, "click a point to see its rollouts")), plot), h("p"),
         h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["", "run", "state", "mode", "environment", "model", "loss", "steps", "reward", "curve", "size", "tags"].map((each) => h("th", { scope: "col" }, each)))), rows))];
     },

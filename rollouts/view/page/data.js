@@ -1,0 +1,2 @@
+import { h } from "./dom.js";
+export function dataPage() { return { show: async () => h("p", {}, "") }; }
