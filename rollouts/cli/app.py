@@ -58,7 +58,7 @@ SIGNALS = "rollouts.signals"
 ARGUMENTS = "rollouts.arguments"
 """A key in a context's `meta`. The value is the list of arguments of a command that click refused."""
 
-TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "rescore", "chat", "play", "serve", "check", "data")
+TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "rescore", "chat", "play", "serve", "check", "data", "view")
 """The commands that take dotted flags. A command of a plugin receives them in `ctx.obj`."""
 
 

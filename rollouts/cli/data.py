@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SETTINGS = ("model", "trust_remote_code", "system", "template")
 TRAINED, LESS_TRAINED, SHOWN = ("green", "bold green"), ("yellow", "bold yellow"), ("dim", "")
-BINS, BAR = 10, 40
+BAR = 40
 
 
 @click.group("data", cls=NamedGroup, no_args_is_help=True)
@@ -120,15 +120,11 @@ def histogram(lengths: Sequence[int]) -> list[str]:
     25-27           0
     28-30           1  █████████████
     """
-    least = min(lengths)
-    width = (max(lengths) - least) // BINS + 1
-    counts = [0] * ((max(lengths) - least) // width + 1)
-    for length in lengths:
-        counts[(length - least) // width] += 1
-    digits = len(str(least + width * len(counts) - 1))
-    ranges = [f"{least + width * at:>{digits}}-{least + width * (at + 1) - 1}" for at in range(len(counts))]
-    if width == 1:
-        ranges = [f"{least + at:>{digits}}" for at in range(len(counts))]
+    from rollouts.runs.inspecting import bins_of
+
+    bins = bins_of(lengths)
+    digits, counts = len(str(bins[-1][1])), [count for _, _, count in bins]
+    ranges = [f"{least:>{digits}}" + (f"-{most}" if most > least else "") for least, most, _ in bins]
     left = max(len("tokens"), *map(len, ranges))
     rows = [f"{'tokens':<{left}}  sequences"]
     for words, count in zip(ranges, counts, strict=True):

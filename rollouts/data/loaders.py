@@ -124,7 +124,7 @@ def json_lines(lines: Iterable[str]) -> Iterator[Any]:
             yield NotARow("")
             continue
         try:
-            yield json_library.loads(line)
+            yield json_library.loads(line.rstrip("\r\n"))
         except json_library.JSONDecodeError as error:
             yield NotARow(_not_json(error))
 

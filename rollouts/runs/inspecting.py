@@ -12,29 +12,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollouts.chat.masks import SupervisedRow
 from rollouts.chat.token_texts import token_texts
 from rollouts.config.convert import plain
 from rollouts.config.files import load_file
 from rollouts.config.flags import Tree
 from rollouts.config.merging import merge
 from rollouts.config.resolving import resolve
-from rollouts.data.conversations import BadRowError, described, read_conversation
+from rollouts.data.conversations import BadRowError, Conversation, described, read_conversation
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import choose_loader, open_rows
 from rollouts.errors import ConfigError, ModelError, counted
+from rollouts.plugins.manager import PluginManager
+from rollouts.runs.components import choose
 from rollouts.runs.folder import CONFIG
-from rollouts.runs.jobs.chat_data import chat_options
-from rollouts.runs.plan import make_plan
 from rollouts.runs.saved import SavedRun, open_saved
 from rollouts.runs.session import load_chat
-from rollouts.training.datasets.chat_rows import supervised_rows
-from rollouts.training.models import load_tokenizer
+from rollouts.training.datasets.chat_rows import ChatOptions, Cut, supervised_rows
+from rollouts.training.models import load_tokenizer, remote_code
 
 OF_SFT = ("model", "trust_remote_code", "template", "system", "data")
 """The settings of a run of mode sft that decide its tokens."""
 
 BAD_SHOWN = 3  # how many rows that are no conversation are shown
 SAMPLE_CHARACTERS = 200
+BINS = 10
 
 
 class Shown(NamedTuple):
@@ -46,10 +48,63 @@ class Shown(NamedTuple):
     weights: Sequence[float]
 
 
+class ReadRow(NamedTuple):
+    """A row as `rollouts sft` would train on it: its sequences, and what was cut. `bad` says why it is no conversation,
+    and `sample` is the begin of such a row.
+    """
+
+    conversation: Conversation | None
+    rows: list[SupervisedRow]
+    cut: Cut
+    bad: str = ""
+    sample: str = ""
+
+
+class RowReader:
+    """Reads rows as a run of mode sft would, with these settings of the run. Use it in one thread at a time.
+
+    `given` are more settings for the tokenizer, such as `local_files_only`. Raises ConfigError and ModelError.
+    """
+
+    def __init__(self, tree: Tree, **given: Any) -> None:
+        self.resolved = resolve(tree | {"mode": "sft", "steps": 1})
+        self.manager = PluginManager()
+        (component,) = self.resolved.components["data"]
+        (chosen,) = choose(self.manager, {"data": [component]}, self.resolved.source)["data"]
+        self.data: dict[str, Any] = {name: chosen.settings[name] for name in component.settings}
+        self.data["name"] = component.name
+        settings = self.resolved.settings
+        rows = choose_loader(self.manager, self.data).rows
+        with remote_code(settings.trust_remote_code):
+            self.chat = load_chat(settings, (), load_tokenizer(settings.model, **given))
+        self._options = ChatOptions(rows.turns, rows.thinking, rows.max_length, system=settings.system)
+
+    def read(self, value: Any) -> ReadRow:
+        """The sequences of a row."""
+        try:
+            conversation = conversation_of(value)
+            return ReadRow(conversation, *supervised_rows(conversation, self.chat, self._options))
+        except (BadRowError, ModelError) as error:
+            return ReadRow(None, [], Cut(), str(error), sample_of(value))
+
+
+def conversation_of(value: Any) -> Conversation:
+    """The conversation of a row. Raises BadRowError, also for what a loader could not read."""
+    if isinstance(value, NotARow):
+        raise BadRowError(value.why)
+    return read_conversation(value)
+
+
+def sample_of(value: Any) -> str:
+    """The begin of a row that is no conversation. What a loader could not read is in the reason."""
+    return "" if isinstance(value, NotARow) else repr(value)[:SAMPLE_CHARACTERS]
+
+
 @dataclass
 class Inspection:
     """What was read: the first sequences whole, and of all of them the lengths and the numbers of trained tokens. `bad`
-    has the place, the reason and a sample of the first rows that are no conversation.
+    has the place, the reason and a sample of the first rows that are no conversation, `unusable` counts them. `forms`
+    counts conversations by the columns that they were read from.
     """
 
     shown: list[Shown] = field(default_factory=list)
@@ -57,6 +112,9 @@ class Inspection:
     trained: list[int] = field(default_factory=list)
     bad: list[tuple[str, str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    forms: Counter[str] = field(default_factory=Counter)
+    unusable: int = 0
+    cut: Cut = field(default_factory=Cut)
 
     def add(self, title: str, tokens: Sequence[int], weights: Sequence[float], tokenizer: Any, show: int) -> None:
         """Add a sequence, whole if fewer than `show` are. One without tokens, of a failed rollout, is left out."""
@@ -66,6 +124,47 @@ class Inspection:
         self.trained.append(sum(weight > 0 for weight in weights))
         if len(self.shown) < show:
             self.shown.append(Shown(title, tokens, token_texts(tokens, tokenizer), weights))
+
+    def add_row(self, place: str, row: ReadRow, tokenizer: Any = None, *, show: int = 0, bad: int = BAD_SHOWN) -> None:
+        """Add the sequences of a row, or the reason why it has none if fewer than `bad` are known."""
+        if row.conversation is None:
+            self.unusable += 1
+            if len(self.bad) < bad:
+                self.bad.append((place, row.bad, row.sample))
+            return
+        self.forms[row.conversation.form] += 1
+        self.cut = Cut(*(before + more for before, more in zip(self.cut, row.cut, strict=True)))
+        for number, each in enumerate(row.rows, start=1):
+            of = f" (sequence {number} of {len(row.rows)})" if len(row.rows) > 1 else ""
+            self.add(f"{place}{of}", each.tokens, each.loss_mask, tokenizer, show)
+
+    def words(self, name: str, model: str) -> list[str]:
+        """What was read for what, what was cut, and how many rows cannot be used."""
+        words, read = [], self.forms.total()
+        if read:
+            words.append(f"{name}: {described(self.forms, read)}; tokens of {model}")
+        if any(self.cut):
+            words.append(
+                f"max_length cut {counted(self.cut.rows, 'sequence')} and left out "
+                f"{counted(self.cut.left_out, 'sequence')}, {counted(self.cut.tokens, 'token')} in all"
+            )
+        if self.unusable:
+            words.append(f"{counted(self.unusable, 'row')} of {read + self.unusable} cannot be used")
+        return words
+
+
+def bins_of(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
+    """How many of these lengths are in each of up to ten equal ranges: the least, the greatest, the count.
+
+    >>> bins_of([1, 2, 2, 30])[:2]
+    [(1, 3, 3), (4, 6, 0)]
+    """
+    least = min(lengths)
+    width = (max(lengths) - least) // BINS + 1
+    counts = [0] * ((max(lengths) - least) // width + 1)
+    for length in lengths:
+        counts[(length - least) // width] += 1
+    return [(least + width * at, least + width * (at + 1) - 1, count) for at, count in enumerate(counts)]
 
 
 def inspect_data(source: str, given: Tree, *, show: int = 3, first: int = 1000) -> Inspection:
@@ -90,39 +189,10 @@ def inspect_data(source: str, given: Tree, *, show: int = 3, first: int = 1000) 
 
 
 def _of_rows(tree: Tree, show: int, first: int) -> Inspection:
-    plan = make_plan(resolve(tree | {"mode": "sft", "steps": 1}))
-    chat = load_chat(plan.settings, plan.environments)
-    (component,) = plan.resolved.components["data"]
-    data = {"name": component.name, **plain(component.settings)}
-    options = chat_options(plan, choose_loader(plan.manager, data).rows)
-    found, forms, bad, cut = Inspection(), Counter[str](), 0, [0, 0, 0]
-    for place, value in itertools.islice(open_rows(data, plan.manager), first):
-        try:
-            if isinstance(value, NotARow):
-                raise BadRowError(value.why)
-            conversation = read_conversation(value)
-            rows, cut_here = supervised_rows(conversation, chat, options)
-        except (BadRowError, ModelError) as error:
-            bad += 1
-            if bad <= BAD_SHOWN:
-                sample = "" if isinstance(value, NotARow) else repr(value)[:SAMPLE_CHARACTERS]
-                found.bad.append((place, str(error), sample))
-            continue
-        forms[conversation.form] += 1
-        cut = [before + more for before, more in zip(cut, cut_here, strict=True)]
-        for number, row in enumerate(rows, start=1):
-            of = f" (sequence {number} of {len(rows)})" if len(rows) > 1 else ""
-            found.add(f"{place}{of}", row.tokens, row.loss_mask, chat.tokenizer, show)
-    read = sum(forms.values())
-    if read:
-        found.notes.append(f"{component.name}: {described(forms, read)}; tokens of {plan.settings.model}")
-    if any(cut):
-        found.notes.append(
-            f"max_length cut {counted(cut[0], 'sequence')} and left out {counted(cut[1], 'sequence')}, "
-            f"{counted(cut[2], 'token')} in all"
-        )
-    if bad:
-        found.notes.append(f"{counted(bad, 'row')} of {read + bad} cannot be used; see the end")
+    reader, found = RowReader(tree), Inspection()
+    for place, value in itertools.islice(open_rows(reader.data, reader.manager), first):
+        found.add_row(place, reader.read(value), reader.chat.tokenizer, show=show)
+    found.notes = found.words(reader.data["name"], reader.resolved.settings.model)
     return found
 
 

@@ -15,6 +15,7 @@ from rollouts.runs.folder import CONFIG
 from rollouts.runs.listing import Labels, read_labels, read_settings, write_labels
 from rollouts.version import __version__
 from rollouts.view.catalog import Catalog
+from rollouts.view.data_api import DataAPI
 from rollouts.view.health import causes
 from rollouts.view.pairs import compare
 from rollouts.view.rollout import SIDE_BY_SIDE_MAX, Tokenizers, group_of, read_rollout
@@ -81,6 +82,7 @@ class ViewAPI:
         self._tokenizers = Tokenizers()
         routes: list[Route] = [
             *_settings_routes(SettingsAPI(catalog)),
+            *_data_routes(DataAPI(catalog, catalog.data)),
             ("GET", r"/api/runs", self._runs),
             ("GET", r"/api/metrics", self._metrics),
             ("GET", r"/api/compare", self._compare),
@@ -118,6 +120,7 @@ class ViewAPI:
         return {
             "version": __version__,
             "places": [str(place) for place in self.catalog.places],
+            "data": list(self.catalog.data),
             "runs": self.catalog.runs(),
         }
 
@@ -217,6 +220,13 @@ def _settings_routes(settings: SettingsAPI) -> list[Route]:
         ("POST", r"/api/settings/check", settings.check),
         ("POST", r"/api/settings/run-file", settings.run_file),
         ("POST", r"/api/settings/file", settings.write),
+    ]
+
+
+def _data_routes(data: DataAPI) -> list[Route]:
+    return [
+        ("GET", r"/api/data", _of_query(data.rows, "file", "run", "settings", "from", "count")),
+        ("GET", r"/api/data/summary", _of_query(data.summary, "file", "run", "settings", "first")),
     ]
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
+from rollouts.config.flags import Tree
 from rollouts.errors import ConfigError, UserError, in_lines, suggestion
 from rollouts.runs.folder import CONFIG, REMOVED_BY, SUMMARY, read_json, removed_steps
 from rollouts.runs.line_index import Lines, open_lines
@@ -29,10 +31,12 @@ Curve = list[tuple[float, float]]
 
 
 class Catalog:
-    """The runs in some directories. Several threads may use it."""
+    """The runs in some directories. Several threads may use it. `data` has the files of training data that the page
+    shows besides, by name, each with the settings that decide its tokens.
+    """
 
-    def __init__(self, places: Sequence[Path]) -> None:
-        self.places = list(places)
+    def __init__(self, places: Sequence[Path], data: Mapping[str, Tree] = MappingProxyType({})) -> None:
+        self.places, self.data = list(places), data
         self._lock = threading.RLock()
         self._folders: dict[str, Path] = {}
         self._infos: dict[str, tuple[list[Stamp | None], RunInfo]] = {}

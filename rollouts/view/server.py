@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
+from urllib.parse import urlencode
 
 import trio
 
+from rollouts.config.flags import Tree
 from rollouts.encoding import encode
 from rollouts.errors import UserError, counted
 from rollouts.gateway.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
@@ -29,11 +32,13 @@ TYPES = {
 LIMITS = HTTPLimits(body_bytes_max=1 << 20, idle_seconds=30.0, grace_seconds=2.0)
 
 
-def open_catalog(places: Sequence[Path], *, may_be_empty: bool = False) -> Catalog:
-    """The runs in these directories, each a run or a directory of runs. Raises UserError for a place that is no
-    directory, and if none of them has a run, unless they may be empty.
+def open_catalog(
+    places: Sequence[Path], *, may_be_empty: bool = False, data: Mapping[str, Tree] = MappingProxyType({})
+) -> Catalog:
+    """The runs in these directories, each a run or a directory of runs, and files of training data with their settings.
+    Raises UserError for a place that is no directory, and if none of them has a run, unless they may be empty.
     """
-    catalog = Catalog(places)
+    catalog = Catalog(places, data)
     for place in places:
         if not place.is_dir():
             raise UserError(f"there is no directory {place}; name a run, or a directory that has runs")
@@ -41,6 +46,11 @@ def open_catalog(places: Sequence[Path], *, may_be_empty: bool = False) -> Catal
         words = " and ".join(map(str, places))
         raise UserError(f"{words} {'has' if len(places) == 1 else 'have'} no runs; name a directory that has runs")
     return catalog
+
+
+def page_of_data(file: str) -> str:
+    """The page of a file of data, for `view`."""
+    return f"#/data?{urlencode({'file': file})}"
 
 
 def view(
@@ -74,11 +84,19 @@ async def _serve(
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stop_at_signals, stopping, nursery.cancel_scope)
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
-        say(f"{counted(len(catalog.runs()), 'run')} at {link}")
+        say(f"{_shown(catalog)} at {link}")
         if opened is not None:
             opened(link)
         await serve_http(Site(ViewAPI(catalog), access).handle, _unreadable, [listener], LIMITS, stopping)
         nursery.cancel_scope.cancel()
+
+
+def _shown(catalog: Catalog) -> str:
+    """What the page shows, in words: `2 runs`, `chat.jsonl`."""
+    words = list(catalog.data)
+    if catalog.places:
+        words.append(counted(len(catalog.runs()), "run"))
+    return " and ".join(words)
 
 
 class Site:

@@ -64,7 +64,7 @@ class SettingsAPI:
         if key not in COMPONENT_KINDS:
             raise ConfigError(f"{key!r} names no component; these settings do: {', '.join(COMPONENT_KINDS)}")
         found = self._shelf.read(key, name, loss)
-        fields = [_field(setting) for setting in found.signature.settings]
+        fields = [field_of(setting) for setting in found.signature.settings]
         return {"state": found.state, "words": found.words, "fields": fields}
 
     def draft(self, run: str, root: str, file: str) -> dict[str, Any]:
@@ -126,7 +126,7 @@ def _groups() -> list[dict[str, Any]]:
         if info.name in TABLES:
             continue
         more = {"shown": info.default_text, "of_eval": info.name in EVAL, "is_component": info.name in COMPONENT_KINDS}
-        groups.setdefault(info.group, []).append(_field(info) | more)
+        groups.setdefault(info.group, []).append(field_of(info) | more)
     return [{"name": name, "fields": fields} for name, fields in groups.items()]
 
 
@@ -144,7 +144,7 @@ def _kind(key: str) -> dict[str, Any]:
     }
 
 
-def _field(setting: Setting) -> dict[str, Any]:
+def field_of(setting: Setting) -> dict[str, Any]:
     """A setting as the form shows it. `default` is None if there is none, or if no text can give it."""
     default = _default(setting)
     return {

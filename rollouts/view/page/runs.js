@@ -9,7 +9,7 @@ const chosen = new Set();
 let metric = "reward/mean", smoothing = 0, isBanded = false, search = "";
 
 export function runsPage() {
-  const rows = h("tbody"), words = h("p", { class: "quiet" }), plot = h("div"), picker = h("select", { "aria-label": "Metric", onchange: () => ((metric = picker.value), draw()) });
+  const rows = h("tbody"), words = h("p", { class: "quiet" }), plot = h("div"), data = h("span", { class: "row" }), picker = h("select", { "aria-label": "Metric", onchange: () => ((metric = picker.value), draw()) });
   let runs = [], signal;
 
   const fitting = () => runs.filter((run) => search.toLowerCase().split(/\s+/).every((word) =>
@@ -54,7 +54,9 @@ export function runsPage() {
   }
 
   async function load() {
-    runs = (await get("/api/runs", {}, signal)).runs;
+    const found = await get("/api/runs", {}, signal);
+    runs = found.runs;
+    data.replaceChildren(...(found.data || []).map((file) => h("a", { class: "button", href: link(["data"], { file }) }, `data: ${file}`)));
     fill();
     await draw();
   }
@@ -68,7 +70,7 @@ export function runsPage() {
       signal = given;
       await load();
       const compare = () => (location.hash = link(["compare"], { run: drawn().map((run) => run.name) }));
-      return [h("h1", {}, "Runs"), h("div", { class: "row" }, field, h("button", { type: "button", onclick: compare }, "compare"), !isExport && h("a", { class: "button", href: "#/new" }, "new run")), words,
+      return [h("h1", {}, "Runs"), h("div", { class: "row" }, field, h("button", { type: "button", onclick: compare }, "compare"), !isExport && h("a", { class: "button", href: "#/new" }, "new run"), data), words,
         h("div", { class: "card" }, h("div", { class: "row" }, picker, h("label", {}, "smoothing ", slider), seeds, h("span", { class: "quiet" }, "click a point to see its rollouts")), plot), h("p"),
         h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["", "run", "state", "mode", "environment", "model", "loss", "steps", "reward", "curve", "size", "tags"].map((each) => h("th", { scope: "col" }, each)))), rows))];
     },
