@@ -18,7 +18,7 @@ from rollouts.config.settings import setting_infos
 from rollouts.data.source import find_loader, loader_signature
 from rollouts.errors import ConfigError, UserError, in_lines, suggestion
 from rollouts.plugins.contract import CORE
-from rollouts.plugins.index import names_file, names_module, normalize
+from rollouts.plugins.index import normalize
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.inspecting import OF_SFT
 from rollouts.runs.listing import phases_of, read_settings
@@ -104,9 +104,9 @@ def data_of_run(folder: Path, run: str) -> Tree:
     kept = merge({name: tree[name] for name in OF_SFT if name in tree and name != "trust_remote_code"})
     name = str(kept["data"].get("name"))
     again = f"type: rollouts data inspect {run}"
-    if names_file(name) or names_module(name):
+    ref, source = find_loader(PluginManager(), name)  # which imports nothing
+    if not ref.distribution:
         raise UserError(f"the data of {run} comes from the code {name}, which the page does not run; {again}")
-    ref, source = find_loader(PluginManager(), name)
     if normalize(ref.distribution) != CORE or ref.name == "hub" or not source:
         raise UserError(f"the data of {run} is {name}; the page reads local files alone; {again}")
     return kept

@@ -7,6 +7,7 @@ is below an opened folder.
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from rollouts.config.files import NOWHERE
 from rollouts.config.merging import Component
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, OWN, OWN_KEYS
+from rollouts.data.source import KIND
 from rollouts.errors import AmbiguousComponentError, ConfigError, UnknownComponentError, UserError, words_of
 from rollouts.plugins.descriptions import description
 from rollouts.plugins.index import names_file, names_module, scan
@@ -56,7 +58,7 @@ class Shelf:
         of_loss = loss if is_own(key, name) else ""
         if of_loss and (refusal := self._refusal("loss", of_loss)) is not None:
             return refusal
-        place = (key, name, of_loss, _stamp(name), _stamp(of_loss))
+        place = (key, name, of_loss, _stamp(key, name), _stamp("loss", of_loss))
         with self._lock:
             found = self._reading.get(place)
             if found is None or found.has_expired():
@@ -66,7 +68,7 @@ class Shelf:
 
     def allow(self, name: str) -> None:
         """Let the file of this component be run. Raises ConfigError if it is outside of the opened folders."""
-        file = _file_of(name)
+        file = _file_of("", name)
         if file is None or not self._is_inside(file):
             raise ConfigError(self._outside(name))
         with self._lock:
@@ -74,13 +76,13 @@ class Shelf:
 
     def _refusal(self, key: str, name: str) -> Shelved | None:
         """Why this component is not read; None if it may be."""
-        file = _file_of(name)
+        file = _file_of(key, name)
         if file is not None:
             if not self._is_inside(file):
                 return Shelved("failed", self._outside(name))
             if file.is_file() and file not in self._allowed:
                 return Shelved("asks", f"its settings are in {file}, which has to be run to read them")
-        elif names_module(name) and not any(ref.value == name for ref in scan().components):
+        elif names_module(name) and not _is_installed(key, name):
             again = f"to see its settings, type: rollouts plugins show {name}"
             return Shelved("failed", f"this page imports no module by its name\n{again}")
         return None
@@ -165,15 +167,24 @@ def names_of(key: str) -> list[dict[str, str]]:
     ]
 
 
-def _file_of(name: str) -> Path | None:
-    """The file of a component that is in one: `./my_env.py:Name`, also if its name is not complete."""
-    if not names_file(name):
+def _file_of(key: str, name: str) -> Path | None:
+    """The file of a component that is in one: `./my_env.py:Name`, also if its name is not complete. Of data, other
+    files are rows.
+    """
+    if not names_file(name) or (key == "data" and not re.search(r"\.py(:|$)", name)):
         return None
     return Path(name.partition(".py")[0] + ".py").expanduser().resolve()
 
 
-def _stamp(name: str) -> int:
-    file = _file_of(name)
+def _is_installed(key: str, name: str) -> bool:
+    """Whether an installed package has this component: by its entry point, or as the loader in `hub:NAME`."""
+    if key == "data" and any(ref.kind == KIND and ref.name == name.partition(":")[0] for ref in scan().components):
+        return True
+    return any(ref.value == name for ref in scan().components)
+
+
+def _stamp(key: str, name: str) -> int:
+    file = _file_of(key, name)
     try:
         return file.stat().st_mtime_ns if file else 0
     except OSError:

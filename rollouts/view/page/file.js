@@ -16,7 +16,7 @@ export function filePanel(form, context, place) {
   const tags = {};
 
   function draw() {
-    if (!last.faults.length) text.textContent = (whole.checked ? last.whole : last.text) || "# everything is at its default";
+    if (!last.faults.length) text.textContent = (whole.checked ? last.whole : last.text).trim() || "# everything is at its default";
     text.classList.toggle("old", last.faults.length > 0);
     button.disabled = last.faults.length > 0 || !form.roots.length;
   }
