@@ -127,6 +127,8 @@ def json_lines(lines: Iterable[str]) -> Iterator[Any]:
             yield json_library.loads(line.rstrip("\r\n"))
         except json_library.JSONDecodeError as error:
             yield NotARow(_not_json(error))
+        except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists inside lists
+            yield NotARow(f"not a row: {first_line(error)}")
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:

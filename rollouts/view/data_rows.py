@@ -114,8 +114,8 @@ class LineRows:
         try:
             (value,) = json_lines([line.decode("utf-8-sig" if is_first else "utf-8")])
             return renamed(value, self._columns, place)
-        except (UnicodeDecodeError, RecursionError) as error:
-            return NotARow(f"it is not JSON in UTF-8: {error}")
+        except UnicodeDecodeError as error:
+            return NotARow(f"it is not text in UTF-8: {error}")
         except ConfigError as error:  # a column that it lacks
             return NotARow(first_line(error))
 
@@ -234,6 +234,8 @@ class OpenData:
                     self._counted += 1
         except UserError as error:
             self._problem = str(error)
+        except Exception as error:  # a tokenizer or a chat template; the libraries raise anything
+            self._problem = f"counting ended: {words_of(error)}"
         with self._more:
             self._is_done = True
 

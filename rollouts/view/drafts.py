@@ -224,7 +224,7 @@ def _table(part: Part) -> Tree:
 def _tables(text: str) -> Tree:
     try:
         tree = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits, or lists inside lists
         raise ConfigError(f"this is not TOML: {error}") from error
     if wrong := [key for key in tree if key not in TABLES]:
         raise ConfigError(f"{wrong[0]!r} has no place here; these have: {', '.join(TABLES)}")

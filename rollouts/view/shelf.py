@@ -171,9 +171,13 @@ def _file_of(key: str, name: str) -> Path | None:
     """The file of a component that is in one: `./my_env.py:Name`, also if its name is not complete. Of data, other
     files are rows.
     """
-    if not names_file(name) or (key == "data" and not re.search(r"\.py(:|$)", name)):
+    if key == "data":
+        with_source = re.fullmatch(r"(?P<name>.*\.py:\w+)(?::.*)?", name)
+        name = with_source["name"] if with_source else ""
+    if not names_file(name):
         return None
-    return Path(name.partition(".py")[0] + ".py").expanduser().resolve()
+    path, colon, _ = name.rpartition(":")  # as `find_component` reads it
+    return Path(path if colon else name).expanduser().resolve()
 
 
 def _is_installed(key: str, name: str) -> bool:

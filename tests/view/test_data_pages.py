@@ -151,6 +151,25 @@ def test_other_formats_are_read_in_any_order(pages):
         assert rows.total().is_whole == (start + count > 10)
 
 
+def test_hostile_rows_are_one_row_each(chat):
+    long = [{"prompt": "x" * 1000, "response": "y"}]
+    lines = [
+        "[" * 100_000,
+        '{"prompt": ' + "1" * 5_000 + "}",
+        *map(json.dumps, long),
+        '{"prompt": "\\ud800", "response": "\\ud800"}',
+    ]
+    Path(chat).write_bytes("\n".join(lines).encode() + b"\n")
+    ask = of_file(chat)
+    rows = ask()["rows"]
+    assert [bool(row["bad"]) for row in rows] == [True, True, False, False], rows
+    assert "recursion" in rows[0]["bad"] and ask("/api/data/summary", key="done")["rows"] == 4
+    Path(chat).write_bytes(b'{"prompt": "a", "response": "b"}\n\xff\xfe\n{"prompt": "c", "response": "d"}\n')
+    rows = ask()["rows"]
+    assert [bool(row["bad"]) for row in rows] == [False, True, False] and "UTF-8" in rows[1]["bad"]
+    assert "is not UTF-8 text" in ask("/api/data/summary", key="done")["problem"], "a run would end here"
+
+
 def test_a_file_of_another_format_and_one_that_grows(chat):
     Path("rows.json").write_text(json.dumps(ROWS))
     ask = of_file("rows.json")

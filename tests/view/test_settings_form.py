@@ -136,7 +136,7 @@ def test_mistakes_are_at_their_fields_in_the_words_of_the_command(api, folder, c
         "values": {"steps": "4x", "lr": "-1", "lora_rnk": "3", "stop_when": ["eval/reward_mean >= 0.9"]},
         "components": {
             "env": [{"name": "calculator", "settings": {"digits": "x", "digts": "3"}}],
-            "reward": [{"name": "lenth"}, {"name": "env", "weight": "much"}, {"name": "opened/needs.py:needs"}],
+            "reward": [{"name": "lenkth"}, {"name": "env", "weight": "much"}, {"name": "opened/needs.py:needs"}],
         },
     }
     faults = {tuple(fault["at"]): fault["words"] for fault in api("/api/settings/check", draft)["faults"]}
@@ -163,6 +163,8 @@ def test_mistakes_are_at_their_fields_in_the_words_of_the_command(api, folder, c
 def test_a_mistake_without_a_field_is_said(api):
     found = api("/api/settings/check", {"tables": "[sft]\nsteps = "})
     assert found["faults"][0]["at"] == ["tables"] and "not TOML" in found["faults"][0]["words"]
+    for text in ("a = " + "[" * 10_000, "a = " + "1" * 5_000):
+        assert "not TOML" in api("/api/settings/check", {"tables": text})["faults"][0]["words"]
     found = api("/api/settings/check", {"tables": "steps = 3"})
     assert "'steps' has no place here" in found["faults"][0]["words"] and found["text"] == ""
 
@@ -193,6 +195,9 @@ def test_a_file_is_run_only_if_it_is_allowed_and_below_the_folder(api, folder):
         found = api("/api/settings/component", None, f"key=reward&name={outside}")
         assert found["state"] == "failed" and "rollouts view --new FOLDER" in found["words"]
         assert refusal(api, "/api/settings/run-file", {"name": outside})[0] == 400
+    (folder / "dir.py").mkdir()
+    tricky = "opened/dir.py/../../other.py:brevity"  # a folder with the name of a file
+    assert api("/api/settings/component", None, f"key=reward&name={tricky}")["state"] == "failed"
     (folder / "link.py").symlink_to(Path("other.py").resolve())
     assert refusal(api, "/api/settings/run-file", {"name": "opened/link.py:brevity"})[0] == 400
     assert "no module" in api("/api/settings/component", None, "key=reward&name=os.path:join")["words"]
