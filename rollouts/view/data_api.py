@@ -50,9 +50,9 @@ class DataAPI:
         begin = _number("from", start, 0, 10**12)
         rows = found.page(begin, _number("count", count, 10, COUNT_MAX))
         total = found.rows.total()
-        signature = loader_signature(found.loader.component, f"data {found.loader.name}")
-        infos = [info for info in setting_infos() if info.name in OF_MODEL]
-        own = [setting for setting in signature.settings if setting.name not in NOT_SHOWN]
+        fields = _fields(found)
+        default = {field["name"]: field["default"] for field in fields if not field["is_secret"]}
+        texts = {name: text for name, text in _texts(merge(tree, given)).items() if name in default}
         return {
             "name": found.loader.name,
             "from": begin,
@@ -62,9 +62,8 @@ class DataAPI:
             "growing": total.is_growing,
             "ready": found.is_ready(),
             "note": found.note,
-            "fields": [field_of(info) for info in infos]
-            + [field_of(each) | {"name": f"data.{each.name}", "label": each.name} for each in own],
-            "given": _texts(merge(tree, given)),
+            "fields": fields,
+            "given": {name: text for name, text in texts.items() if text != default[name]},
         }
 
     def summary(self, file: str, run: str, settings: str, first: str) -> dict[str, Any]:
@@ -110,6 +109,14 @@ def data_of_run(folder: Path, run: str) -> Tree:
     if normalize(ref.distribution) != CORE or ref.name == "hub" or not source:
         raise UserError(f"the data of {run} is {name}; the page reads local files alone; {again}")
     return kept
+
+
+def _fields(data: OpenData) -> list[dict[str, Any]]:
+    """The settings that decide the tokens of some data."""
+    infos = [field_of(info) for info in setting_infos() if info.name in OF_MODEL]
+    signature = loader_signature(data.loader.component, f"data {data.loader.name}")
+    own = [field_of(setting) for setting in signature.settings if setting.name not in NOT_SHOWN]
+    return infos + [field | {"name": f"data.{field['name']}", "label": field["name"]} for field in own]
 
 
 def _given(settings: str) -> Tree:

@@ -183,9 +183,13 @@ def test_a_file_of_another_format_and_one_that_grows(chat):
 
 def test_the_data_of_a_run(chat, make):
     sft = f'mode = "sft"\nmodel = "tiny"\ntrust_remote_code = true\n[data]\nname = "{Path(chat).resolve()}"\n'
-    run = make.run(settings=sft + 'turns = "last"\n')
+    run = make.run(settings=sft + 'turns = "last"\nprompt = ""\nlimit = 2\nmax_length = "none"\n')
     ask = asker(Catalog([make.directory]))
-    assert set(ask(query=f"run={run}")["rows"][0]["sequences"][0]["mask"]) == {0.0, 0.5}
+    found = ask(query=f"run={run}")
+    assert set(found["rows"][0]["sequences"][0]["mask"]) == {0.0, 0.5} and len(found["rows"]) == 3
+    assert found["given"] == {"data.turns": "last"}, "what is at its default is not repeated"
+    all_turns = ask(query=f'run={run}&settings={{"data.turns":"all"}}')
+    assert set(all_turns["rows"][0]["sequences"][0]["mask"]) == {0.0, 0.5, 1.0} and all_turns["given"] == {}
     Path("evil.py").write_text("from pathlib import Path\nPath('ran').write_text('')\ndef rows(source): return []\n")
     evil = (
         ("./evil.py:rows", "does not run"),

@@ -234,6 +234,11 @@ def test_the_data_page(site, width):
     field(page, "max_length").fill("12")
     field(page, "max_length").press("Enter")
     page.wait_for_selector("text=/max_length cut/")
+    page.locator("details.group > summary").click()
+    field(page, "max_length").fill("")
+    field(page, "max_length").press("Enter")
+    page.wait_for_selector("text=/^messages · [0-9]+ tokens, [0-9]+ trained/")
+    assert "max_length cut" not in page.inner_text("main")
     assert "owned" not in page.title() and not page.query_selector("main img")
 
 

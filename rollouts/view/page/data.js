@@ -75,7 +75,7 @@ export function dataPage(query) {
     const facts = summary.longest ? `median ${number(summary.median, 1)}, longest ${summary.longest.toLocaleString("en")}; ${summary.trained.toLocaleString("en")} of ${counted(tokens, "token")} are trained (${share} %)` : "";
     const whose = summary.done && summary.rows < summary.first ? `All ${counted(summary.rows, "row")}` : `The first ${counted(summary.rows, "row")}`;
     const more = () => ((first = String(Math.max(summary.first, summary.rows) * MORE)), (isCounted = false), load());
-    counts.replaceChildren(h("h2", {}, `${whose}${summary.done ? "" : ", and counting"}`), summary.problem && h("p", { class: "error" }, summary.problem), h("ul", { class: "notes" }, summary.words.map((each) => h("li", {}, each))),
+    counts.replaceChildren(h("h2", {}, summary.rows || summary.done ? `${whose}${summary.done ? "" : ", and counting"}` : "Counting…"), summary.problem && h("p", { class: "error" }, summary.problem), h("ul", { class: "notes" }, summary.words.map((each) => h("li", {}, each))),
       summary.bins.length ? h("div", { class: "card" }, histogram(summary.bins), h("p", { class: "quiet" }, facts)) : "",
       summary.bad.length ? h("details", { open: summary.bad.length <= 5 }, h("summary", { class: "error" }, `${counted(summary.unusable, "row")} cannot be used`), table(["row", "why", "the row"], summary.bad.map((each) => [h("a", { href: address({ from: placeOf(each.place) || "" }) }, each.place), h("span", { dir: "auto" }, each.why), h("span", { dir: "auto" }, each.sample)]))) : "",
       summary.done && summary.rows >= summary.first ? h("button", { type: "button", onclick: more }, `count ${(summary.first * MORE).toLocaleString("en")} rows`) : "");
@@ -84,10 +84,10 @@ export function dataPage(query) {
 
   function settingsRow() {
     begun = true;
-    const given = { ...found.given }, old = JSON.stringify(given);
-    const apply = () => JSON.stringify(given) !== old && go({ settings: JSON.stringify(given), from: "" });
+    const { given } = found, before = settings || "{}", changes = JSON.parse(before);
+    const apply = () => JSON.stringify(changes) !== before && go({ settings: JSON.stringify(changes), from: "" });
     const own = found.fields.map((field) => {
-      const made = fieldOf({ ...field, name: field.label || field.name, label: field.label || field.name }, given[field.name], (text) => (text === "" ? delete given[field.name] : (given[field.name] = text)));
+      const label = field.label || field.name, made = fieldOf({ ...field, name: label, label }, given[field.name], (text) => (changes[field.name] = text === "" ? field.default ?? "" : text));
       made.control.addEventListener("keydown", (event) => event.key === "Enter" && apply());
       return made.element;
     });
