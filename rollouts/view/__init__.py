@@ -10,7 +10,7 @@
 | `pairs` | two runs on the same tasks |
 | `health` | why rollouts failed, were cut off or were not trained |
 | `settings_api` `drafts` | the form of a new run: what it asks, and how its text becomes settings |
-| `shelf` `settings_files` | the components that the form shows; files below the opened directories |
+| `component_reader` `settings_files` | the components that the form shows; files below the opened directories |
 | `data_api` `data_rows` | training data: what its page asks, and its rows |
 | `export` | one file to send to somebody |
 | `page/` | HTML, CSS and JavaScript, as the browser loads them |

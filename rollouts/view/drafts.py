@@ -1,10 +1,10 @@
 """Settings as the form in the page holds them: text as it was typed, checked as the command line checks its flags.
 
-    form = check(Draft({"steps": "40"}, {"env": [Part("calculator", settings={"digits": "3"})]}), shelf)
+    form = check(Draft({"steps": "40"}, {"env": [Part("calculator", settings={"digits": "3"})]}), reader)
     form.faults   # what is wrong, and at which field
     form.text     # the settings file; only what differs from the defaults
 
-Not here: the components (`shelf`), and files (`settings_files`).
+Not here: the components (`component_reader`), and files (`settings_files`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from rollouts.config.files import NOWHERE, Source, check_tree
 from rollouts.config.flags import Tree, flag_name, read_flag
 from rollouts.config.merging import Component, components_of, merge, parse_component, settings_path
 from rollouts.config.render import to_toml
-from rollouts.config.resolving import Resolved, merge_over_file, resolve
+from rollouts.config.resolving import Resolved, resolve
+from rollouts.config.secrets import leaves_out
 from rollouts.config.settings import (
     COMPONENT_KINDS,
     EVAL,
@@ -31,10 +32,11 @@ from rollouts.config.settings import (
     Settings,
     is_secret,
     setting_infos,
+    without_secrets,
 )
 from rollouts.errors import ConfigError, UserError
 from rollouts.plugins.signature import Signature
-from rollouts.view.shelf import Shelf, Shelved, chosen_alone, is_own
+from rollouts.view.component_reader import ComponentReader, ReadComponent, chosen_alone, is_own
 
 TABLES = ("worker", "template", "role", "sft", "schedule")
 """The core settings that are tables. The form has one text for them, in TOML."""
@@ -131,10 +133,11 @@ def _text_of_tables(resolved: Resolved) -> str:
 def _part(key: str, component: Component, notes: list[str]) -> Part:
     settings = {}
     for name, value in component.settings.items():
-        if is_secret(name) and value:
+        shown = without_secrets(value, name)
+        if shown != value or leaves_out(value):
             notes.append(f"a secret is left out: {_by_command(settings_path(key, component), name)}")
-        else:
-            settings[name] = text_of(value)
+        if not is_secret(name):
+            settings[name] = text_of(shown)
     usual = parse_component("filter", component.name).alias if component.name else ""
     alias = component.alias if component.alias != usual else ""
     weight = text_of(_weight(component)) if component.alias and key in WEIGHTED else ""
@@ -153,13 +156,13 @@ def _weight(component: Component) -> Any:
 # --- to settings ----------------------------------------------------------------------------------------------------
 
 
-def check(draft: Draft, shelf: Shelf) -> Checked:
+def check(draft: Draft, reader: ComponentReader) -> Checked:
     """Check every field as the command line would, and write the text of the file."""
     draft, notes = _of_mode(draft)
     resolved, draft, faults = _resolved(draft)
     if resolved is None:
         return Checked(faults, notes)
-    parts = _Parts(shelf, resolved)
+    parts = _Parts(reader, resolved)
     whole = {key: list(chosen) for key, chosen in resolved.components.items()}
     brief = {key: list(chosen) for key, chosen in resolved.components.items()}
     for key, index, at in _places(draft):
@@ -250,7 +253,7 @@ def _resolved(draft: Draft) -> tuple[Resolved | None, Draft, list[Fault]]:
 def _try(draft: Draft) -> tuple[Resolved | None, str]:
     try:
         tree = _tree(draft)
-        return resolve(merge_over_file({}, tree), allow_left_out=True), ""
+        return resolve(tree, allow_left_out=True), ""
     except UserError as error:
         return None, str(error)
 
@@ -315,20 +318,21 @@ def _places(draft: Draft) -> Iterator[tuple[str, int, At]]:
 class _Parts:
     """Converts the settings of components, and collects what is wrong."""
 
-    def __init__(self, shelf: Shelf, resolved: Resolved) -> None:
+    def __init__(self, reader: ComponentReader, resolved: Resolved) -> None:
         self.faults: list[Fault] = []
         self.notes: list[str] = []
         self.signatures: dict[tuple[str, ...], tuple[Setting, ...]] = {}
-        self._shelf = shelf
+        self._reader, self._has_workers = reader, bool(resolved.settings.worker)
         self._loss = next((each.name for each in resolved.components["loss"]), "")
 
     def converted(self, key: str, component: Component, at: At) -> tuple[Component, Component]:
         """The component with all its settings, and with those alone that differ from their defaults. Of one that is not
         read, the settings are as they were typed.
         """
-        found = self._shelf.read(key, component.name, self._loss)
+        found = self._reader.read(key, component.name, self._loss)
         if found.state != "read":
-            if found.state == "unknown":
+            is_elsewhere = key == "env" and self._has_workers
+            if found.state == "unknown" and not is_elsewhere:
                 self.faults.append(Fault(at, found.words))
             else:
                 name = component.name or key
@@ -345,7 +349,7 @@ class _Parts:
         differing = {name: value for name, value in settings.items() if not _is_default(known[name], value)}
         return component._replace(settings=complete), component._replace(settings=differing)
 
-    def _settings(self, component: Component, found: Shelved, path: tuple[str, ...], at: At) -> dict[str, Any]:
+    def _settings(self, component: Component, found: ReadComponent, path: tuple[str, ...], at: At) -> dict[str, Any]:
         """The settings that can be converted, each by itself."""
         settings: dict[str, Any] = {}
         for name, value in component.settings.items():

@@ -17,9 +17,9 @@ from rollouts.errors import ConfigError
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.runs.folder import CONFIG
 from rollouts.view.catalog import Catalog
+from rollouts.view.component_reader import ComponentReader, names_of
 from rollouts.view.drafts import TABLES, Checked, Draft, Part, check, draft_of, text_of
 from rollouts.view.settings_files import SettingsFiles, WouldReplaceError, tag_of
-from rollouts.view.shelf import Shelf, names_of
 
 OF_THAT_RUN = ("out", "resume")
 """The settings of a run that another run cannot have too."""
@@ -47,7 +47,7 @@ class SettingsAPI:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._files = SettingsFiles(catalog.places)
-        self._shelf = Shelf([place for place in catalog.places if place.is_dir()])
+        self._reader = ComponentReader([place for place in catalog.places if place.is_dir()])
 
     def form(self) -> dict[str, Any]:
         """All settings of the core, and the names of the components that they can name."""
@@ -63,7 +63,7 @@ class SettingsAPI:
         """A component and its settings, or why it has none."""
         if key not in COMPONENT_KINDS:
             raise ConfigError(f"{key!r} names no component; these settings do: {', '.join(COMPONENT_KINDS)}")
-        found = self._shelf.read(key, name, loss)
+        found = self._reader.read(key, name, loss)
         fields = [field_of(setting) for setting in found.signature.settings]
         return {"state": found.state, "words": found.words, "fields": fields}
 
@@ -78,7 +78,7 @@ class SettingsAPI:
 
     def check(self, body: bytes) -> dict[str, Any]:
         """What is wrong with a draft, and the text of its file."""
-        found = check(_decoded(body, Draft), self._shelf)
+        found = check(_decoded(body, Draft), self._reader)
         return {
             "faults": [{"at": fault.at, "words": fault.words} for fault in found.faults],
             "notes": found.notes,
@@ -89,13 +89,13 @@ class SettingsAPI:
 
     def run_file(self, body: bytes) -> dict[str, Any]:
         """Let the file of a component be run, to read its settings."""
-        self._shelf.allow(_decoded(body, _RunFile).name)
+        self._reader.allow(_decoded(body, _RunFile).name)
         return {}
 
     def write(self, body: bytes) -> dict[str, Any]:
         """Write a settings file; or say that it exists, with the tag that a request to replace it has to name."""
         given = _decoded(body, _Write)
-        found = check(given.draft, self._shelf)
+        found = check(given.draft, self._reader)
         if found.faults:
             raise ConfigError(f"nothing was written: {found.faults[0].words}")
         text = found.whole if given.whole else found.text

@@ -14,11 +14,11 @@ from rollouts.cli import main
 from rollouts.config.files import load_file
 from rollouts.config.flags import read_flag
 from rollouts.config.resolving import resolve
-from rollouts.view import settings_files, shelf
+from rollouts.view import component_reader, settings_files
 from rollouts.view.api import APIError, ViewAPI
 from rollouts.view.catalog import Catalog
+from rollouts.view.component_reader import ComponentReader
 from rollouts.view.drafts import Draft, Part, check, draft_of, text_of
-from rollouts.view.shelf import Shelf
 
 CALCULATOR = {"env": [{"name": "calculator", "settings": {"digits": "3"}}]}
 SCRIPT = '''
@@ -99,19 +99,19 @@ DRAFTS = {
 
 @pytest.mark.parametrize("name", DRAFTS)
 def test_the_file_has_what_the_form_says(name, tmp_path):
-    found = check(DRAFTS[name], Shelf([tmp_path]))
+    found = check(DRAFTS[name], ComponentReader([tmp_path]))
     assert found.faults == []
     brief, whole = (resolve(tomllib.loads(text)) for text in (found.text, found.whole))
     assert brief.settings == whole.settings, "both texts are of the same run"
     again, notes = draft_of(tomllib.loads(found.text))
-    assert (check(again, Shelf([tmp_path])).text, notes) == (found.text, []), (
+    assert (check(again, ComponentReader([tmp_path])).text, notes) == (found.text, []), (
         "a file that is opened again stays as it is"
     )
 
 
 def test_only_what_differs_is_written(tmp_path):
     draft = Draft({"steps": "120", "seed": "3"}, {"loss": [Part("grpo", settings={"clip_low": "0.2"})]})
-    found = check(draft, Shelf([tmp_path]))
+    found = check(draft, ComponentReader([tmp_path]))
     assert found.text == "seed = 3\n"
     assert "clip_low = 0.2" in found.whole and "# The seed of everything random." in found.whole
 
@@ -169,6 +169,13 @@ def test_a_mistake_without_a_field_is_said(api):
     assert "'steps' has no place here" in found["faults"][0]["words"] and found["text"] == ""
 
 
+def test_an_environment_may_be_elsewhere(api):
+    draft = {"components": {"env": [{"name": "theirs", "settings": {"a": "1"}}]}}
+    assert "no environment is named 'theirs'" in api("/api/settings/check", draft)["faults"][0]["words"]
+    found = api("/api/settings/check", draft | {"tables": '[worker]\nkind = "ws://127.0.0.1:9"\n'})
+    assert found["faults"] == [] and "a = 1" in found["text"] and "theirs are not checked" in found["notes"][0]
+
+
 def test_the_form_imports_no_component(api, monkeypatch):
     def load(ref):
         raise AssertionError(f"{ref.name} was imported")
@@ -211,7 +218,7 @@ def test_a_file_is_run_only_if_it_is_allowed_and_below_the_folder(api, folder):
 
 
 def test_a_slow_import_and_one_that_fails_are_each_one_message(api, folder, monkeypatch):
-    monkeypatch.setattr(shelf, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(component_reader, "WAIT_SECONDS", 0.05)
     (folder / "slow.py").write_text(
         "import time\nfrom pathlib import Path\nwhile not Path('go').exists(): time.sleep(0.01)\n" + SCRIPT
     )
@@ -226,7 +233,7 @@ def test_a_slow_import_and_one_that_fails_are_each_one_message(api, folder, monk
     assert found["faults"] == [] and "digits = 3" in found["text"] and "a = 1" in found["text"]
     assert "has been importing for" in found["notes"][0]
     Path("go").write_text("")
-    monkeypatch.setattr(shelf, "WAIT_SECONDS", 60)
+    monkeypatch.setattr(component_reader, "WAIT_SECONDS", 60)
     assert api("/api/settings/component", None, "key=reward&name=opened/slow.py:brevity")["state"] == "read"
     failed = api("/api/settings/component", None, "key=reward&name=opened/broken.py:x")
     assert failed["state"] == "failed" and "torch_that_is_missing" in failed["words"]
@@ -321,14 +328,17 @@ def test_the_settings_of_a_run_begin_another(make, tmp_path, monkeypatch):
     settings = (
         'mode = "rl"\nsteps = 7\nout = "runs/first"\nresume = "auto"\nreward = ["env:1", "length:-0.5"]\nlr = "none"\n'
         '[env]\nname = "calculator"\ndigits = 4\n[inference]\nname = "openai"\napi_key = "(a secret, left out)"\n'
+        'body = { api_key = "sk-1", top_p = 0.5 }\n'
     )
     run = make.run(settings=settings)
     api = ViewAPI(Catalog([make.directory]))
     found = json.loads(api.answer("GET", "/api/settings/draft", f"run={run}"))
     assert found["draft"]["values"] == {"steps": "7"}, "the folder of that run is taken"
-    assert "--inference.api-key VALUE" in found["notes"][0] and "(a secret" not in json.dumps(found["draft"])
+    assert "--inference.api-key VALUE" in found["notes"][0] and "--inference.body VALUE" in found["notes"][1]
+    assert "api_key" not in found["draft"]["components"]["inference"][0]["settings"]
+    assert "sk-1" not in json.dumps(found)
     draft = json.dumps(found["draft"]).encode()
     text = json.loads(api.answer("POST", "/api/settings/check", body=draft))["text"]
-    assert "digits = 4" in text and "[reward.length]" in text and "secret" not in text
+    assert "digits = 4" in text and "[reward.length]" in text and text.count("secret") == 1
     only_runs = ViewAPI(Catalog([run]))
     assert json.loads(only_runs.answer("GET", "/api/settings"))["roots"] == [], "a run's own folder is left alone"

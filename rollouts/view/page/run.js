@@ -34,7 +34,7 @@ export function runPage(run) {
     const words = [["state", badge(info.state)], info.problem && ["problem", h("span", { class: "error" }, info.problem)], info.steps !== null && ["steps", `${info.steps}${info.steps_asked ? ` of ${info.steps_asked}` : ""}`],
       ["reward", number(info.reward)], result.before && result.after && ["held-out tasks", `${number(result.before.reward_mean)} before, ${number(result.after.reward_mean)} after, over ${result.after.tasks} tasks`],
       ["started", info.started || "–"], ["size", size(info.bytes)], ended.wall_seconds && ["time", `${number(ended.wall_seconds, 0)} s`], ["tags", labels(info)], ["note", noteField(info)], ...notes.map((note) => ["note", note])];
-    const has = settings?.data && (settings.data.name ?? settings.data) && settings.mode === "sft";
+    const rows = settings?.sft?.data || settings?.data, has = (rows?.name ?? rows) && ["sft", "sft+rl"].includes(settings.mode);
     const more = !isExport && settings !== null && h("div", { class: "row" }, h("a", { class: "button", href: link(["new"], { run }) }, "new from this run"), has && h("a", { class: "button", href: link(["data"], { run }) }, "its data"));
     return [h("h1", {}, run), more, h("dl", {}, words.filter(Boolean).map(([key, value]) => [h("dt", {}, key), h("dd", {}, value)])), settings === null && h("p", { class: "error" }, "Its settings cannot be read.")].filter(Boolean);
   }

@@ -32,7 +32,7 @@ State = Literal["read", "reading", "asks", "unknown", "failed"]
 """`reading`: its import is not done yet. `asks`: it is in a file, which is run only if the user allows it."""
 
 
-class Shelved(NamedTuple):
+class ReadComponent(NamedTuple):
     """A component. `words` say why it has no signature (yet), and of one that has, what it is and where it is from."""
 
     state: State
@@ -41,7 +41,7 @@ class Shelved(NamedTuple):
     label: str = ""
 
 
-class Shelf:
+class ComponentReader:
     """The components that were chosen, each read once. Several threads may ask. `roots` are the opened folders."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
@@ -50,7 +50,7 @@ class Shelf:
         self._reading: dict[tuple[Any, ...], _Reading] = {}
         self._allowed: set[Path] = set()
 
-    def read(self, key: str, name: str, loss: str) -> Shelved:
+    def read(self, key: str, name: str, loss: str) -> ReadComponent:
         """The component `name` of the setting `key`. `loss` is the run's loss, whose own parts may be meant."""
         refusal = self._refusal(key, name)
         if refusal is not None:
@@ -74,17 +74,17 @@ class Shelf:
         with self._lock:
             self._allowed.add(file)
 
-    def _refusal(self, key: str, name: str) -> Shelved | None:
+    def _refusal(self, key: str, name: str) -> ReadComponent | None:
         """Why this component is not read; None if it may be."""
         file = _file_of(key, name)
         if file is not None:
             if not self._is_inside(file):
-                return Shelved("failed", self._outside(name))
+                return ReadComponent("failed", self._outside(name))
             if file.is_file() and file not in self._allowed:
-                return Shelved("asks", f"its settings are in {file}, which has to be run to read them")
+                return ReadComponent("asks", f"its settings are in {file}, which has to be run to read them")
         elif names_module(name) and not _is_installed(key, name):
             again = f"to see its settings, type: rollouts plugins show {name}"
-            return Shelved("failed", f"this page imports no module by its name\n{again}")
+            return ReadComponent("failed", f"this page imports no module by its name\n{again}")
         return None
 
     def _is_inside(self, file: Path) -> bool:
@@ -105,23 +105,23 @@ class _Reading(threading.Thread):
         super().__init__(daemon=True, name=f"reads {name}")  # an import that hangs does not keep the viewer alive
         self._asked = (key, name, loss)
         self._begun = time.monotonic()
-        self._found: Shelved | None = None
+        self._found: ReadComponent | None = None
 
     def run(self) -> None:
         try:
             self._found = _read(*self._asked)
         except (UnknownComponentError, AmbiguousComponentError) as error:
-            self._found = Shelved("unknown", str(error))
+            self._found = ReadComponent("unknown", str(error))
         except UserError as error:
-            self._found = Shelved("failed", str(error))
+            self._found = ReadComponent("failed", str(error))
         except Exception as error:  # an author's code, such as a property or the default factory of a field
-            self._found = Shelved("failed", f"{self._asked[1]} cannot be read: {words_of(error)}")
+            self._found = ReadComponent("failed", f"{self._asked[1]} cannot be read: {words_of(error)}")
 
-    def result(self) -> Shelved:
+    def result(self) -> ReadComponent:
         """The component, as soon as it is read; `reading` if that takes longer than WAIT_SECONDS."""
         self.join(max(0.0, self._begun + WAIT_SECONDS - time.monotonic()))
         seconds = time.monotonic() - self._begun
-        return self._found or Shelved("reading", f"{self._asked[1]} has been importing for {seconds:.0f} seconds")
+        return self._found or ReadComponent("reading", f"{self._asked[1]} has been importing for {seconds:.0f} seconds")
 
     def has_expired(self) -> bool:
         """Whether it failed some time ago: what it lacked may have been installed meanwhile."""
@@ -129,7 +129,7 @@ class _Reading(threading.Thread):
         return has_failed and time.monotonic() - self._begun > FAILED_SECONDS
 
 
-def _read(key: str, name: str, loss: str) -> Shelved:
+def _read(key: str, name: str, loss: str) -> ReadComponent:
     manager = PluginManager()
     of_loss = choose(manager, {"loss": [Component(loss, {})]}, NOWHERE)["loss"][0] if loss else None
     found = read_component(manager, key, Component(name, {}), of_loss, NOWHERE, (key,))
@@ -137,7 +137,7 @@ def _read(key: str, name: str, loss: str) -> Shelved:
     if found.ref is not None:
         origin = f"{found.ref.distribution} {found.ref.version}" if found.ref.distribution else found.ref.value
         words = f"{sentence}. ({origin})" if (sentence := description(found.ref)) else origin
-    return Shelved("read", words, found.signature, found.label)
+    return ReadComponent("read", words, found.signature, found.label)
 
 
 def chosen_alone(key: str, component: Component, loss: str = "") -> Chosen:
