@@ -113,7 +113,8 @@ def data_of_run(folder: Path, run: str) -> Tree:
 
 def _fields(data: OpenData) -> list[dict[str, Any]]:
     """The settings that decide the tokens of some data."""
-    infos = [field_of(info) for info in setting_infos() if info.name in OF_MODEL]
+    known = {info.name: info for info in setting_infos()}
+    infos = [field_of(known[name]) for name in OF_MODEL]
     signature = loader_signature(data.loader.component, f"data {data.loader.name}")
     own = [field_of(setting) for setting in signature.settings if setting.name not in NOT_SHOWN]
     return infos + [field | {"name": f"data.{field['name']}", "label": field["name"]} for field in own]

@@ -87,7 +87,7 @@ export function componentBlock(field, kind, context) {
       settings.replaceChildren(...shown, ...(found.state === "read" ? [] : [more()]));
       box.hidden = found.state === "read" && !shown.length;
       box.open ||= shown.length > 0 && (!!each.name || Object.keys(each.settings).length > 0) && isSet();
-      about.replaceChildren(found.words.split("\n").join(" "), found.state === "asks" ? h("button", { type: "button", class: "small", onclick: allow }, "run the file") : "");
+      about.replaceChildren(`${found.words.split("\n").join(" ")} `, found.state === "asks" ? h("button", { type: "button", class: "small", onclick: allow }, "run the file") : "");
     }
 
     function more() {
