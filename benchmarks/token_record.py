@@ -23,7 +23,7 @@ from pathlib import Path
 from random_model import save_random_qwen3
 
 from rollouts.runs.folder import RunFolder
-from rollouts.runs.jobs.train import step_records
+from rollouts.runs.jobs.step_files import step_records
 from rollouts.runs.token_files import token_table
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings

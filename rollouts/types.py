@@ -239,6 +239,16 @@ class RoleResult(NamedTuple):
     judged: int
 
 
+class EpisodeTimes(NamedTuple):
+    """When an episode began and ended, and each reply of its models as (begin, end): seconds of Unix time. A reply that
+    was interrupted has several parts.
+    """
+
+    began: float
+    ended: float
+    replies: list[tuple[float, float]]
+
+
 class Episode(NamedTuple):
     """The result of one episode: at least one trajectory, and its score.
 
@@ -249,7 +259,8 @@ class Episode(NamedTuple):
 
     In an environment with roles, `roles` has the result of each role, and the score's value is the mean of theirs.
     `by_role` turns such an episode into one episode for each role, whose `role` is the role's name. Roles that other
-    models played have no result: their trajectories are the `others` of the first episode of `by_role`.
+    models played have no result: their trajectories are the `others` of the first episode of `by_role`. `times` is None
+    if they were not measured, as in episodes that were read from a file.
     """
 
     order: tuple[int, int]
@@ -262,6 +273,7 @@ class Episode(NamedTuple):
     role: str = ""
     roles: tuple[RoleResult, ...] = ()
     others: tuple[Trajectory, ...] = ()
+    times: EpisodeTimes | None = None
 
     @property
     def by_role(self) -> list[Episode]:
@@ -274,7 +286,8 @@ class Episode(NamedTuple):
             chosen = self.trajectories[judged]
             trajectories = [each for each in self.trajectories if each.role == role]
             place = next(index for index, each in enumerate(trajectories) if each is chosen)
-            own.append(Episode(self.order, self.task, trajectories, score, metrics | shared, place, role=role))
+            episode = Episode(self.order, self.task, trajectories, score, metrics | shared, place, role=role)
+            own.append(episode._replace(times=self.times))
         known = {each.role for each in own}
         own[0] = own[0]._replace(others=tuple(each for each in self.trajectories if each.role not in known))
         return own

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -61,7 +62,19 @@ from rollouts.inference.base import InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine
 from rollouts.sandboxes.base import Sandboxes
 from rollouts.sandboxes.lease import Lease
-from rollouts.types import COUNTS, Episode, Message, Role, RoleResult, Score, Status, Task, Trajectory, mean_score
+from rollouts.types import (
+    COUNTS,
+    Episode,
+    EpisodeTimes,
+    Message,
+    Role,
+    RoleResult,
+    Score,
+    Status,
+    Task,
+    Trajectory,
+    mean_score,
+)
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
@@ -446,11 +459,12 @@ class EpisodeRun:
             for role, (score, judging) in results.items()
         )
         order = (self.engine.order[0], self.engine.order[1])
+        times = EpisodeTimes(self.engine.clock.began_at, time.time(), self.engine.clock.replies)
         role, score, metrics, judged = roles[0]
-        if not role:
-            return Episode(order, self.task, self.trajectories, score, metrics, judged, self.may_retry)
-        score, metrics = mean_score(roles), counts(None, {})
-        return Episode(order, self.task, self.trajectories, score, metrics, judged, self.may_retry, roles=roles)
+        if role:
+            score, metrics = mean_score(roles), counts(None, {})
+        episode = Episode(order, self.task, self.trajectories, score, metrics, judged, self.may_retry, times=times)
+        return episode._replace(roles=roles) if role else episode
 
 
 class _EnvironmentFault(Exception):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -64,13 +65,16 @@ class EpisodeClock:
     """The deadlines of one episode, in seconds that exclude pauses. Use it within trio.
 
     `begin` starts or restarts the clock. It does not apply to the deadlines of single calls of an author's code
-    (`rollouts.env`): their threads cannot pause.
+    (`rollouts.env`): their threads cannot pause. `began_at` and `replies` are in seconds of Unix time, pauses included;
+    nothing is decided by them.
     """
 
     def __init__(self) -> None:
         self._zero: float | None = None  # time of trio's clock at 0 seconds; None: not begun
         self._paused_at: float | None = None  # time of trio's clock at the pause; None: not paused
         self._scopes: dict[trio.CancelScope, float] = {}  # each open deadline, in `elapsed` seconds
+        self.began_at = 0.0
+        self.replies: list[tuple[float, float]] = []  # when requests to the model began and ended
 
     @property
     def elapsed(self) -> float:
@@ -89,6 +93,7 @@ class EpisodeClock:
         assert not self._scopes, "a clock begins before its deadlines do"
         self._zero = trio.current_time()
         self._paused_at = self._zero if self.is_paused else None
+        self.began_at, self.replies = time.time(), []
 
     def pause(self) -> None:
         """Stop the clock, so that no deadline expires until `resume`. It is safe to pause twice."""
@@ -186,9 +191,10 @@ class SuspendableEngine:
                         session=self.session,
                         offset=request.offset + offset,
                     )
-                more = EMPTY
+                more, began = EMPTY, time.time()
                 with trio.CancelScope() as self._request_scope:
                     more = await self.backend.generate(rest)
+                self.clock.replies.append((began, time.time()))
                 reply = join_generations(reply, more)
                 if reply.finish != "abort" or not self.is_aborting:
                     return reply

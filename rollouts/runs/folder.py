@@ -34,6 +34,7 @@ from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
 from rollouts.plugins.index import names_module
 from rollouts.runs.line_index import write_index
+from rollouts.runs.times import TIMES, StepTimes
 from rollouts.runs.token_files import SUFFIX, TokenTable, encode_table
 from rollouts.training.rollout_gen.metrics import JUDGING
 from rollouts.types import Episode, Score
@@ -47,7 +48,7 @@ REMOVED = "removed.json"  # in trajectories/: the number of first steps whose tr
 REMOVED_BY = "--keep-trajectories or `rollouts runs clean`"
 STEP, EVALUATED = "step_", "eval_"  # the prefixes of file names in trajectories/; steps count from 0
 OTHERS = "another model played this role"  # the reason of a line that no reward judges and no run trains
-_STEP_FILE = re.compile(rf"\.?{STEP}(\d+)\.(?:jsonl|tokens|index)")
+_STEP_FILE = re.compile(rf"\.?{STEP}(\d+)\.(?:jsonl|tokens|times|index)")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the errors of a file system without locks
 
 
@@ -257,7 +258,7 @@ class RunFolder:
         self.forget_end()
         with _refused(self.path):
             for path in (self.path / "trajectories").iterdir():
-                name = re.fullmatch(rf"\.?({STEP}|{EVALUATED})(\d+)\.(jsonl|tokens|index)", path.name)
+                name = re.fullmatch(rf"\.?({STEP}|{EVALUATED})(\d+)\.(jsonl|tokens|times|index)", path.name)
                 done = int(name[2]) + (name[1] == STEP) if name is not None else 0
                 if path.suffix == ".partial" or done > first:
                     path.unlink()
@@ -266,7 +267,7 @@ class RunFolder:
                 note_removed(self.path, first)
 
     def remove_steps(self, count: int) -> None:
-        """Remove the trajectories of the first `count` steps, with their tokens and indexes, and write down that they
+        """Remove the trajectories of the first `count` steps, with the files beside them, and write down that they
         are missing on purpose. Evaluations stay.
         """
         with _refused(self.path / "trajectories", "removed"):
@@ -314,6 +315,10 @@ class RunFolder:
     def write_tokens(self, name: str, table: TokenTable) -> None:
         """Write the values of tokens into `trajectories/<name>.tokens`. `sync` flushes them to the disk."""
         self._write_beside(f"{name}{SUFFIX}", encode_table(table))
+
+    def write_times(self, name: str, times: StepTimes) -> None:
+        """Write when everything happened into `trajectories/<name>.times`. `sync` flushes it to the disk."""
+        self._write_beside(f"{name}{TIMES}", encode(times))
 
     def _write_beside(self, name: str, data: bytes) -> Path:
         target = self.path / "trajectories" / name

@@ -16,7 +16,7 @@ from rollouts.runs.listing import Labels, read_labels, read_settings, write_labe
 from rollouts.version import __version__
 from rollouts.view.catalog import Catalog
 from rollouts.view.data_api import DataAPI
-from rollouts.view.health import causes
+from rollouts.view.health import causes, health, timeline
 from rollouts.view.pairs import compare
 from rollouts.view.rollout import SIDE_BY_SIDE_MAX, Tokenizers, group_of, read_rollout
 from rollouts.view.settings_api import SettingsAPI
@@ -89,7 +89,9 @@ class ViewAPI:
             ("GET", r"/api/runs/([^/]+)", self._run),
             ("POST", r"/api/runs/([^/]+)/labels", self._label),
             ("GET", r"/api/runs/([^/]+)/causes", self._causes),
+            ("GET", r"/api/runs/([^/]+)/health", self._health),
             ("GET", r"/api/runs/([^/]+)/([^/]+)", self._table),
+            ("GET", r"/api/runs/([^/]+)/([^/]+)/times", self._times),
             ("GET", r"/api/runs/([^/]+)/([^/]+)/lines/(\d+)", self._rollout),
             ("GET", r"/api/runs/([^/]+)/([^/]+)/groups/(\d+)", self._group),
         ]
@@ -144,6 +146,14 @@ class ViewAPI:
     def _causes(self, run: str, query: Query) -> dict[str, Any]:
         query.only()
         return causes(self.catalog, run)
+
+    def _health(self, run: str, query: Query) -> dict[str, Any]:
+        query.only()
+        return health(self.catalog, run)
+
+    def _times(self, run: str, name: str, query: Query) -> dict[str, Any]:
+        query.only()
+        return timeline(self.catalog, run, name)
 
     def _metrics(self, query: Query) -> dict[str, Any]:
         query.only("run", "metric")

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -18,6 +18,7 @@ from rollouts.runs.folder import CONFIG, REMOVED_BY, SUMMARY, read_json, removed
 from rollouts.runs.line_index import Lines, open_lines
 from rollouts.runs.listing import LABELS, METRICS, RunInfo, find_runs, phases_of, read_run
 from rollouts.runs.manifest import MANIFEST
+from rollouts.runs.times import TIMES
 from rollouts.runs.token_files import SUFFIX
 from rollouts.view.table import Stamp, Table, stamp_of
 
@@ -28,6 +29,23 @@ _NAME = re.compile(r"(?:(step|eval)_(\d{6,})|eval)")
 _ENDED = ("done", "failed", "interrupted")
 
 Curve = list[tuple[float, float]]
+
+
+class Spread(NamedTuple):
+    """All values of one metric: how many steps have one, their mean, the least, the greatest and the last."""
+
+    steps: int
+    mean: float
+    least: float
+    most: float
+    last: float
+
+
+class _Metrics(NamedTuple):
+    """The metrics of a run by name."""
+
+    curves: dict[str, Curve]
+    spreads: dict[str, Spread]
 
 
 class Catalog:
@@ -41,7 +59,7 @@ class Catalog:
         self._folders: dict[str, Path] = {}
         self._infos: dict[str, tuple[list[Stamp | None], RunInfo]] = {}
         self._tables: dict[Path, Table] = {}
-        self._metrics: dict[Path, tuple[Stamp, dict[str, Curve]]] = {}
+        self._metrics: dict[Path, tuple[Stamp, _Metrics]] = {}
 
     def runs(self) -> list[RunInfo]:
         """All runs, the newest first. A place that was removed meanwhile has none."""
@@ -98,6 +116,7 @@ class Catalog:
                     "step": step,
                     "bytes": stamp.size if stamp else 0,
                     "tokens": file.with_suffix(SUFFIX).exists(),
+                    "times": file.with_suffix(TIMES).exists(),
                 }
             )
         return sorted(found, key=lambda each: (each["step"] or 0, each["kind"] == "step"))
@@ -140,10 +159,17 @@ class Catalog:
 
     def metrics(self, run: str) -> dict[str, Curve]:
         """All metrics of a run as (step, value). Lines that are damaged or not yet complete are left out."""
+        return self._read(run).curves
+
+    def spreads(self, run: str) -> dict[str, Spread]:
+        """The spread of each metric of a run, over all of its steps."""
+        return self._read(run).spreads
+
+    def _read(self, run: str) -> _Metrics:
         file = phases_of(self.folder(run))[-1] / METRICS
         stamp = _stamp(file)
         if stamp is None:
-            return {}
+            return _Metrics({}, {})
         with self._lock:
             kept = self._metrics.pop(file, None)
             if kept is None or kept[0] != stamp:
@@ -152,6 +178,10 @@ class Catalog:
             for oldest in list(self._metrics)[:-METRICS_KEPT]:
                 del self._metrics[oldest]
             return kept[1]
+
+    def manifest(self, run: str) -> dict[str, Any]:
+        """The manifest of a run; empty if it has none."""
+        return read_json(phases_of(self.folder(run))[-1] / MANIFEST)
 
     def summary(self, run: str) -> dict[str, Any]:
         """The summary of a run; empty if it has not ended."""
@@ -169,7 +199,7 @@ def _stamp(file: Path) -> Stamp | None:
         return None
 
 
-def _read_metrics(file: Path) -> dict[str, Curve]:
+def _read_metrics(file: Path) -> _Metrics:
     steps: dict[str, array[float]] = {}
     values: dict[str, array[float]] = {}
     decoder = msgspec.json.Decoder(dict[str, Any])
@@ -184,7 +214,13 @@ def _read_metrics(file: Path) -> dict[str, Curve]:
                 if isinstance(step, int) and isinstance(value, int | float):
                     steps.setdefault(name, array("d")).append(step)
                     values.setdefault(name, array("d")).append(value)
-    return {name: thinned(steps[name], values[name]) for name in sorted(values)}
+    names = sorted(values)
+    curves = {name: thinned(steps[name], values[name]) for name in names}
+    return _Metrics(curves, {name: _spread(values[name]) for name in names})
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    return Spread(len(values), _mean(values), min(values), max(values), values[-1])
 
 
 def thinned(steps: Sequence[float], values: Sequence[float]) -> Curve:

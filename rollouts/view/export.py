@@ -12,9 +12,11 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from rollouts.disk import write_whole
+from rollouts.encoding import encode
 from rollouts.errors import OutputError, UserError, counted
 from rollouts.view.api import ROWS_MAX, ViewAPI
 from rollouts.view.catalog import Catalog
+from rollouts.view.health import health, timeline
 from rollouts.view.server import page_files
 
 BYTES_MAX = 20_000_000
@@ -26,6 +28,8 @@ MODULES = (
     "tokens",
     "runs",
     "run",
+    "timeline",
+    "health",
     "table",
     "rollout",
     "side",
@@ -37,7 +41,7 @@ MODULES = (
 NEEDS_SERVER = ("field", "component", "file", "new", "data")
 """The modules of pages that an exported file does not have, because they ask the server."""
 
-FIRST_METRICS = re.compile(r'const (FIRST|PHASES|HEALTH) = \[("[^;]*)\];')
+LISTS = re.compile(r'const (FIRST|PHASES|HEALTH) = \[("[^;]*)\];')  # metrics, in run.js and health.js
 WAIT_SECONDS = 600.0
 
 
@@ -69,8 +73,11 @@ def _answers(catalog: Catalog, run: str) -> tuple[list[bytes], int, int]:
     kept = [files_of[-1] for files_of in (_of_kind(files, "step_"), _of_kind(files, "eval")) if files_of]
     found = [_pair(f"/api/runs/{name}", api.answer("GET", f"/api/runs/{name}"))]
     found.append(_pair(f"/api/runs/{name}/causes", api.answer("GET", f"/api/runs/{name}/causes")))
-    metrics = _metrics_of_page(list(catalog.metrics(run)))
-    if metrics:
+    own = health(catalog, run)
+    own["times"] = [each for each in own["times"] if each in kept]
+    found.append(_pair(f"/api/runs/{name}/health", encode(own)))
+    found += [_pair(f"/api/runs/{name}/{file}/times", encode(timeline(catalog, run, file))) for file in own["times"]]
+    for metrics in filter(None, _metrics_of_pages(list(catalog.metrics(run)))):
         query = urlencode([("run", run), *(("metric", each) for each in metrics)], safe="*")
         found.append(_pair(f"/api/metrics?{query}", api.answer("GET", "/api/metrics", query)))
     total = rollouts = left_out = 0
@@ -95,13 +102,12 @@ def _of_kind(files: list[str], beginning: str) -> list[str]:
     return [file for file in files if file.startswith(beginning)]
 
 
-def _metrics_of_page(names: list[str]) -> list[str]:
-    """The metrics for which the page of a run asks, in its order."""
-    source = page_files()["run.js"].decode()
-    lists = {name: re.findall(r'"([^"]+)"', items) for name, items in FIRST_METRICS.findall(source)}
+def _metrics_of_pages(names: list[str]) -> tuple[list[str], list[str]]:
+    """The metrics for which the page of a run asks, and its page of health, in their order."""
+    source = b"\n".join(page_files()[name] for name in ("run.js", "health.js")).decode()
+    lists = {name: re.findall(r'"([^"]+)"', items) for name, items in LISTS.findall(source)}
     shown = [name for name in lists["FIRST"] if name in names] or names[:6]
-    more = [name for kind in ("PHASES", "HEALTH") for name in lists[kind] if name in names]
-    return list(dict.fromkeys([*shown, *more]))
+    return shown, [name for name in [*lists["PHASES"], *lists["HEALTH"]] if name in names]
 
 
 def _pair(address: str, answer: bytes) -> bytes:

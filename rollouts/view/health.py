@@ -1,10 +1,13 @@
-"""Why rollouts of a run failed, were cut off or were not trained: each cause once, with an example to open."""
+"""The health of a run: where its time goes, what its engine served, and why rollouts failed or were not trained."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
+from rollouts.errors import ConfigError, UserError
+from rollouts.runs.listing import read_settings
+from rollouts.runs.times import TIMES, read_times
 from rollouts.view.catalog import Catalog
 from rollouts.view.table import Table
 
@@ -12,6 +15,35 @@ FILES_MAX = 20
 SECONDS = 1.0  # for all files together
 CAUSES_MAX = 50
 ERROR_CHARACTERS = 160
+EPISODES_MAX = 1000  # of one timeline
+SHOWN = ("sync/", "mismatch/", "perf/", "rollout/latency", "rollout/retried", "staleness/", "time/")
+
+
+def health(catalog: Catalog, run: str) -> dict[str, Any]:
+    """The engine with its settings, the machine, the files that have a timeline, and the spread of each metric of
+    time, of the engine and of its weights. Raises UserError.
+    """
+    try:
+        settings = read_settings(catalog.folder(run))
+    except ConfigError:
+        settings = {}
+    spreads = catalog.spreads(run)
+    return {
+        "engine": settings.get("inference", {}),
+        "training": settings.get("training", {}),
+        "hardware": catalog.manifest(run).get("hardware", {}),
+        "times": [each["name"] for each in catalog.files(run) if each["times"]],
+        "metrics": {name: each._asdict() for name, each in spreads.items() if name.startswith(SHOWN)},
+    }
+
+
+def timeline(catalog: Catalog, run: str, name: str) -> dict[str, Any]:
+    """When the phases and the first episodes of a file were, in seconds. Raises UserError."""
+    file = catalog.file(run, name).with_suffix(TIMES)
+    if not file.exists():
+        raise UserError(f"{run} has no times of {name}: it was made by an earlier version of rollouts")
+    found = read_times(file)
+    return {"phases": found.phases, "episodes": found.episodes[:EPISODES_MAX], "total": len(found.episodes)}
 
 
 def causes(catalog: Catalog, run: str) -> dict[str, Any]:

@@ -82,11 +82,46 @@ def _load(model: str) -> Any:
     try:
         from rollouts.training.models import load_tokenizer
 
-        return load_tokenizer(model, local_files_only=True)
+        return _read_alone(model) or load_tokenizer(model, local_files_only=True)
     except UserError as error:
         return f"tokens are shown as numbers: {first_line(error)}"
     except Exception as error:  # a damaged file of a tokenizer; the library raises anything
         return f"tokens are shown as numbers: the tokenizer of {model} cannot be loaded: {first_line(error)}"
+
+
+class _ReadAlone:
+    """The tokenizer of a file tokenizer.json, without transformers: that and torch take seconds and 300 MB."""
+
+    def __init__(self, file: Path) -> None:
+        from tokenizers import Tokenizer
+
+        self._tokenizer = Tokenizer.from_file(str(file))
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        assert not clean_up_tokenization_spaces, "this tokenizer has no such step"
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+def _read_alone(model: str) -> _ReadAlone | None:
+    """The tokenizer of a model on this machine; None if it has no tokenizer.json, or the library is not installed."""
+    from rollouts.training.models import adapters_beneath, has_tokenizer, role_adapters
+
+    whole, adapters = adapters_beneath(str(next(iter(role_adapters(model).values()), model)))
+    own = next((folder for folder in reversed(adapters) if has_tokenizer(folder)), whole)
+    try:
+        file = Path(own) / "tokenizer.json" if Path(own).is_dir() else _of_hub(own)
+        return _ReadAlone(file) if file is not None and file.is_file() else None
+    except ImportError:
+        return None
+
+
+def _of_hub(repository: str) -> Path | None:
+    """The file of a repository that was downloaded before."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repository, "tokenizer.json")
+    return Path(found) if isinstance(found, str) else None
 
 
 def read_rollout(folder: Path, lines: Lines, number: int, tokenizers: Tokenizers) -> dict[str, Any]:

@@ -52,6 +52,7 @@ class _Line(msgspec.Struct):
     error: str | None = None
     role: str = ""
     temperature: float | None = None
+    staleness: int | None = None
 
 
 _DECODER = msgspec.json.Decoder(_Line)
@@ -162,6 +163,8 @@ class Table:
         versions = [version for segment in line.segments for version in segment.versions if version >= 0]
         if versions:
             found["oldest_version"], found["newest_version"] = min(versions), max(versions)
+        if line.staleness is not None:
+            found["staleness"] = line.staleness
         if line.temperature is not None:
             found["temperature"] = line.temperature
         found |= {f"part.{name}": value for name, value in line.parts.items()}

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import shutil
+import threading
 from array import array
 
 import pytest
+import trio
 
+from rollouts.gateway.http_server import serve_http
+from rollouts.gateway.listening import bound_socket
 from rollouts.runs.folder import CONFIG, RunFolder, episode_records
 from rollouts.runs.token_files import Span, TokenTable
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
+from rollouts.view.access import Access
 from rollouts.view.api import ViewAPI
 from rollouts.view.catalog import Catalog
+from rollouts.view.server import LIMITS, Site, _unreadable
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
 PROMPT, REPLY = 2, 3
+FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync".split()
 
 
 def episode(
@@ -105,3 +113,80 @@ def recorded(make):
 def make_episode():
     """The function that makes an episode."""
     return episode
+
+
+@pytest.fixture(scope="session")
+def browser():
+    """Chromium. Tests that need it are skipped if it or Playwright is missing."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="pip install -r requirements-test.txt has Playwright"
+    )
+    names = ("chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        pytest.skip("there is no Chromium; `apt install chromium` brings it")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=path, args=FLAGS)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def serve():
+    """Serves the runs of a directory in a thread until the test ends; returns the link."""
+    running = []
+
+    def begin(directory):
+        bound, stopping, ready = bound_socket("127.0.0.1", 0, ""), trio.Event(), threading.Event()
+        port, tokens = bound.getsockname()[1], []
+        access = Access(port)
+
+        async def main():
+            tokens.append(trio.lowlevel.current_trio_token())
+            listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
+            ready.set()
+            await serve_http(
+                Site(ViewAPI(Catalog([directory])), access).handle, _unreadable, [listener], LIMITS, stopping
+            )
+
+        thread = threading.Thread(target=trio.run, args=(main,))
+        thread.start()
+        ready.wait(20)
+        running.append((thread, tokens[0], stopping))
+        return f"http://127.0.0.1:{port}/?token={access.token}"
+
+    yield begin
+    for thread, token, stopping in running:
+        token.run_sync_soon(stopping.set)
+        thread.join(20)
+
+
+@pytest.fixture
+def opened(browser, serve, make):
+    """Opens a page of the runs that `make` made, in a window of a width. Errors in the console fail the test, unless
+    they are in `opened.expected`.
+    """
+    link, errors, pages = serve(make.directory), [], {}
+
+    def open_page(where="", width=1280, scheme="light"):
+        if width not in pages:
+            context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+            page = pages[width] = context.new_page()
+            page.set_default_timeout(90_000)  # a busy machine
+            page.on("pageerror", lambda error: errors.append(str(error)))
+            page.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+            page.goto(link)
+            page.wait_for_selector("h1")
+        page = pages[width]
+        run = str(make.directory / "first").replace("/", "%2F")
+        if where:
+            page.goto(link.partition("?")[0] + "#/" + where.replace("RUN", run))
+        shown = page.url.partition("#")[2]
+        page.wait_for_selector(f"main[data-shown='{'#' + shown if shown else ''}']")
+        return page
+
+    open_page.expected = ""
+    yield open_page
+    for page in pages.values():
+        page.context.close()
+    assert [each for each in errors if not open_page.expected or open_page.expected not in each] == []

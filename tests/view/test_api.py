@@ -6,16 +6,19 @@ import json
 import os
 import sys
 import threading
+from array import array
 
 import pytest
 
 from rollouts.cli import main
+from rollouts.runs.jobs import step_files, train
 from rollouts.runs.listing import read_labels
 from rollouts.runs.records import read_record
 from rollouts.runs.token_files import read_table
 from rollouts.types import Status
 from rollouts.view import table as tables
 from rollouts.view.api import APIError
+from rollouts.view.rollout import Tokenizers
 
 
 def refusal(asked, *request, **more):
@@ -147,19 +150,46 @@ def test_a_rollout_equals_its_record(recorded, asked):
     assert asked("/api/runs/RUN/step_000000/lines/2")["segments"][0]["at"] == []
 
 
-def test_values_are_those_that_a_run_trained_on(tmp_path, make, asked):
+def test_values_are_those_that_a_run_trained_on(make, asked, monkeypatch):
+    reports, real = [], step_files.write_step
+    monkeypatch.setattr(train, "write_step", lambda *given, **more: (reports.append(given[1]), real(*given, **more)))
     command = "run --env calculator --loss grpo --steps 1 --prompts-per-step 2 --samples-per-prompt 2 --eval-tasks 0"
-    assert main([*command.split(), "--record", "tokens", "--out", str(make.directory / "first")]) == 0
-    file = make.directory / "first" / "trajectories" / "step_000000.tokens"
-    table = read_table(file)
+    more = ["--record", "tokens", "--kl", "k3_loss", "--out", str(make.directory / "first")]
+    assert main([*command.split(), *more]) == 0
+    table = read_table(make.directory / "first" / "trajectories" / "step_000000.tokens")
     assert table.spans
     for span in table.spans:
         segment = asked(f"/api/runs/RUN/step_000000/lines/{span.line}")["segments"][span.segment]
         end = span.start + span.length
         assert segment["at"] == table.channels["position"][span.start : end].tolist()
-        for name in ("logprob", "entropy", "advantage", "clipped"):
+        for name in ("logprob", "entropy", "advantage", "clipped", "ref_logprob"):
             assert segment["recorded"][name] == table.channels[name][span.start : end].tolist()
         assert all(segment["mask"][place] == 1 for place in segment["at"])
+    (batch,) = reports[0].batches
+    trained = {name: iter(array("f", data)) for name, data in batch.recorded.items()}
+    lines = [asked(f"/api/runs/RUN/step_000000/lines/{line}") for line in range(4)]
+    by_tokens = {tuple(line["segments"][0]["tokens"]): line for line in lines}
+    for row in batch.rows:  # the page's data and the batch itself
+        shown = by_tokens[tuple(row.tokens)]["segments"][0]
+        live = [place for place, weight in enumerate(row.loss_mask) if weight > 0]
+        assert shown["at"] == live and [shown["mask"][place] for place in live] == [1] * len(live)
+        assert shown["recorded"]["ref_logprob"] == list(array("f", [row.ref_logprobs[place] for place in live]))
+        assert shown["recorded"]["advantage"] == list(array("f", [row.advantages[place] for place in live]))
+        for name in ("logprob", "entropy", "clipped"):
+            assert shown["recorded"][name] == [next(trained[name]) for _ in live]
+        assert shown["logprobs"] == [round(each, 6) for each in shown["logprobs"]]
+    assert all(not list(left) for left in trained.values())
+
+
+def test_the_light_tokenizer_shows_the_same_texts():
+    from rollouts.chat.token_texts import token_texts
+    from rollouts.training.models import load_tokenizer
+
+    ids = [
+        *range(0, 500, 7),
+        *load_tokenizer("tiny")("naïve 👩\u200d🔬 <tool_call> שלום", add_special_tokens=False)["input_ids"],
+    ]
+    assert Tokenizers().texts("tiny", ids) == (token_texts(ids, load_tokenizer("tiny")), "")
 
 
 def test_tokens_of_a_model_that_is_not_here_are_numbers(make, asked):
@@ -205,6 +235,20 @@ def test_causes_with_an_example(make, asked, make_episode):
     file.write_text(file.read_text().replace('"dropped":null', '"dropped":"zero_std"'))
     causes = asked("/api/runs/RUN/causes")["causes"]
     assert {"what": "not trained", "why": "zero_std", "count": 6, "file": "step_000000", "line": 0} in causes
+
+
+def test_health_of_a_run(make, asked):
+    run = make.run(steps=2, settings='mode = "rl"\n[inference]\nname = "vllm"\n')
+    lines = [{"step": step, "sync/probe": step * 0.5, "policy/loss": 1.0} for step in range(3000)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "manifest.json").write_text('{"hardware": {"cpus": 2}}')
+    found = asked("/api/runs/RUN/health")
+    assert found["engine"] == {"name": "vllm"} and found["hardware"] == {"cpus": 2} and found["times"] == []
+    assert found["metrics"] == {
+        "sync/probe": {"steps": 3000, "mean": 749.75, "least": 0.0, "most": 1499.5, "last": 1499.5}
+    }
+    status, words = refusal(asked, "/api/runs/RUN/step_000000/times")
+    assert status == 404 and "made by an earlier version" in words
 
 
 def test_two_runs_on_the_same_tasks(make, asked, make_episode):

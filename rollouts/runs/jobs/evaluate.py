@@ -43,6 +43,7 @@ from rollouts.runs.session import (
     second_interrupt_at_once,
     status_of,
 )
+from rollouts.runs.times import evaluation_times
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import check_judged, group_scorer
@@ -172,6 +173,7 @@ class EvaluationJob:
         death_metrics(self._plan.environments, self.summary)
         session = self._session
         session.folder.write_trajectories(TRAJECTORIES, (line for each in episodes for line in episode_records(each)))
+        session.folder.write_times(TRAJECTORIES, evaluation_times(episodes))
         session.write_summary(failure)  # before a logger is made: it may wait for a server, and be killed there
         if failure is None and not self.summary["failed"]:
             session.folder.remove(PLAYED)  # after the summary: a kill in between loses nothing

@@ -26,7 +26,7 @@ from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.runs.clock import Start
 from rollouts.runs.components import Chosen
-from rollouts.runs.folder import EVALUATED, STEP, MakeFolder, episode_records
+from rollouts.runs.folder import EVALUATED, MakeFolder, episode_records
 from rollouts.runs.held_objects import again_command
 from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.backend import make_training
@@ -34,6 +34,7 @@ from rollouts.runs.jobs.chat_data import ChatData, HeldOutLoss, training_data
 from rollouts.runs.jobs.demonstrations import held_out_notes
 from rollouts.runs.jobs.saving import Occasion, Saving, profiled_steps
 from rollouts.runs.jobs.sources import TaskSource, group_source, task_source
+from rollouts.runs.jobs.step_files import write_step, write_times
 from rollouts.runs.jobs.stopping import Stopping, summary_of
 from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import Observer
@@ -50,7 +51,7 @@ from rollouts.runs.session import (
     make_inference,
     second_interrupt_at_once,
 )
-from rollouts.runs.token_files import token_table
+from rollouts.runs.times import evaluation_times
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.batches import RankServer, TrainingBackend
@@ -326,10 +327,7 @@ class Training:
             return {"data": self.tasks.buffer.state_dict(), "rollouts": manager.state_dict(), "loop": own}
 
         async def on_step(report: StepReport) -> dict[str, float]:
-            name = f"{STEP}{report.step:06d}"
-            self._folder.write_trajectories(name, step_records(report))
-            if settings.record == "tokens":
-                self._folder.write_tokens(name, token_table(report.groups, report.batches))
+            write_step(self._folder, report, tokens=settings.record == "tokens")
             own = environment_metrics(report.groups, self.tasks.buffer.epochs)
             own |= death_metrics(plan.environments, self.summary) | self.tasks.buffer.sampler_metrics
             self._parts.see(report.groups)
@@ -340,6 +338,7 @@ class Training:
 
         async def on_logged(report: StepReport) -> None:
             self._loop = state(report.state)
+            write_times(self._folder, report)
             if settings.keep_trajectories != "all":
                 self._folder.remove_steps(report.step + 1 - settings.keep_trajectories)
             await self._after(report.step, report.metrics)
@@ -495,6 +494,7 @@ class Training:
             played = sorted(ended.items(), key=lambda each: each[0])
             records = ({"temperature": -t} | line for (t, _), each in played for line in episode_records(each))
             self._folder.write_trajectories(f"{EVALUATED}{done:06d}", records)
+            self._folder.write_times(f"{EVALUATED}{done:06d}", evaluation_times([each for _, each in played]))
 
         try:
             for temperature in EVALUATION_TEMPERATURES:
@@ -578,16 +578,3 @@ class Training:
         """Start the profiler if the next step is the first one to profile."""
         if step in self._profiled[:1]:
             await self.backend.start_profile()
-
-
-def step_records(report: StepReport) -> list[dict[str, Any]]:
-    """The lines of `trajectories/step_*.jsonl`."""
-    advantages = iter(report.advantages)
-    return [
-        record
-        for group in report.groups
-        for episode in group.episodes
-        for record in episode_records(
-            episode, advantage=next(advantages) if group.dropped is None else None, dropped=group.dropped
-        )
-    ]

@@ -66,7 +66,8 @@ class StepReport(NamedTuple):
     """A finished step (0-based), for observers.
 
     `advantages` [N] are those of the kept groups' rollouts. A loop that starts with `state` continues after this step.
-    `batches` are those of the optimizer steps, if the loop records tokens; else there are none.
+    `batches` are those of the optimizer steps, if the loop records tokens; else there are none. `phases` are what the
+    loop did, as (name, begin, end), in the seconds of `time.perf_counter`.
     """
 
     step: int
@@ -75,6 +76,7 @@ class StepReport(NamedTuple):
     advantages: list[float]
     state: LoopState
     batches: Sequence[TrainBatch] = ()
+    phases: Sequence[tuple[str, float, float]] = ()
 
 
 BEGINNING = LoopState()
@@ -141,17 +143,17 @@ async def run_rl_training(
         for part in (parts := part_batch(batch, config.minibatches, algorithm.aggregation, config.response_tokens_max)):
             forward_backward, optim_step = backend.forward_backward(part), backend.optim_step()
             reports.append(dict(await forward_backward) | step_metrics(await optim_step))
-        metrics |= _training_metrics(reports, batch, algorithm.kl, time.perf_counter() - prepared)
+        metrics |= _training_metrics(reports, batch, algorithm.kl, (trained := time.perf_counter()) - prepared)
         coefficients |= _steered(algorithm.kl, batch.kl_coefficient, metrics)
         async with rollout_manager.pause():
             if (step + 1) % config.sync_every == 0:
                 metrics |= await syncing.sync(backend)
                 rollout_manager.policy_version = backend.version
-            metrics |= _rollout_metrics(rollouts, data_buffer.epoch_id, samples=config.samples)
-            metrics |= {"time/wait": generated - began, "time/step": time.perf_counter() - began}
+            phases = _phases(began, generated, prepared, trained, time.perf_counter())
+            metrics |= _rollout_metrics(rollouts, data_buffer.epoch_id, samples=config.samples) | _seconds(phases)
             state = LoopState(step + 1, _by_stage(stages, coefficients), start_versions)
             means, kept = rollout_advantages(batch, len(advantages)), parts if config.record else ()
-            finished = StepReport(step, metrics, rollouts.groups, means, state, kept)
+            finished = StepReport(step, metrics, rollouts.groups, means, state, kept, phases)
             history.append(await _observed(finished, on_step, metrics_logger, on_logged))
         if should_stop():
             break
@@ -184,6 +186,17 @@ def _steered(kl: KL | None, coefficient: float | None, metrics: Mapping[str, flo
         return {}
     current = kl.coefficient if coefficient is None else coefficient
     return {kl: steer_coefficient(current, metrics["policy/kl_ref"], kl.target, kl.horizon)}
+
+
+def _phases(*times: float) -> list[tuple[str, float, float]]:
+    """A step's phases, each as (name, begin, end): wait for its rollouts, make the batch, train, sync the weights."""
+    return list(zip(("wait", "prepare", "train", "sync"), times, times[1:], strict=False))
+
+
+def _seconds(phases: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+    """How long a step waited for its rollouts, and how long it took."""
+    (_, began, generated), *_, (_, _, ended) = phases
+    return {"time/wait": generated - began, "time/step": ended - began}
 
 
 def _training_metrics(

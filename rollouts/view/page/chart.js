@@ -1,6 +1,6 @@
 // Line charts in SVG.
 
-import { h, number } from "./dom.js";
+import { h, number, say } from "./dom.js";
 
 const LEFT = 52, RIGHT = 10, TOP = 10, BOTTOM = 24;
 export const WIDE = Math.min(Math.max(innerWidth - 60, 300), 1200);
@@ -34,12 +34,12 @@ export function chart(series, { width: WIDTH = WIDE, height = 240, pick = null, 
   const ticks = [0, 0.5, 1].map((part) => y0 + part * (y1 - y0));
   const at = (points) => points.map(([px, py], index) => `${index ? "L" : "M"}${x(px).toFixed(1)} ${y(py).toFixed(1)}`).join("");
   const dot = h("circle", { r: 4, visibility: "hidden" }), words = h("text", { x: LEFT + 6, y: TOP + 10 });
-  const svg = h("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", "aria-label": `${label}: ${series.map(spoken).join("; ")}` },
+  const svg = h("svg", { class: "chart", viewBox: `0 0 ${WIDTH} ${height}`, role: "img", tabindex: 0, "aria-label": `${label}: ${series.map(spoken).join("; ")}` },
     ticks.map((tick) => [
       h("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: y(tick), y2: y(tick) }),
       h("text", { x: LEFT - 6, y: y(tick) + 4, "text-anchor": "end" }, number(tick)),
     ]),
-    [x0, x1].map((value, index) => h("text", { x: x(value), y: height - 6, "text-anchor": index ? "end" : "start" }, number(value, 0))),
+    [x0, x1].map((value, index) => h("text", { x: x(value), y: height - 6, "text-anchor": index ? "end" : "start" }, `${index ? "" : "step "}${number(value, 0)}`)),
     series.map((each) => each.band && h("path", { d: `${at(each.band.map(([s, low]) => [s, low]))}L${at([...each.band].reverse().map(([s, , high]) => [s, high])).slice(1)}Z`, style: `fill:${each.color};opacity:.15` })),
     series.map((each) => h("path", { d: at(each.points.filter(([, value]) => Number.isFinite(value))), style: `stroke:${each.color}` })),
     dot, words);
@@ -53,14 +53,28 @@ export function chart(series, { width: WIDTH = WIDE, height = 240, pick = null, 
     }
     return best;
   };
-  svg.addEventListener("mousemove", (event) => {
-    const { one, step, value } = nearest(event);
+  let on = null; // the point that is marked
+  const show = (point) => {
+    const { one, step, value } = (on = point);
     dot.setAttribute("cx", x(step)), dot.setAttribute("cy", y(value));
-    dot.setAttribute("style", `fill:${one.color}`), dot.setAttribute("visibility", "visible");
+    (dot.style.fill = one.color), dot.setAttribute("visibility", "visible");
     words.textContent = `${one.name} · step ${step}: ${number(value)}`;
-  });
+  };
+  svg.addEventListener("mousemove", (event) => show(nearest(event)));
   svg.addEventListener("mouseleave", () => (dot.setAttribute("visibility", "hidden"), (words.textContent = "")));
   if (pick) svg.addEventListener("click", (event) => ((each) => pick(each.one, each.step))(nearest(event)));
+  // Left and right move along a curve, up and down to another one, Enter is a click.
+  svg.addEventListener("keydown", (event) => {
+    const along = { ArrowRight: 1, ArrowLeft: -1 }[event.key], across = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    const at = on ? series.indexOf(on.one) : 0, one = series[(at + (across || 0) + series.length) % series.length];
+    if (along || across) {
+      const known = on ? one.points.findIndex(([step]) => step >= on.step) : -1, place = known < 0 && on ? one.points.length - 1 : known;
+      const [step, value] = one.points[Math.min(Math.max(place + (along || 0), 0), one.points.length - 1)];
+      show({ one, step, value }), say(words.textContent);
+    } else if (event.key === "Enter" && pick && on) pick(on.one, on.step);
+    else return;
+    event.preventDefault(), event.stopPropagation();
+  });
   return svg;
 }
 

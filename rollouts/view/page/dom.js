@@ -19,7 +19,8 @@ export function h(tag, attributes = {}, ...children) {
 export const number = (value, digits = 3) => {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (Number.isInteger(value)) return String(value);
-  return Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6 ? value.toExponential(1) : value.toFixed(digits);
+  if (Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6) return value.toExponential(1);
+  return value.toFixed(Math.max(0, digits - Math.max(0, Math.floor(Math.log10(Math.abs(value)))))); // 3505, 35.05, 0.351
 };
 
 export const size = (bytes) => {
@@ -38,11 +39,26 @@ export const link = (parts, query = {}) => {
 
 export const say = (text) => (document.getElementById("live").textContent = text);
 
+// Keys that move through the rows of a table and open one.
+export function rowKeys(body, open) {
+  let at = -1;
+  const move = (step) => {
+    const rows = [...body.children];
+    if (!rows.length) return;
+    rows[at]?.classList.remove("on");
+    at = Math.min(Math.max(at + step, 0), rows.length - 1);
+    rows[at].classList.add("on");
+    rows[at].scrollIntoView({ block: "nearest" });
+    say(rows[at].innerText.replace(/\s+/g, " "));
+  };
+  return { j: () => move(1), k: () => move(-1), Enter: () => body.children[at] && open(body.children[at]) };
+}
+
 export const badge = (state) => h("span", { class: `state ${state}` }, state);
 
 export function table(head, rows, { numbers = new Set() } = {}) {
   const cell = (tag, value, index) => h(tag, { class: numbers.has(index) && "number", scope: tag === "th" ? "col" : null }, value);
-  return h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head.map((each, index) => cell("th", each, index)))),
+  return h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Table" }, h("table", {}, h("thead", {}, h("tr", {}, head.map((each, index) => cell("th", each, index)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((each, index) => cell("td", each, index)))))));
 }
 

@@ -4,6 +4,7 @@ import { h, link } from "./dom.js";
 import { home, isExport } from "./api.js";
 import { runsPage } from "./runs.js";
 import { runPage } from "./run.js";
+import { healthPage } from "./health.js";
 import { tablePage } from "./table.js";
 import { rolloutPage } from "./rollout.js";
 import { sidePage } from "./side.js";
@@ -12,8 +13,8 @@ import { newPage } from "./new.js";
 import { dataPage } from "./data.js";
 
 const RENEW_MS = 3000;
-const KEYS = [["?", "this list"], ["u", "up: to the step, the run, the list"], ["/", "search or filter"], ["[ and ]", "the rollout before, the next one"],
-  ["j and k", "the next row, the row before; Enter opens it"], ["c", "the next channel of the tokens"], ["n", "the settings of a new run"], ["← and →", "the token before, the next one"], ["Esc", "leave a field"]];
+const KEYS = [["?", "this list"], ["u", "up: to the step, the run, the list"], ["/", "search or filter"], ["[ and ]", "the rollout before, the next one; on Health, the step"],
+  ["j and k", "the next row, the row before; Enter opens it"], ["Tab, then arrows", "the points of a curve, the rows of a timeline; Enter opens one"], ["c", "the next channel of the tokens"], ["n", "the settings of a new run"], ["← and →", "the token before, the next one"], ["Esc", "leave a field"]];
 
 let now = { keys: {} }, leaving = new AbortController(), renewing = false;
 
@@ -31,6 +32,7 @@ function choose({ parts, query }) {
   if (first !== "run") return runsPage(query);
   const [run, file, line] = rest;
   if (line !== undefined) return rolloutPage(run, file, Number(line), query);
+  if (file === "health") return healthPage(run, query);
   return file !== undefined ? tablePage(run, file, query) : runPage(run, query);
 }
 

@@ -26,6 +26,12 @@ export function rolloutPage(run, file, line) {
 
   const next = () => ((chosen = channels[(channels.findIndex(([name]) => name === picker.value) + 1) % channels.length][0]), paint());
 
+  // The token before or after the marked one; past the end of a segment comes the next segment.
+  const step = (by) => {
+    const at = Math.max(views.findIndex((view) => view.isOn()), 0);
+    if (views[at] && !views[at].step(by) && views[at + by]) views[at].leave(), views[at + by].enter(by);
+  };
+
   function facts(found) {
     const parts = Object.entries(found.parts || {}).map(([name, value]) => `${name} ${number(value)}${name in (found.weights || {}) ? ` × ${number(found.weights[name])}` : ""}`).join(" · ");
     const words = [["reward", h("strong", {}, number(found.reward))], parts && ["parts", parts], found.turns.length && ["reward by turn", found.turns.map((each) => number(each)).join(" · ")], found.advantage !== null && found.advantage !== undefined && ["advantage", number(found.advantage)],
@@ -36,7 +42,7 @@ export function rolloutPage(run, file, line) {
   }
 
   return {
-    keys: { "[": () => go(line - 1), "]": () => go(line + 1), c: next, ArrowLeft: () => views[0]?.step(-1), ArrowRight: () => views[0]?.step(1) },
+    keys: { "[": () => go(line - 1), "]": () => go(line + 1), c: next, ArrowLeft: () => step(-1), ArrowRight: () => step(1) },
     async show(signal) {
       const found = await get(path("runs", run, file, "lines", String(line)), {}, signal);
       lines = found.lines;

@@ -1,6 +1,6 @@
 // All runs, with curves of those that are chosen.
 
-import { badge, counted, h, link, number, size } from "./dom.js";
+import { badge, counted, h, link, number, rowKeys, size } from "./dom.js";
 import { get, isExport, path } from "./api.js";
 import { bands, chart, color, legend, smoothed, spark } from "./chart.js";
 
@@ -26,9 +26,9 @@ export function runsPage() {
   function row(run) {
     const box = h("input", { type: "checkbox", checked: chosen.has(run.name), "aria-label": `Choose ${run.name}`, onchange: () => (box.checked ? chosen.add(run.name) : chosen.delete(run.name), draw()) });
     const steps = run.steps === null ? "" : run.steps_asked ? `${run.steps} of ${run.steps_asked}` : run.steps;
-    return h("tr", { title: run.problem || run.note }, h("td", {}, box), h("td", {}, h("a", { href: link(["run", run.name]) }, run.name)), h("td", {}, badge(run.state)),
+    return h("tr", { title: run.problem || null, "data-run": run.name }, h("td", {}, box), h("td", {}, h("a", { href: link(["run", run.name]) }, run.name)), h("td", {}, badge(run.state)),
       h("td", {}, run.mode), h("td", {}, run.environment), h("td", { class: "long" }, run.model), h("td", {}, run.loss), h("td", { class: "number" }, steps), h("td", { class: "number" }, number(run.reward)),
-      h("td", {}, spark(run.curve)), h("td", { class: "number" }, size(run.bytes)), h("td", {}, run.tags.map((tag) => [h("span", { class: "tag" }, tag), " "])));
+      h("td", {}, spark(run.curve)), h("td", { class: "number" }, size(run.bytes)), h("td", { class: "long", title: run.note || null, dir: "auto" }, run.tags.map((tag) => [h("span", { class: "tag" }, tag), " "]), h("span", { class: "quiet" }, run.note)));
   }
 
   async function draw() {
@@ -65,6 +65,7 @@ export function runsPage() {
   const seeds = h("button", { type: "button", "aria-pressed": String(isBanded), title: "One curve for the folders seed_0, seed_1 and so on, with a band from the least to the most", onclick: () => ((isBanded = !isBanded), seeds.setAttribute("aria-pressed", isBanded), draw()) }, "bands over seeds");
   const field = h("input", { type: "search", class: "wide", placeholder: "search: names, settings, tags, notes", "aria-label": "Search", value: search, oninput: () => ((search = field.value), fill(), draw()) });
   return {
+    keys: rowKeys(rows, (one) => (location.hash = link(["run", one.dataset.run]))),
     renew: load,
     async show(given) {
       signal = given;
@@ -72,7 +73,7 @@ export function runsPage() {
       const compare = () => (location.hash = link(["compare"], { run: drawn().map((run) => run.name) }));
       return [h("h1", {}, "Runs"), h("div", { class: "row" }, field, h("button", { type: "button", onclick: compare }, "compare"), !isExport && h("a", { class: "button", href: "#/new" }, "new run"), data), words,
         h("div", { class: "card" }, h("div", { class: "row" }, picker, h("label", {}, "smoothing ", slider), seeds, h("span", { class: "quiet" }, "click a point to see its rollouts")), plot), h("p"),
-        h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["", "run", "state", "mode", "environment", "model", "loss", "steps", "reward", "curve", "size", "tags"].map((each) => h("th", { scope: "col" }, each)))), rows))];
+        h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Table" }, h("table", {}, h("thead", {}, h("tr", {}, [h("span", { class: "sr" }, "choose"), "run", "state", "mode", "environment", "model", "loss", "steps", "reward", "curve", "size", "tags and note"].map((each) => h("th", { scope: "col" }, each)))), rows))];
     },
   };
 }

@@ -1,18 +1,18 @@
 // The rollouts of one step: sorted, filtered, in groups.
 
-import { badge, counted, h, link, number, say } from "./dom.js";
+import { badge, counted, h, link, number, rowKeys, say } from "./dom.js";
 import { get, isExport, path } from "./api.js";
 
 const COUNT = 100;
 const LONG = new Set(["task", "error", "why", "dropped"]);
-const FIRST = ["line", "group", "rollout", "task", "reward", "advantage", "status", "dropped", "turns", "tokens", "sampled"];
+const FIRST = ["line", "group", "rollout", "reward", "task", "advantage", "status", "dropped", "turns", "tokens", "sampled", "staleness"];
 
 export function tablePage(run, file, query) {
   const where = query.get("where") || "", sort = query.get("sort") || "", desc = query.get("desc") || "", from = Number(query.get("from") || 0);
   const body = h("tbody"), head = h("tr"), words = h("p", { class: "quiet" }), problems = h("div"), paging = h("div", { class: "row" });
   const field = h("input", { type: "search", class: "wide", value: where, disabled: isExport, "aria-label": "Filter", placeholder: 'filter: reward < 0.5 and "gcd" in task', onkeydown: (event) => event.key === "Enter" && go({ where: field.value, from: 0 }) });
   const message = h("p", { class: "error", role: "alert" });
-  let signal, at = -1, isDone = false, last = "";
+  let signal, isDone = false, last = "";
 
   const go = (changes) => (location.hash = link(["run", run, file], strip({ where, sort, desc, from, ...changes })));
 
@@ -63,25 +63,16 @@ export function tablePage(run, file, query) {
     return h("tr", { class: row.group % 2 ? "odd" : null, "data-line": row.line }, cells);
   }
 
-  function move(step) {
-    const rows = [...body.children];
-    if (!rows.length) return;
-    rows[at]?.classList.remove("on");
-    at = Math.min(Math.max(at + step, 0), rows.length - 1);
-    rows[at].classList.add("on");
-    rows[at].scrollIntoView({ block: "nearest" });
-  }
-
   return {
-    keys: { j: () => move(1), k: () => move(-1), Enter: () => body.children[at] && (location.hash = link(["run", run, file, body.children[at].dataset.line])) },
+    keys: rowKeys(body, (row) => (location.hash = link(["run", run, file, row.dataset.line]))),
     renew: () => (message.textContent ? null : load()),
     async show(given) {
       signal = given;
       await load();
       const examples = ["reward == None", "reward < 0.5", "dropped != ''", "status != 'completed'", "abs(advantage) > 1"];
       return [h("h1", {}, `${run} · ${file}`), h("div", { class: "row" }, field, h("button", { type: "button", disabled: isExport, onclick: () => go({ where: field.value, from: 0 }) }, "filter"), where && h("button", { type: "button", onclick: () => go({ where: "", from: 0 }) }, "all")),
-        !isExport && h("p", { class: "quiet" }, "for example: ", examples.map((each) => [h("a", { href: link(["run", run, file], { where: each }) }, h("code", {}, each)), " · "])), message, words, problems,
-        h("div", { class: "scroll" }, h("table", {}, h("thead", {}, head), body)), paging].filter(Boolean);
+        !isExport && h("p", { class: "quiet" }, "for example: ", examples.map((each, index) => [index ? " · " : "", h("a", { href: link(["run", run, file], { where: each }) }, h("code", {}, each))]), " · ", h("a", { href: link(["run", run, "health"], { at: file }) }, "timeline")), message, words, problems,
+        h("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Table" }, h("table", {}, h("thead", {}, head), body)), paging].filter(Boolean);
     },
   };
 }

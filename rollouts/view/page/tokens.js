@@ -93,7 +93,11 @@ export function tokensOf(segment, say) {
   box.addEventListener("click", (event) => event.target.dataset.at !== undefined && choose(Number(event.target.dataset.at)));
   return {
     box,
-    step: (by) => choose(on === null ? 0 : on + by),
+    isOn: () => on !== null,
+    // Whether there is a token in that direction; it is marked then.
+    step: (by) => (on !== null && (on + by < 0 || on + by >= segment.tokens.length) ? false : (choose(on === null ? 0 : on + by), true)),
+    enter: (by) => choose(by > 0 ? 0 : segment.tokens.length - 1),
+    leave: () => (box.querySelector(".on")?.classList.remove("on"), (on = null)),
     paint(next, nextScale) {
       [channel, scale] = [next, nextScale];
       drawn.forEach(fill);
