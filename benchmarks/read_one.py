@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rollouts.encoding import encode
 from rollouts.runs.folder import CONFIG, RunFolder, episode_records
@@ -38,6 +39,23 @@ def episode(number: int, generator: random.Random) -> Episode:
     return Episode((number // 8, number % 8), task, own, Score(1.0, {"correct": 1.0}, ""), {})
 
 
+def write_run(out: Path, count: int, generator: random.Random) -> tuple[RunFolder, list[int]]:
+    """A run whose first step has so many trajectories, 512 different ones, and the length of each line."""
+    run = RunFolder(out)
+    run.write_text(CONFIG, 'mode = "rl"\nmodel = "tiny"\n')
+    lines = [encode(record) + b"\n" for record in step_lines(generator)]
+    with open(run.path / "trajectories" / "step_000000.jsonl", "wb") as opened:
+        for number in range(count):
+            opened.write(lines[number % STEP_LINES])
+    return run, [len(lines[number % STEP_LINES]) for number in range(count)]
+
+
+def step_lines(generator: random.Random) -> list[dict[str, Any]]:
+    """The trajectories of a step."""
+    episodes = [episode(number, generator) for number in range(STEP_LINES)]
+    return [record for each in episodes for record in episode_records(each, advantage=0.5)]
+
+
 def timed(do: Callable[[], object]) -> float:
     """The seconds of a call."""
     began = time.perf_counter()
@@ -51,16 +69,9 @@ def main() -> None:
     parser.add_argument("--lines", type=int, default=1_000_000)
     given = parser.parse_args()
     generator = random.Random(0)
-    run = RunFolder(given.out)
-    run.write_text(CONFIG, 'mode = "rl"\n')
-    episodes = [episode(number, generator) for number in range(STEP_LINES)]
-    records = [record for each in episodes for record in episode_records(each, advantage=0.5)]
-    lines = [encode(record) + b"\n" for record in records]
+    run, lengths = write_run(given.out, given.lines, generator)
     file = given.out / "trajectories" / "step_000000.jsonl"
-    with open(file, "wb") as opened:
-        for number in range(given.lines):
-            opened.write(lines[number % STEP_LINES])
-    lengths = [len(lines[number % STEP_LINES]) for number in range(given.lines)]
+    records = step_lines(random.Random(0))
     wrote = timed(lambda: write_index(file, lengths))
     print(f"{given.lines} lines, {file.stat().st_size / 1e9:.2f} GB")
     print(f"index: {index_of(file).stat().st_size / 1e6:.1f} MB, written in {wrote:.2f} s")
@@ -74,7 +85,7 @@ def main() -> None:
     print(f"the index made anew: {timed(lambda: open_lines(file)):.2f} s")
     whole = [timed(lambda step=step: run.write_trajectories(f"step_{step:06d}", records)) for step in range(1, 22)]  # type: ignore[misc]
     written = run.path / "trajectories" / "step_000001.jsonl"
-    own = [timed(lambda: write_index(written, map(len, lines))) for _ in whole]
+    own = [timed(lambda: write_index(written, lengths[:STEP_LINES])) for _ in whole]
     print(
         f"a step of {STEP_LINES} lines: {statistics.median(whole) * 1e3:.1f} ms with its index, "
         f"whose part is {statistics.median(own) * 1e3:.2f} ms and {index_of(written).stat().st_size} bytes"

@@ -4,21 +4,28 @@
     OMP_NUM_THREADS=1 python benchmarks/token_record.py --steps 30 --models tiny
 
 Rollouts are random tokens. A step here is `forward_backward`, `optim_step` and the trajectories' file; with recording,
-also the file of the tokens. A run's step also samples, so the share of a run's step is smaller. Steps with and without
-recording take turns, so that a busy machine affects both. The ratio is that of the medians. CPU seconds are those of
-all threads of the process.
+also the file of the tokens. A run's step also samples, so the share of a run's step is smaller.
+
+`share` is the seconds inside the functions that record (`RECORDERS`, and the file), as a part of a step without them:
+the median over steps. It has little noise, but misses what recording costs elsewhere, such as caches. `ratio` is that
+of the median steps with and without recording, which take turns; a busy machine moves it by more than recording does.
+CPU seconds are those of all threads of the process; with OMP_NUM_THREADS=1 a recorder's are those of its thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import random
 import statistics
 import tempfile
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from random_model import save_random_qwen3
 
@@ -26,7 +33,9 @@ from rollouts.runs.folder import RunFolder
 from rollouts.runs.jobs.step_files import step_records
 from rollouts.runs.token_files import token_table
 from rollouts.training.algorithms.recipes import GRPO
+from rollouts.training.backends import torch as torch_backend
 from rollouts.training.backends.optimizer import TorchSettings
+from rollouts.training.backends.token_record import TokenRecord
 from rollouts.training.backends.torch import TorchBackend, create_torch_backend
 from rollouts.training.batching import make_batch
 from rollouts.training.loops.rl import LoopState, StepReport
@@ -51,18 +60,59 @@ def make_groups(prompts: int, members: int, reply: int, vocabulary: int) -> list
     return groups
 
 
-def take_step(backend: TorchBackend, groups: list[Group], folder: RunFolder, step: int, *, record: bool) -> float:
-    """Train on the groups and write the files. Returns the seconds of CPU."""
+RECORDERS = ((TokenRecord, "__init__"), (TokenRecord, "add"), (TokenRecord, "read"), (torch_backend, "join_records"))
+
+
+class Recording:
+    """The seconds of CPU inside the functions that record. Enter it to measure them."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._threads = set[int]()  # that are inside one of the functions
+
+    def __enter__(self) -> Recording:
+        for owner, name in RECORDERS:
+            setattr(owner, name, self.timed(getattr(owner, name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for owner, name in RECORDERS:
+            setattr(owner, name, getattr(owner, name).__wrapped__)
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, with its seconds counted."""
+
+        @functools.wraps(function)
+        def inner(*given: Any, **more: Any) -> Any:
+            thread = threading.get_ident()
+            if thread in self._threads:
+                return function(*given, **more)
+            self._threads.add(thread)
+            began = time.thread_time()
+            try:
+                return function(*given, **more)
+            finally:
+                self.seconds += time.thread_time() - began
+                self._threads.discard(thread)
+
+        return inner
+
+
+def take_step(
+    backend: TorchBackend, groups: list[Group], folder: RunFolder, step: int, recording: Recording | None
+) -> float:
+    """Train on the groups and write the files; record if `recording` is given. Returns the seconds of CPU."""
     samples = group_samples(groups)
     advantages = [math.sin(3.0 * n + 1) for n in range(1 + max(s.rollout_index or 0 for s in samples))]
     batch = make_batch(samples, advantages, aggregation=GRPO.aggregation, step=step)
-    batch.record = record
+    batch.record = recording is not None
     began = time.process_time()
     backend.forward_backward(batch).wait()
     backend.optim_step().wait()
     folder.write_trajectories(f"step_{step:06d}", step_records(StepReport(step, {}, groups, advantages, LoopState())))
-    if record:
-        folder.write_tokens(f"step_{step:06d}", token_table(groups, [batch]))
+    if recording is not None:
+        write = recording.timed(lambda: folder.write_tokens(f"step_{step:06d}", token_table(groups, [batch])))
+        write()
     return time.process_time() - began
 
 
@@ -73,10 +123,13 @@ def measure(name: str, steps: int, reply: int, place: Path) -> dict[str, object]
     groups = make_groups(4, 8, reply, 100)
     folder = RunFolder(place / f"run-{name}")
     seconds: dict[bool, list[float]] = {True: [], False: []}
+    inside: list[float] = []
     for step in range(2 * steps + 2):
-        taken = take_step(backend, groups, folder, step, record=step % 2 == 0)
+        with Recording() as recording:
+            taken = take_step(backend, groups, folder, step, recording if step % 2 == 0 else None)
         if step >= 2:  # the first steps warm up
             seconds[step % 2 == 0].append(taken)
+            inside += [recording.seconds] * (step % 2 == 0)
     backend.close()
     folder.close()
     tokens = sum(sum(group.lengths) for group in groups)
@@ -88,6 +141,8 @@ def measure(name: str, steps: int, reply: int, place: Path) -> dict[str, object]
         "seconds_without": round(without, 4),
         "seconds_with": round(with_it, 4),
         "ratio": round(with_it / without, 4),
+        "seconds_inside": round(statistics.median(inside), 5),
+        "share": round(statistics.median(inside) / without, 5),
         "bytes_per_token": round(files["tokens"] / tokens, 1),
         "bytes_per_token_jsonl": round(files["jsonl"] / tokens, 1),
     }

@@ -34,7 +34,7 @@ from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
 from rollouts.plugins.index import names_module
 from rollouts.runs.line_index import write_index
-from rollouts.runs.times import TIMES, StepTimes
+from rollouts.runs.times import StepTimes, times_of
 from rollouts.runs.token_files import SUFFIX, TokenTable, encode_table
 from rollouts.training.rollout_gen.metrics import JUDGING
 from rollouts.types import Episode, Score
@@ -317,8 +317,8 @@ class RunFolder:
         self._write_beside(f"{name}{SUFFIX}", encode_table(table))
 
     def write_times(self, name: str, times: StepTimes) -> None:
-        """Write when everything happened into `trajectories/<name>.times`. `sync` flushes it to the disk."""
-        self._write_beside(f"{name}{TIMES}", encode(times))
+        """Write when everything happened beside `trajectories/<name>.jsonl`. `sync` flushes it to the disk."""
+        self._write_beside(times_of(Path(name)).name, encode(times))
 
     def _write_beside(self, name: str, data: bytes) -> Path:
         target = self.path / "trajectories" / name

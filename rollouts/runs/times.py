@@ -1,4 +1,4 @@
-"""When everything in a step happened: `trajectories/step_000000.times`, from which `rollouts view` draws a timeline.
+"""When everything in a step happened: `trajectories/.step_000000.times`, from which `rollouts view` draws a timeline.
 
 The file is a JSON object. Times are seconds from `zero`, which is a Unix time: the beginning of the step, or of the
 first episode of an evaluation. Nothing in a run depends on it.
@@ -16,7 +16,6 @@ import msgspec
 from rollouts.errors import ConfigError
 from rollouts.types import Episode
 
-TIMES = ".times"
 FORMAT, VERSION = "rollouts-times", 1
 FINISH = "finish"  # the phase in which a step is written, logged and perhaps evaluated
 
@@ -40,6 +39,11 @@ class StepTimes(msgspec.Struct):
     episodes: list[EpisodeSpan] = []
     format: str = FORMAT
     version: int = VERSION
+
+
+def times_of(file: Path) -> Path:
+    """The file beside a file of trajectories. Its name is hidden, so that `step_*` only finds trajectories."""
+    return file.with_name(f".{file.stem}.times")
 
 
 def step_times(phases: Sequence[tuple[str, float, float]], episodes: Iterable[Episode]) -> StepTimes:

@@ -18,7 +18,7 @@ from rollouts.runs.folder import CONFIG, REMOVED_BY, SUMMARY, read_json, removed
 from rollouts.runs.line_index import Lines, open_lines
 from rollouts.runs.listing import LABELS, METRICS, RunInfo, find_runs, phases_of, read_run
 from rollouts.runs.manifest import MANIFEST
-from rollouts.runs.times import TIMES
+from rollouts.runs.times import times_of
 from rollouts.runs.token_files import SUFFIX
 from rollouts.view.table import Stamp, Table, stamp_of
 
@@ -116,7 +116,7 @@ class Catalog:
                     "step": step,
                     "bytes": stamp.size if stamp else 0,
                     "tokens": file.with_suffix(SUFFIX).exists(),
-                    "times": file.with_suffix(TIMES).exists(),
+                    "times": times_of(file).exists(),
                 }
             )
         return sorted(found, key=lambda each: (each["step"] or 0, each["kind"] == "step"))

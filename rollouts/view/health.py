@@ -7,7 +7,7 @@ from typing import Any
 
 from rollouts.errors import ConfigError, UserError
 from rollouts.runs.listing import read_settings
-from rollouts.runs.times import TIMES, read_times
+from rollouts.runs.times import read_times, times_of
 from rollouts.view.catalog import Catalog
 from rollouts.view.table import Table
 
@@ -39,7 +39,7 @@ def health(catalog: Catalog, run: str) -> dict[str, Any]:
 
 def timeline(catalog: Catalog, run: str, name: str) -> dict[str, Any]:
     """When the phases and the first episodes of a file were, in seconds. Raises UserError."""
-    file = catalog.file(run, name).with_suffix(TIMES)
+    file = times_of(catalog.file(run, name))
     if not file.exists():
         raise UserError(f"{run} has no times of {name}: it was made by an earlier version of rollouts")
     found = read_times(file)

@@ -222,7 +222,8 @@ def test_cleaning_asks_and_leaves_what_is_needed(real, runs, capsys):
     gone = {str(path.relative_to(runs)) for path in before - files_of(runs)}
     parts = {"/".join(Path(path).parts[:3]) for path in gone}
     names = [f"step_{step:06d}.jsonl" for step in range(3)]
-    steps = {f"trajectories/{each}" for name in names for each in (name, f".{name.removesuffix('.jsonl')}.index")}
+    beside = [f".step_{step:06d}.{kind}" for step in range(3) for kind in ("index", "times")]
+    steps = {f"trajectories/{each}" for each in [*names, *beside]}
     assert parts == {
         *(f"{run}/{step}" for run in ("trained", "source") for step in steps),
         *(f"trained/checkpoints/step_00000{number}" for number in (1, 2) if number != best_of(real)),

@@ -48,8 +48,9 @@ def written(tmp_path):
 
 def test_a_run_keeps_the_last_steps_whole_and_all_evaluations(trained):
     kept = {f"step_00000{step}.{kind}" for step in (2, 3) for kind in ("jsonl", "tokens")}
-    kept |= {f".step_00000{step}.index" for step in (2, 3)}
+    kept |= {f".step_00000{step}.{kind}" for step in (2, 3) for kind in ("index", "times")}
     kept |= {name for done in (0, 4) for name in (f"eval_00000{done}.jsonl", f".eval_00000{done}.index")}
+    kept |= {f".eval_00000{done}.times" for done in (0, 4)}
     assert names(trained) == kept | {"removed.json"}
     assert removed_steps(trained) == 2
 

@@ -8,6 +8,7 @@ import os
 import pytest
 
 import rollouts
+from rollouts.cli import main
 from rollouts.runs.times import EpisodeSpan, StepTimes
 from rollouts.types import Message
 
@@ -20,7 +21,7 @@ def write_times(run, name="step_000000"):
     """Times of a file: rollout 0 of group 0 made two requests."""
     spans = [EpisodeSpan(0, 0, 0, 0.1, 0.5, [(0.1, 0.2), (0.3, 0.4)]), EpisodeSpan(1, 0, 1, 0.1, 0.6, [(0.1, 0.6)])]
     times = StepTimes(1.7e9, [("wait", 0.0, 0.6), ("train", 0.6, 1.0)], spans)
-    (run / "trajectories" / f"{name}.times").write_bytes(rollouts.encoding.encode(times))
+    (run / "trajectories" / f".{name}.times").write_bytes(rollouts.encoding.encode(times))
 
 
 def test_a_run_is_followed_while_it_trains(opened, make):
@@ -84,7 +85,7 @@ def test_a_damaged_run(opened, recorded, make):
     tokens = recorded / "trajectories" / "step_000000.tokens"
     tokens.write_bytes(tokens.read_bytes()[:-5])
     assert "is damaged" in opened("run/RUN/step_000000/0").inner_text("main")
-    (recorded / "trajectories" / "step_000000.times").write_text("{")
+    (recorded / "trajectories" / ".step_000000.times").write_text("{")
     assert "is damaged" in opened("run/RUN/health").inner_text("[role=alert]")
     (recorded / "config.toml").write_text("mode = ")
     (recorded / "metrics.jsonl").write_text("nonsense\n")
@@ -251,3 +252,25 @@ def test_curves_by_keyboard(opened, make):
     page.keyboard.press("j")
     page.keyboard.press("Enter")
     page.wait_for_selector("text=Trajectories")
+
+
+def test_an_exported_file(browser, make, tmp_path):
+    run = make.run(steps=2)
+    write_times(run, "step_000001")
+    target, errors, asked = tmp_path / "run.html", [], []
+    assert main(["view", str(run), "--export", str(target)]) == 0
+    page = browser.new_page()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on(
+        "request", lambda request: errors.append(request.url) if not request.url.startswith(("file:", "data:")) else 0
+    )
+    page.goto(target.as_uri())
+    page.wait_for_selector("text=Trajectories")
+    page.click("a:text-is('Health')")
+    page.wait_for_selector("svg.timeline")
+    page.click("nav a >> nth=0")
+    page.click("a:text-is('step_000001')")
+    page.click("tbody tr >> nth=1 >> a >> nth=0")
+    page.wait_for_selector("text=step_000001, line 1")
+    page.close()
+    assert errors == [] and asked and all(url.startswith(("file:", "data:")) for url in asked)

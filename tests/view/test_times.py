@@ -24,12 +24,12 @@ def trained(tmp_path_factory):
 
 
 def lines_of(file):
-    return [json.loads(line) for line in file.with_suffix(".jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (file.parent / f"{file.stem[1:]}.jsonl").read_text().splitlines()]
 
 
 def test_episodes_are_those_of_the_lines(trained):
-    files = sorted((trained / "trajectories").glob("*.times"))
-    assert [file.stem for file in files] == [
+    files = sorted((trained / "trajectories").glob(".*.times"))
+    assert [file.stem[1:] for file in files] == [
         "eval_000000", "eval_000002", "eval_000003", "step_000001", "step_000002",
     ]  # fmt: skip
     for file in files:
@@ -45,7 +45,7 @@ def test_episodes_are_those_of_the_lines(trained):
 def test_phases_follow_each_other_and_are_those_of_the_metrics(trained):
     metrics = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     for step in (1, 2):
-        times = read_times(trained / "trajectories" / f"step_{step:06d}.times")
+        times = read_times(trained / "trajectories" / f".step_{step:06d}.times")
         names, begins, ends = zip(*times.phases, strict=True)
         assert names == ("wait", "prepare", "train", "sync", "finish")
         assert begins[0] == 0 and begins[1:] == ends[:-1]
@@ -57,7 +57,7 @@ def test_phases_follow_each_other_and_are_those_of_the_metrics(trained):
 
 
 def test_lines_have_the_age_of_their_oldest_token(trained):
-    ages = [line["staleness"] for line in lines_of(trained / "trajectories" / "step_000002.times")]
+    ages = [line["staleness"] for line in lines_of(trained / "trajectories" / ".step_000002.times")]
     metrics = json.loads((trained / "metrics.jsonl").read_text().splitlines()[2])
     assert max(ages) == metrics["staleness/max"]
 
@@ -66,7 +66,7 @@ def test_a_resumed_run_writes_them_again(trained):
     folder = RunFolder.reopen(trained)
     folder.forget_steps(2)
     folder.close()
-    left = sorted(file.stem for file in (trained / "trajectories").glob("*.times"))
+    left = sorted(file.stem[1:] for file in (trained / "trajectories").glob(".*.times"))
     assert left == ["eval_000000", "eval_000002", "step_000001"]
 
 
