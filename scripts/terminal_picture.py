@@ -21,6 +21,7 @@ import os
 import pty
 import shlex
 import struct
+import subprocess
 import sys
 import tempfile
 import termios
@@ -92,18 +93,14 @@ def main() -> None:
 
 def record(command: str, folder: str) -> Iterator[Output]:
     """Run a command in a pseudo-terminal, in this folder. Raises SystemExit if it fails."""
-    began = time.monotonic()
-    child, terminal = pty.fork()
-    if child == 0:
-        fcntl.ioctl(sys.stdin.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
-        os.chdir(folder)
-        own = {
-            "TERM": "xterm-256color",
-            "COLORTERM": "truecolor",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        }
-        words = shlex.split(command)
-        os.execvpe(words[0], words, {**os.environ, **own})
+    began, (terminal, inside) = time.monotonic(), pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {**os.environ, "TERM": "xterm-256color", "COLORTERM": "truecolor", "PATH": path}
+    child = subprocess.Popen(
+        shlex.split(command), stdin=inside, stdout=inside, stderr=inside, cwd=folder, env=own, start_new_session=True
+    )
+    os.close(inside)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while True:
         try:
@@ -113,7 +110,8 @@ def record(command: str, folder: str) -> Iterator[Output]:
         if not data:
             break
         yield Output(time.monotonic() - began, decoder.decode(data))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os.close(terminal)
+    code = child.wait()
     if code:
         raise SystemExit(f"{command} ended with exit code {code}")
 
@@ -201,9 +199,10 @@ def draw(frames: Sequence[Frame], command: str) -> str:
         steps.append(f"{100 * at / whole:.2f}%{{transform:translateX({-number * wide}px)}}")
         at += seconds
     last = f"translateX({-(len(frames) - 1) * wide}px)"
+    font = "14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
     style = (
-        f"text{{font:14px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace;fill:{INK};"
-        f"white-space:pre}}.film{{animation:film {whole:.1f}s step-end infinite}}@keyframes film{{{''.join(steps)}}}"
+        f"text{{font:{font};white-space:pre}}.film{{fill:{INK};animation:film {whole:.1f}s step-end infinite}}"
+        f"@keyframes film{{{''.join(steps)}}}"
         f"@media(prefers-reduced-motion:reduce){{.film{{animation:none;transform:{last}}}}}"
     )
     lines = "".join(f'<g id="{name}">{"".join(map(_text, line))}</g>' for line, name in names.items())

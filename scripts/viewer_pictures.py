@@ -21,7 +21,10 @@ from urllib.parse import quote
 from playwright.sync_api import Page, sync_playwright
 
 RUN = "run --env calculator --loss grpo --steps 40 --prompts-per-step 8 --samples-per-prompt 4 --record tokens"
-VARIANTS = {"first": "", "second": "--lr 1e-3 --kl k3_loss --kl.coef 0.01"}
+VARIANTS = {
+    "first": "--kl k3_loss --kl.coef 0.01 --eval-tasks 64",
+    "second": "--lr 1e-3 --max-tokens 20 --filter nonzero_std --staleness 1 --eval-tasks 64",
+}
 STEP = "step_000012"
 
 
@@ -36,7 +39,7 @@ def main() -> None:
             subprocess.run([*rollouts, *RUN.split(), *flags.split(), "--out", str(given.runs / name)], check=True)
     given.out.mkdir(parents=True, exist_ok=True)
     with served(str(given.runs)) as link:
-        take(link, f"run/{quote(str(given.runs / 'first'), safe='')}", given)
+        take(link, given)
     with served("--new", str(given.runs)) as link:
         take_form(link, given)
     data = given.runs / "chat.jsonl"
@@ -111,31 +114,32 @@ def take_data(link: str, given: argparse.Namespace) -> None:
         page.screenshot(path=given.out / "data.png")
 
 
-def take(link: str, run: str, given: argparse.Namespace) -> None:
+def take(link: str, given: argparse.Namespace) -> None:
     """One picture of each page."""
-    base = link.partition("?")[0] + "#/"
-    name = quote(str(given.runs / "first"), safe="")
-    with sync_playwright() as started:
-        chromium = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        page = chromium.new_page(viewport={"width": 1280, "height": 760})
-        page.goto(link)
-        page.wait_for_selector("svg.chart")
-        page.screenshot(path=given.out / "runs.png")
-        page.goto(f"{base}{run}/{STEP}")
-        page.wait_for_selector(f"text={STEP}")
-        page.wait_for_timeout(500)
-        page.screenshot(path=given.out / "step.png")
-        page.set_viewport_size({"width": 1280, "height": 1440})
+    first, second = (quote(str(given.runs / name), safe="") for name in VARIANTS)
+    with window(link, 760) as page:
+
+        def picture(name: str, where: str, height: int) -> None:
+            """A picture of the upper part of a page."""
+            page.set_viewport_size({"width": 1280, "height": height})
+            page.goto(f"{link.partition('?')[0]}#/{where}")
+            page.wait_for_selector(f"main[data-shown='#/{where}']")
+            page.wait_for_timeout(300)
+            page.screenshot(path=given.out / f"{name}.png")
+
+        picture("runs", "", 660)
+        picture("run", f"run/{first}", 860)
+        picture("step", f"run/{first}/{STEP}", 700)
         page.click("tbody tr:has(td:text-is('2')) a")  # the first rollout with two turns
         page.wait_for_selector(".tokens")
         line = page.url.rpartition("/")[2]
+        page.set_viewport_size({"width": 1280, "height": 1440})
         page.select_option("select[aria-label=Channel]", "entropy")
         page.hover(".tokens span:not(.none) >> nth=4")
         page.screenshot(path=given.out / "rollout.png")
-        page.goto(f"{base}side?run={name}&file={STEP}&group={line}")
-        page.wait_for_selector(".side")
-        page.screenshot(path=given.out / "group.png", clip={"x": 0, "y": 0, "width": 1280, "height": 480})
-        chromium.close()
+        picture("group", f"side?run={first}&file={STEP}&group={line}", 520)
+        picture("compare", f"compare?run={first}&run={second}", 1260)
+        picture("health", f"run/{second}/health?at={STEP}", 1400)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Any
 
@@ -47,8 +48,8 @@ def timeline(catalog: Catalog, run: str, name: str) -> dict[str, Any]:
 
 
 def causes(catalog: Catalog, run: str) -> dict[str, Any]:
-    """The causes in the newest files of a run, the most frequent first. `rollouts` counts all rollouts that were read.
-    Raises UserError.
+    """The causes in the newest files of a run, the most frequent first. Causes that differ in numbers alone are one.
+    `rollouts` counts all rollouts that were read. Raises UserError.
     """
     names = [each["name"] for each in reversed(catalog.files(run))]
     found: dict[tuple[str, str], dict[str, Any]] = {}
@@ -59,9 +60,12 @@ def causes(catalog: Catalog, run: str) -> dict[str, Any]:
         rollouts += table.count
         read.append(name)
         for row in range(table.count):
-            for key in _causes_of(table, row):
-                cause = found.setdefault(key, {"what": key[0], "why": key[1], "count": 0, "file": name})
+            for what, why in _causes_of(table, row):
+                like = re.sub(r"\d+", "…", why)
+                cause = found.setdefault((what, like), {"what": what, "why": why, "count": 0, "file": name})
                 cause["count"] += 1
+                if cause["why"] != why:
+                    cause["why"] = like
                 cause.setdefault("line", table.line[row])
         if not is_whole:
             break

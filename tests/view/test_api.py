@@ -216,12 +216,14 @@ def test_causes_with_an_example(make, asked, make_episode):
     failed = make_episode(5, status=Status.ENVIRONMENT_ERROR)
     failed.trajectory.error = "RuntimeError: out of order\n(shop.py, line 3)"
     cut = [make_episode(number, status=Status.TRUNCATED) for number in (1, 2)]
+    for number, each in enumerate(cut):
+        each.trajectory.error = f"cut off after {number} tokens"
     unjudged = make_episode(6, reward=float("nan"))
     make.run(episodes=[make_episode(0), *cut, make_episode(3), failed, unjudged])
     found = asked("/api/runs/RUN/causes")
     assert (found["files"], found["of"], found["rollouts"]) == (2, 2, 12)
     assert found["causes"] == [
-        {"what": "truncated", "why": "", "count": 4, "file": "eval_000001", "line": 1},
+        {"what": "truncated", "why": "cut off after … tokens", "count": 4, "file": "eval_000001", "line": 1},
         {
             "what": "environment_error",
             "why": "RuntimeError: out of order",
