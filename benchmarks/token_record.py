@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/token_record.py
     OMP_NUM_THREADS=1 python benchmarks/token_record.py --steps 30 --models tiny
+    OMP_NUM_THREADS=1 python benchmarks/token_record.py --steps 3 --prompts 1 --models 58M    # for a slow machine
 
 Rollouts are random tokens. A step here is `forward_backward`, `optim_step` and the trajectories' file; with recording,
 also the file of the tokens. A run's step also samples, so the share of a run's step is smaller.
@@ -116,11 +117,11 @@ def take_step(
     return time.process_time() - began
 
 
-def measure(name: str, steps: int, reply: int, place: Path) -> dict[str, object]:
+def measure(name: str, steps: int, prompts: int, reply: int, place: Path) -> dict[str, object]:
     """The figures of one model."""
     model = save_random_qwen3(place / name, tiny_shape=name == "tiny")
     backend = create_torch_backend(model, 0, steps, 1e-6, 0, 16384, {"main": GRPO}, None, settings=TorchSettings())
-    groups = make_groups(4, 8, reply, 100)
+    groups = make_groups(prompts, 8, reply, 100)
     folder = RunFolder(place / f"run-{name}")
     seconds: dict[bool, list[float]] = {True: [], False: []}
     inside: list[float] = []
@@ -151,12 +152,13 @@ def measure(name: str, steps: int, reply: int, place: Path) -> dict[str, object]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=10, help="steps of each way")
+    parser.add_argument("--prompts", type=int, default=4, help="groups of 8 rollouts in a step")
     parser.add_argument("--reply", type=int, default=48, help="mean tokens of a reply")
     parser.add_argument("--models", nargs="+", choices=("tiny", "58M"), default=["tiny", "58M"])
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         for name in given.models:
-            print(json.dumps(measure(name, given.steps, given.reply, Path(place))))
+            print(json.dumps(measure(name, given.steps, given.prompts, given.reply, Path(place))))
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def served(folder: Path) -> Iterator[tuple[str, Any]]:
 
 def measure(page: Page, link: str, run: str, pid: int) -> None:
     """Print the figures."""
-    page.set_default_timeout(300_000)
+    page.set_default_timeout(1_800_000)  # a busy machine
     began = time.perf_counter()
     page.goto(link)
     page.wait_for_selector("tbody tr")
