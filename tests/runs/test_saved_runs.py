@@ -102,7 +102,7 @@ def refused(capsys, *arguments):
 
 def without_given(line):
     """A line without what a live run adds after judging."""
-    return {name: value for name, value in line.items() if name not in ("advantage", "dropped")}
+    return {name: value for name, value in line.items() if name not in ("advantage", "dropped", "staleness")}
 
 
 def test_it_equals_the_rewards_of_the_run(here, capsys):

@@ -115,7 +115,7 @@ def make_episode():
     return episode
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is open, asyncio has a running loop in this thread
 def browser():
     """Chromium. Tests that need it are skipped if it or Playwright is missing."""
     playwright = pytest.importorskip(

@@ -12,9 +12,8 @@ from rollouts.cli import main
 from rollouts.view.access import Access
 from rollouts.view.api import ViewAPI
 from rollouts.view.server import open_catalog, page_of_data
-from tests.view.test_browser import browser, pytestmark  # noqa: F401
 
-pytestmark = [pytestmark, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 SCRIPT = f'''
 def brevity(trajectory, *, target: int = 50) -> float:
@@ -28,7 +27,7 @@ def brevity(trajectory, *, target: int = 50) -> float:
 
 
 @pytest.fixture
-def site(browser, tmp_path, monkeypatch):  # noqa: F811
+def site(browser, tmp_path, monkeypatch):
     """Opens a page of the folder `opened` in the working directory, in a window of a width. Errors fail the test."""
     import trio
 
