@@ -85,7 +85,7 @@ export function healthPage(run, query) {
     async show(given) {
       signal = given;
       await load();
-      return [h("h1", {}, "Health"), h("h2", {}, "Timeline of a step"), h("div", { class: "row" }, before, next, step), h("div", { class: "card" }, plot), h("h2", {}, "Seconds of each step"), phases,
+      return [h("h1", {}, "Health"), h("h2", {}, "Timeline"), h("div", { class: "row" }, before, next, step), h("div", { class: "card" }, plot), h("h2", {}, "Seconds of each step"), phases,
         h("h2", {}, "Failures by cause"), causes, h("h2", {}, "Engine"), engines, h("h2", {}, "Sync proofs"), proofs, h("h2", {}, "Throughput and steadiness"), charts, quiet];
     },
   };
