@@ -366,7 +366,9 @@ def are_whole_streams(mask: Sequence[float], logprobs: Sequence[float], versions
     """A fast check of a sample's or segment's lists, without a Python loop over tokens. True: the lists are valid.
     False: unknown.
     """
-    sampled = list(itertools.compress(logprobs, map(operator.gt, mask, itertools.repeat(0.0))))
+    is_binary = mask.count(0.0) + mask.count(1.0) == len(mask)
+    live = mask if is_binary else map(operator.gt, mask, itertools.repeat(0.0))
+    sampled = list(itertools.compress(logprobs, live))
     if sampled and not (max(sampled) <= 0 and math.isfinite(sum(sampled))):
         return False
     if versions is None or len(logprobs) - logprobs.count(0.0) == len(sampled) - sampled.count(0.0):

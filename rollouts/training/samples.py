@@ -87,12 +87,20 @@ def _turns_of_masks(trajectory: Trajectory) -> list[list[tuple[int, int]]]:
     """The turns of a trajectory that does not say where they begin: each run of live tokens is one. The first replies
     of a conversation may be those of another one, so that the last run is the last turn.
     """
-    starts = [
-        [place for place, weight in enumerate(mask) if weight > 0 and not (place and mask[place - 1] > 0)]
-        for mask in (segment.loss_mask for segment in trajectory.segments)
-    ]
+    starts = [_starts(segment.loss_mask) for segment in trajectory.segments]
     number = itertools.count(max(0, trajectory.turns - sum(map(len, starts))))
     return [[(next(number), start) for start in own] for own in starts]
+
+
+def _starts(mask: Sequence[float]) -> list[int]:
+    """Where runs of live tokens begin."""
+    live = bytes(map(operator.gt, mask, itertools.repeat(0.0)))
+    starts, place = [], live.find(1)
+    while place >= 0:
+        starts.append(place)
+        end = live.find(0, place)
+        place = live.find(1, end) if end >= 0 else -1
+    return starts
 
 
 def _replies(messages: Sequence[Message]) -> int:
