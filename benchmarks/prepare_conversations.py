@@ -1,11 +1,13 @@
 """What does it cost to prepare conversations for supervised training, in one process and with a cache?
 
-    OMP_NUM_THREADS=1 python benchmarks/prepare_conversations.py
+    OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false python benchmarks/prepare_conversations.py
     OMP_NUM_THREADS=1 python benchmarks/prepare_conversations.py --rows 200000 --processes 8
 
-First, conversations of four turns with a tool call and about 200 tokens: how many per CPU second the tokenizer alone
-encodes of the rendered text, the chat template and tokenizer of transformers prepare with its own masks (as TRL's
-SFTTrainer does), and rollouts prepares in one process; and from rows to files, rollouts and TRL (if it is installed).
+First, conversations of four turns with a tool call and about 370 tokens: how many per CPU second the tokenizer alone
+encodes of the rendered text (one at a time, and in batches without offsets), the chat template and tokenizer of
+transformers prepare with its own masks (as TRL's SFTTrainer does), and rollouts prepares in one process; and from rows
+to files, rollouts and TRL (if it is installed). Every figure is the best of several passes over a few conversations,
+taken in turns, because other programs on the machine slow passes down.
 Then, from trajectories: samples per CPU second beside a plain
 concatenation of lists. Then a file of a million short conversations (`--rows`), whose preparation is killed half-way
 and continues: seconds, the peak of the process's memory above what it had before, the peak of a process that tokenizes,
@@ -22,20 +24,22 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from rollouts.chat import ChatFormat, load_chat_format
+from rollouts.chat.masks import encode_rows
 from rollouts.data.conversations import read_conversation
 from rollouts.data.source import open_rows
-from rollouts.training.datasets.chat_rows import ChatOptions, supervised_rows
+from rollouts.training.datasets.chat_rows import ChatOptions, plan_rows
 from rollouts.training.datasets.prepared import Preparer, prepare
 from rollouts.training.models import load_tokenizer
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Score, Segment, Status, Task, Trajectory
 
+ALONE = "the tokenizer alone"
 WORDS = "the answer of this sum is easy to find with a calculator so I use it and then I say what it gave me ".split()
 
 
@@ -58,14 +62,14 @@ def short(number: int) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": f"It is {number + 1}."}]}
 
 
-def per_cpu_second(count: int, function: Callable[[int], Any]) -> float:
-    """Calls per second of CPU, the better of two passes."""
-    best = 0.0
-    for _ in range(2):
-        start = time.process_time()
-        for number in range(count):
-            function(number)
-        best = max(best, count / (time.process_time() - start))
+def per_cpu_second(count: int, functions: Mapping[str, Callable[[], Any]], passes: int) -> dict[str, float]:
+    """How many per second of CPU, of functions that each do `count`: the best of several passes."""
+    best = dict.fromkeys(functions, 0.0)
+    for _ in range(passes):
+        for name, function in functions.items():
+            start = time.process_time()
+            function()
+            best[name] = max(best[name], count / (time.process_time() - start))
     return best
 
 
@@ -75,34 +79,49 @@ def from_text(count: int, model: str) -> None:
     rows = [conversation(number) for number in range(count)]
     read = [read_conversation(row) for row in rows]
     texts = [chat.render(each.messages, [], False) for each in read]
-    options = ChatOptions()
-    figures = {
-        "the tokenizer alone": lambda n: chat.encode(texts[n]),
-        "transformers, template and tokens": lambda n: tokenizer.apply_chat_template(rows[n]["messages"]),
-        "rollouts, rows with masks": lambda n: supervised_rows(read_conversation(rows[n]), chat, options),
+    backend = tokenizer.backend_tokenizer
+
+    def ours() -> Any:
+        planned = [plan_rows(read_conversation(row), chat) for row in rows]
+        return encode_rows([text for each in planned for text in each.texts], chat)
+
+    figures: dict[str, Callable[[], Any]] = {
+        ALONE: lambda: [chat.encode(text) for text in texts],
+        "the tokenizer alone, in batches": lambda: [
+            each.ids for each in backend.encode_batch_fast(texts, add_special_tokens=False)
+        ],
+        "transformers, template alone": lambda: [
+            tokenizer.apply_chat_template(row["messages"], tokenize=False) for row in rows
+        ],
+        "transformers, template and tokens": lambda: [tokenizer.apply_chat_template(row["messages"]) for row in rows],
+        "rollouts, template alone": lambda: [plan_rows(each, chat) for each in read],
+        "rollouts, rows with masks": ours,
     }
     if "{% generation" in str(tokenizer.chat_template) or "{%- generation" in str(tokenizer.chat_template):
-        figures["transformers with masks (TRL)"] = lambda n: tokenizer.apply_chat_template(
-            rows[n]["messages"], return_dict=True, return_assistant_tokens_mask=True
-        )
-    results = {name: per_cpu_second(count, function) for name, function in figures.items()}
-    results |= whole_files(rows, chat)
+        figures["transformers with masks (TRL)"] = lambda: [
+            tokenizer.apply_chat_template(row["messages"], return_dict=True, return_assistant_tokens_mask=True)
+            for row in rows
+        ]
+    results = per_cpu_second(count, figures, 10) | whole_files(list(map(conversation, range(1000))), chat)
     for name, result in results.items():
-        share = result / results["the tokenizer alone"]
+        share = result / results[ALONE]
         print(f"{name:<36} {result:9.0f} conversations per CPU second  {share:6.2f} of the tokenizer alone")
 
 
 def whole_files(rows: list[dict[str, Any]], chat: ChatFormat) -> dict[str, float]:
     """Rows per CPU second from rows to prepared files: of `prepare`, and of TRL's SFTTrainer if it is installed."""
-    with tempfile.TemporaryDirectory() as folder:
-        preparer, start = Preparer(chat.tokenizer, {}, ChatOptions(), chat), time.process_time()
-        prepare([("", row) for row in rows], preparer, processes=1, folder=Path(folder))
-        found = {"rollouts, whole preparation": len(rows) / (time.process_time() - start)}
+
+    def ours() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            preparer = Preparer(chat.tokenizer, {}, ChatOptions(), chat)
+            prepare([("", row) for row in rows], preparer, processes=1, folder=Path(folder))
+
+    figures = {"rollouts, whole preparation": ours}
     try:
         import datasets
         from trl import SFTTrainer
     except ImportError:
-        return found
+        return per_cpu_second(len(rows), figures, 5)
     datasets.disable_caching()
     datasets.disable_progress_bars()
     data = datasets.Dataset.from_list([{"messages": row["messages"]} for row in rows])
@@ -114,26 +133,41 @@ def whole_files(rows: list[dict[str, Any]], chat: ChatFormat) -> dict[str, float
         max_length=None,
         shuffle_dataset=False,
     )
-    start = time.process_time()
-    SFTTrainer._prepare_dataset(trainer, data, chat.tokenizer, settings, False, None, "train")
-    return found | {"TRL, whole preparation": len(rows) / (time.process_time() - start)}
+    figures["TRL, whole preparation"] = lambda: SFTTrainer._prepare_dataset(
+        trainer, data, chat.tokenizer, settings, False, None, "train"
+    )
+    return per_cpu_second(len(rows), figures, 5)
 
 
 def from_trajectories(count: int) -> None:
     length = 400
     segments = [
-        Segment(list(range(length)), [0.0] * 200 + [1.0] * 200, [0.0] * 200 + [-0.5] * 200, [-1] * 200 + [3] * 200)
-        for _ in range(2)
+        Segment(
+            list(range(length)),
+            [0.0] * 200 + [1.0] * 200,
+            [0.0] * 200 + [-0.5] * 200,
+            [-1] * 200 + [3] * 200,
+            [(turn, 200)],
+        )
+        for turn in range(2)
     ]
     task = Task("a")
     trajectory = Trajectory(task, task.messages, segments, Status.COMPLETED, {"turns": 2.0})
     episode = Episode((0, 0), task, [trajectory], Score(1.0), {})
     streams = ("tokens", "loss_mask", "logprobs", "versions")
 
-    def plain(_: int) -> Any:
+    def plain() -> Any:
         return [[value for segment in segments for value in getattr(segment, name)] for name in streams]
 
-    live, joined = (per_cpu_second(count, f) for f in (lambda n: episode_samples(episode, 0, n), plain))
+    def repeated(function: Callable[[], Any]) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(count):
+                function()
+
+        return run
+
+    figures = {"live": repeated(lambda: episode_samples(episode, 0, 0)), "joined": repeated(plain)}
+    live, joined = per_cpu_second(count, figures, 10).values()
     print(f"samples of a trajectory {live:9.0f} per CPU second, plain concatenation {joined:9.0f}: {live / joined:.2f}")
 
 
@@ -185,8 +219,8 @@ def main() -> None:
     if given.file:
         prepare_file(given.file, given.cache, given.processes)
         return
-    from_text(min(given.rows, 1000), given.model)
-    from_trajectories(2000)
+    from_text(min(given.rows, 200), given.model)
+    from_trajectories(200)
     killed_and_resumed(given.rows, given.processes)
 
 

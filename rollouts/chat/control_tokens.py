@@ -78,9 +78,11 @@ class _Pattern:
         """A copy of plain data, such as a tool's schema, with every string marked."""
         if isinstance(value, str):
             return self._marked(value)
+        if isinstance(value, dict):
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return self._apart([self.mark(item) for item in value])
-        if isinstance(value, dict | Mapping):  # `dict` first, because checking `Mapping` is slow
+        if isinstance(value, Mapping):  # last, because this check is slow
             return {self.mark(key): self.mark(item) for key, item in value.items()}
         return value
 

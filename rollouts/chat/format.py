@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import re
 from collections import OrderedDict
@@ -45,10 +46,11 @@ from rollouts.errors import ConfigError, ModelError, near_misses
 from rollouts.types import Message, ToolCall
 
 if TYPE_CHECKING:
-    from rollouts.chat.incremental import IncrementalRenderer, Rendering
+    from rollouts.chat.incremental import IncrementalRenderer, Prefixes, Rendering
 
 _RESERVED = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 _CACHED_CHARACTERS_MAX = 16_000_000
+_BATCH_MIN = 32  # texts for one call of the tokenizer; for fewer, starting its threads would cost more
 T = TypeVar("T")
 
 
@@ -98,7 +100,8 @@ class ChatFormat:
     """A tokenizer with its chat template, from `load_chat_format`. It has a bounded cache; use it in one thread only.
 
     Attributes: `tokenizer`; `stop_ids`, the sorted ids that end a turn; `tool_call_format`, a name; `report`, the
-    template's behavior; `closers`, the special tokens that end an assistant turn in the template (text to id).
+    template's behavior; `closers`, the special tokens that end an assistant turn in the template (text to id);
+    `cuts`, those of them before which a text can be split and encoded in two parts (text to id).
     """
 
     def __init__(
@@ -125,7 +128,9 @@ class ChatFormat:
         self._marked_tools: _Cache[list[dict[str, Any]]] = _Cache()
         self._heads: _Cache[list[int]] = _Cache()
         self._incremental = _incremental_renderer(tokenizer, self._arguments)
-        self._cut = _safe_cut(tokenizer, self.closers)
+        self._compared: set[Any] = set()  # the kinds of neighboring messages whose texts were compared
+        self.cuts = _safe_cuts(tokenizer, self.closers)
+        self._cut = next(iter(self.cuts), "")
         self._backend = _plain_backend(tokenizer, self.closers)
         self._anchor = self._find_anchor()
         compiled = _compiled(tokenizer, call_format.response_template, call_format.example)
@@ -216,6 +221,25 @@ class ChatFormat:
                 self._texts.put(_key(whole, tools, True), again[0], len(again[0]))
         return self.render_marked(before, tools, True), self.render_marked(whole, tools, generation_prompt)
 
+    def prefixes(self, messages: list[Message], tools: Tools, asked: Sequence[tuple[int, bool]]) -> Prefixes | None:
+        """The texts of the first messages, for `encode_marked`, from as few renderings as the template allows. `asked`
+        are numbers of messages, each with whether the generation prompt follows. None if each must be rendered.
+
+        Raises ModelError if the template refuses the conversation.
+        """
+        if self._incremental is None:
+            return None
+        counts = {count for count, _ in asked}
+        found = self._incremental.prefixes(self._marked(messages), self._schemas(tools), counts)
+        kinds = [(message.role, bool(message.tool_calls), bool(message.reasoning), bool(tools)) for message in messages]
+        new = {*kinds[:1], *itertools.pairwise(kinds)} - self._compared
+        if found is not None and new:  # the tokenizer may render in its own way
+            some = {*asked[:2], *asked[-2:]}
+            if any(found.text(*each) != self.render_marked(messages[: each[0]], tools, each[1]) for each in some):
+                return None
+            self._compared |= new
+        return found
+
     def _rendering(self, messages: list[Message], tools: Tools) -> Rendering | None:
         """The cached rendering of a conversation with its generation prompt, for incremental rendering."""
         key = _key(messages, tools, True)
@@ -244,6 +268,8 @@ class ChatFormat:
 
     def _schemas(self, tools: Tools) -> list[dict[str, Any]]:
         """The marked tools. Do not change them: all episodes share them."""
+        if not tools:
+            return []
         key = _key([], tools, False)
         marked = self._marked_tools.get(key)
         if marked is None:
@@ -253,16 +279,23 @@ class ChatFormat:
 
     def encode_prompt(self, messages: list[Message], tools: Tools) -> list[int]:
         """The ids [L] of a conversation with the generation prompt. Raises ModelError if the template refuses it."""
-        text = self.render_marked(messages, tools, True)
-        at = text.find(self._cut) if self._cut else -1
-        if at <= 0:
-            return self.encode_marked(text)
-        # The system message with its tools is long and the same for every task, so its ids are cached.
-        ids = self._heads.get(text[:at])
+        head, rest = self.split_head(self.render_marked(messages, tools, True))
+        return [*self.encode_head(head), *self.encode_marked(rest)]
+
+    def split_head(self, text: str) -> tuple[str, str]:
+        """A marked text as two that can be encoded apart. The first is the system message with its tools, if any: it is
+        long and the same for many conversations.
+        """
+        at = max(0, text.find(self._cut)) if self._cut else 0
+        return text[:at], text[at:]
+
+    def encode_head(self, head: str) -> list[int]:
+        """`encode_marked` with a cache. Do not change the list."""
+        ids = self._heads.get(head)
         if ids is None:
-            ids = self.encode_marked(text[:at])
-            self._heads.put(text[:at], ids, 40 * len(ids))  # the bytes of an int and its place in the list
-        return ids + self.encode_marked(text[at:])
+            ids = self.encode_marked(head)
+            self._heads.put(head, ids, 40 * len(ids))  # the bytes of an int and its place in the list
+        return ids
 
     def encode_marked(self, text: str) -> list[int]:
         """The ids of a text from `render_marked`. Only the template's and the model's control tokens get their ids."""
@@ -271,6 +304,18 @@ class ChatFormat:
         for piece in rest:
             ids += self._encode_behind(plain(piece))
         return ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode_marked` of each text. Many texts are encoded in one call of the tokenizer, which uses threads, unless
+        `TOKENIZERS_PARALLELISM` is false.
+        """
+        if len(texts) < _BATCH_MIN or not self._is_backend_plain():
+            return [self.encode_marked(text) for text in texts]
+        places = [place for place, text in enumerate(texts) if CUT not in text]
+        whole = [plain(texts[place]).encode("utf-8", "replace").decode() for place in places]
+        encoded = self._backend.encode_batch_fast(whole, add_special_tokens=False)
+        found = dict(zip(places, (each.ids for each in encoded), strict=True))
+        return [found[place] if place in found else self.encode_marked(text) for place, text in enumerate(texts)]
 
     def _encode_behind(self, text: str) -> list[int]:
         """The ids of a text that starts in the middle of a word."""
@@ -294,13 +339,18 @@ class ChatFormat:
     def encode(self, text: str) -> list[int]:
         """The ids of a rendered text, without added tokens. Half a surrogate pair has no id and becomes `?`."""
         text = text.encode("utf-8", "replace").decode()
-        backend = self._backend
-        # Other users of this tokenizer may have switched on truncation or padding; its own `encode` switches them off.
-        if backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens):
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        if self._is_backend_plain():
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         else:
             ids = self.tokenizer.encode(text, add_special_tokens=False)
         return ids
+
+    def _is_backend_plain(self) -> bool:
+        """Whether the Rust tokenizer can be used. Other users of the tokenizer may have switched on truncation or
+        padding; its own `encode` switches them off.
+        """
+        backend = self._backend
+        return backend is not None and not (backend.truncation or backend.padding or backend.encode_special_tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ids, with special tokens, and without removing spaces (transformers' clean-up)."""
@@ -446,7 +496,8 @@ def _incremental_renderer(tokenizer: Any, arguments: Mapping[str, Any]) -> Incre
     """A renderer of new messages only; None if the template does not allow it. Without it, every turn renders the whole
     conversation.
     """
-    from rollouts.chat.incremental import IncrementalRenderer, NotIncremental
+    from rollouts.chat.incremental import IncrementalRenderer
+    from rollouts.chat.loop_rewriting import NotIncremental
 
     if isinstance(tokenizer.chat_template, str):
         with contextlib.suppress(NotIncremental):
@@ -474,20 +525,21 @@ def _tail(text: str | None, head: str | None) -> str:
     return text[len(head) :]
 
 
-def _safe_cut(tokenizer: Any, closers: Mapping[str, int]) -> str:
-    """A token before which a text can be split and encoded in two parts; "" if that could change the ids."""
+def _safe_cuts(tokenizer: Any, closers: Mapping[str, int]) -> dict[str, int]:
+    """The closers before which a text can be split and encoded in two parts, without a change of the ids."""
     if not getattr(tokenizer, "is_fast", False):
-        return ""
+        return {}
+    encode: Callable[..., list[int]] = functools.partial(tokenizer.encode, add_special_tokens=False)
+    cuts = {}
     for text, index in closers.items():
         token = tokenizer.added_tokens_decoder[index]
         if not (token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized)):
             continue
         probe = f"one two \n {text}\n three  {text} four"
         head, rest = probe.split(text, 1)
-        encode: Callable[..., list[int]] = functools.partial(tokenizer.encode, add_special_tokens=False)
         if encode(probe) == encode(head) + encode(text + rest):
-            return text
-    return ""
+            cuts[text] = index
+    return cuts
 
 
 def _plain_backend(tokenizer: Any, closers: Mapping[str, int]) -> Any:
@@ -498,6 +550,7 @@ def _plain_backend(tokenizer: Any, closers: Mapping[str, int]) -> Any:
     probe = f" one  two \n three\té{''.join(closers)} four\n"
     ids = backend.encode(probe, add_special_tokens=False).ids
     same = tokenizer.encode(probe, add_special_tokens=False) == ids
+    same = same and backend.encode_batch_fast([probe], add_special_tokens=False)[0].ids == ids
     return backend if same and _decode(tokenizer, ids) == _decode(backend, ids) else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from steps import count_steps
 
 from rollouts.chat import ChatFormat, load_chat_format, tokenize_supervised
+from rollouts.chat.control_tokens import CUT
+from rollouts.chat.masks import encode_rows, supervised_texts
 from rollouts.errors import ModelError
 from rollouts.training.models import load_tokenizer
 from rollouts.types import Message, ToolCall
@@ -25,6 +28,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"properti
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 LOOP = "{% for m in messages %}" + TURN + "{% endfor %}"
+REST = "{% set rest = messages %}{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% endif %}"
 # Templates that show earlier messages by what came later, each in its own way.
 REWRITING = {
     "length": "{{ messages|length }} messages" + LOOP + OPEN,
@@ -76,6 +80,36 @@ REWRITING = {
         + OPEN
     ),
     "twice": LOOP + LOOP + OPEN,
+    "ahead": "{% for m in messages %}{{ (messages[loop.index0 + 1] or {}).role }}" + TURN + "{% endfor %}" + OPEN,
+    "ahead_of_rest": REST + "{% for m in rest %}{{ (messages[loop.index0 + 1] or {}).role }}"
+    "{{ (rest[loop.index0 + 1] or {}).role }}" + TURN + "{% endfor %}" + OPEN,
+    # After the loop, by more than the generation prompt.
+    "tail_last": LOOP + "{% if messages[-1].role == 'user' %}!{% endif %}" + OPEN,
+    "tail_value": "{% set n = messages|length %}" + LOOP + "{{ n }}" + OPEN,
+    "tail_tools": LOOP + "{{ tools|length if tools else 0 }}" + OPEN,
+    # Messages from another place on.
+    "rest": (
+        "{% if messages[0].role == 'system' %}{{ messages[0].content }}{% set messages = messages[1:] %}{% endif %}"
+        "{% if messages|length != 0 %}{{ messages[0].role }}{% endif %}" + LOOP + OPEN
+    ),
+    "rest_by_length": (
+        "{% set rest = messages %}{% if messages|length > 3 %}{% set rest = messages[2:] %}{% endif %}"
+        + LOOP.replace("messages", "rest")
+        + OPEN
+    ),
+    "head_of_rest": "{% set rest = messages[1:] %}{{ (rest[0] or {}).role }}" + LOOP + OPEN,
+    "head_of_own_rest": (
+        "{% set all = messages %}{% set messages = messages[1:] %}{{ (messages[0] or {}).role }}"
+        + LOOP.replace("messages", "all")
+        + OPEN
+    ),
+    "head_of_longer": (
+        "{% set rest = messages[2:] %}{{ (rest[0] or {}).role }}" + REST + LOOP.replace("messages", "rest") + OPEN
+    ),
+    "user_index": (
+        "{% set ns = namespace(at=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.at = loop.index0 %}"
+        "{% endif %}{% endfor %}{% for m in messages %}{{ loop.index0 > ns.at }}" + TURN + "{% endfor %}" + OPEN
+    ),
     # Before the loop, by what is known of a conversation only when it is over.
     "head_last": "{{ messages[-1].role }}" + LOOP + OPEN,
     "head_first_or_all": "{{ (messages or tools) }}" + LOOP + OPEN,
@@ -179,6 +213,109 @@ def test_a_tail_is_the_end_of_the_whole(
         before = [*before, *more]
 
 
+@pytest.mark.parametrize("name", [*NAMES, *REWRITING])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(plan=st.one_of(turns, sensible), system=st.booleans(), with_tools=st.booleans())
+def test_prefixes_are_the_texts_of_the_shorter_conversations(
+    name: str, plan: list[list[Message]], system: bool, with_tools: bool
+) -> None:
+    chat, tools = chat_of(name), TOOLS if with_tools else []
+    messages = [*([Message("system", "be brief")] if system else []), Message("user", "hello"), *itertools.chain(*plan)]
+    assert chat._incremental is None or not chat._compared, "nothing but the proofs decides"
+    counts = range(1 + system, len(messages) + 1)
+    renderer = chat._incremental
+    found = renderer and renderer.prefixes(chat._marked(messages), chat._schemas(tools), counts)
+    if not found:
+        return
+    texts = {(n, prompt): outcome(chat, messages[:n], tools, prompt) for n in counts for prompt in (False, True)}
+    for (count, prompt), text in texts.items():
+        assert text in (None, found.text(count, prompt))
+        before = texts[1 + system, True]
+        if text is not None and before is not None:
+            pair = found.pair(1 + system, count, prompt)
+            assert len(before) - len(pair[0]) == len(text) - len(pair[1])
+            assert (
+                before.endswith(pair[0]) and text.endswith(pair[1]) and before[: -len(pair[0])] == text[: -len(pair[1])]
+            )
+
+
+@pytest.mark.parametrize(
+    ("name", "renderings"),
+    [
+        ("tiny", 1), ("qwen2_5", 1), ("llama3_1", 1), ("phi3", 1), ("gemma", 1), ("gemma3", 1), ("cohere", 1),
+        ("neighbors", 1), ("ahead", 1), ("ahead_of_rest", 1), ("own_namespace", 1), ("rest", 1), ("head_settled", 1),
+        ("qwen3", 2), ("user_index", 2), ("glm4moe", 2), ("qwen3_5_think", 2), ("last", 0), ("length_inside", 0),
+        ("slice", 2), ("reversed", 0), ("tail_last", 0), ("tail_value", 0),
+        ("tail_tools", 0), ("head_prompt", 0), ("joined", 0), ("deepseekv3", 0), ("mistral", 0),
+    ],
+)  # fmt: skip
+def test_prefixes_need_few_renderings(name: str, renderings: int) -> None:
+    """One for all, one for each turn of the user, or none at all: then each prefix is rendered."""
+    chat = chat_of(name)
+    messages = [Message(role, text) for text in ("one", "two") for role in ("user", "assistant")]
+    renderer = chat._incremental
+    found = renderer and renderer.prefixes(chat._marked(messages), [], range(1, 5))
+    assert (len(set(map(id, found.texts.values()))) if found else 0) == renderings
+
+
+@pytest.mark.parametrize("name", [*NAMES, *REWRITING])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@given(plan=st.one_of(turns, sensible), with_tools=st.booleans())
+def test_rows_are_those_of_rendering_each_text(name: str, plan: list[list[Message]], with_tools: bool) -> None:
+    chat, tools = chat_of(name), TOOLS if with_tools else []
+    talk = [Message("user", "hello"), *itertools.chain(*plan)]
+
+    def rows() -> list[Any] | str:
+        try:
+            return tokenize_supervised(talk, tools, chat)
+        except ModelError as error:
+            return str(error)
+
+    found = rows()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chat, "_incremental", None)
+        assert rows() == found
+    chat._compared.clear()
+
+
+def test_a_tokenizer_that_renders_in_its_own_way_is_believed() -> None:
+    tokenizer = make_tokenizer("qwen2_5")
+    original = tokenizer.apply_chat_template
+    tokenizer.apply_chat_template = lambda messages, **given: original(messages, **given).replace("hello", "HELLO")
+    chat = load_chat_format(tokenizer)
+    talk = [Message("user", "hello"), Message("assistant", "yes"), Message("user", "hello"), Message("assistant", "no")]
+    (row,) = tokenize_supervised(talk, [], chat)
+    assert "hello" not in chat.decode(row.tokens) and chat.decode(row.tokens).count("HELLO") == 2
+
+
+def test_many_texts_are_encoded_as_each_alone() -> None:
+    chat = chat_of("tiny")
+    texts = ["<|im_start|>user\nhello 12<|im_end|>\n", "", "é🙂 \ud83d", f"a<{CUT}|im_end|>b", "\n\n"] * 20
+    assert chat.encode_all(texts) == [chat.encode_marked(text) for text in texts]
+    chat.tokenizer("hello", truncation=True, max_length=1)
+    assert chat.encode_all(texts) == [chat.encode_marked(text) for text in texts]
+
+
+@pytest.mark.parametrize("swallows", ["", "<|im_end|>"])
+def test_rows_of_many_conversations_are_those_of_each(swallows: str) -> None:
+    """Also with a closing token that takes the white space behind it, which may not be joined with the reply."""
+    chat = load_chat_format(make_tokenizer("qwen2_5", swallows))
+    assert bool(chat.cuts) is not bool(swallows)
+    talks = [
+        [
+            Message("system", "be brief"),
+            Message("user", f"{n}?"),
+            Message("assistant", "so " * n),
+            Message("user", "ok"),
+            Message("assistant", "é🙂<|im_end|> no"),
+        ]
+        for n in range(12)
+    ]
+    texts = [text for talk in talks for text in supervised_texts(talk, [], chat)]
+    rows = [row.masked() for row in encode_rows(texts, chat)]
+    assert rows == [row for talk in talks for row in tokenize_supervised(talk, [], chat)] and len(rows) == len(talks)
+
+
 @pytest.mark.parametrize(
     ("name", "is_short"),
     [
@@ -243,9 +380,10 @@ def test_supervised_turns_cost_the_same_in_a_long_conversation(monkeypatch: pyte
         talk = [part for n in range(turns) for part in (Message("user", f"{turns} {n}"), Message("assistant", "yes"))]
         return count_steps(lambda: rows.extend(tokenize_supervised(talk, [], chat))) / turns
 
-    assert steps_a_turn(30) <= 1.05 * steps_a_turn(6) and len(rows) == 2
+    steps_a_turn(7)  # the first conversation of its kind is compared with the rendering of transformers
+    assert steps_a_turn(30) <= 1.05 * steps_a_turn(6) and len(rows) == 3
     monkeypatch.setattr(chat, "_incremental", None)
-    assert steps_a_turn(31) > 3 * steps_a_turn(7), "without tails it grows with the turns"
+    assert steps_a_turn(31) > 3 * steps_a_turn(8), "without tails it grows with the turns"
 
 
 def test_a_message_that_changes_in_place_is_seen() -> None:

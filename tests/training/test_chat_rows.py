@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from rollouts.chat import ChatFormat, SupervisedRow
 from rollouts.data.conversations import BadRowError, read_conversation
+from rollouts.data.loaders import NotARow
 from rollouts.data.source import Row
 from rollouts.errors import ConfigError
 from rollouts.training.datasets import prepared as prepared_module
@@ -294,11 +295,13 @@ def test_bad_rows_are_fatal_or_counted(rows: list[Row], tmp_path: Path) -> None:
         prepare(bad, preparer(), processes=1, folder=tmp_path)
     found = prepare(bad, preparer(), processes=1, folder=tmp_path, skips=True)
     assert len(found) == 5 and [place for place, *_ in found.bad] == ["f, row 5", "f, row 6"]
+    broken = prepare([*bad, Row("f, row 7", NotARow("not JSON"))], preparer(), processes=1, folder=tmp_path, skips=True)
+    assert [place for place, *_ in broken.bad] == ["f, row 7", "f, row 5", "f, row 6"]
     assert found.words("f")[-1].startswith("f: skipped 2 rows, such as f, row 5: message 1: it has no role")
     for nothing, words in (([], "f: it holds no rows"), (bad[5:], "f: no row is a conversation to train on: f, row 5")):
         with pytest.raises(ConfigError, match=words):
             prepare(nothing, preparer(), processes=1, folder=tmp_path, skips=True, name="f")
-    with pytest.raises(ConfigError, match="max_length leaves nothing"):
+    with pytest.raises(ConfigError, match="max_length 2 leaves nothing"):
         prepare(rows, preparer(max_length=2), processes=1, folder=tmp_path)
 
 

@@ -2,7 +2,8 @@
 
     rows, cut = supervised_rows(read_conversation(row), chat, ChatOptions(turns="last", max_length=2048))
 
-Tokens and masks are those of `rollouts.chat.masks`. Not here: many conversations, and their files (`prepared`).
+For many conversations: `plan_rows` of each, one `encode_rows` of all their texts, and `cut_rows` of each. Tokens and
+masks are those of `rollouts.chat.masks`. Not here: files of prepared conversations (`prepared`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from rollouts.chat.format import ChatFormat
-from rollouts.chat.masks import SupervisedRow, tokenize_supervised
+from rollouts.chat.masks import RowText, SupervisedRow, TurnsRow, encode_rows, supervised_texts
 from rollouts.data.conversations import BadRowError, Conversation
 from rollouts.types import Message
 
@@ -44,6 +45,14 @@ class Cut(NamedTuple):
     tokens: int = 0
 
 
+class Planned(NamedTuple):
+    """A conversation before it is encoded: its messages, the weight of each, and the texts of its rows."""
+
+    messages: list[Message]
+    weights: list[float]
+    texts: list[RowText]
+
+
 def supervised_rows(
     conversation: Conversation, chat: ChatFormat, options: ChatOptions = _USUAL
 ) -> tuple[list[SupervisedRow], Cut]:
@@ -55,48 +64,61 @@ def supervised_rows(
 
     Raises BadRowError for a conversation without a trained turn, and ModelError if the template refuses it.
     """
-    messages = conversation.messages
-    weights: Sequence[float | None] = conversation.weights
+    planned = plan_rows(conversation, chat, options)
+    rows, cut = cut_rows(planned, encode_rows(planned.texts, chat), options.max_length)
+    return [row.masked(planned.weights) for row in rows], cut
+
+
+def plan_rows(conversation: Conversation, chat: ChatFormat, options: ChatOptions = _USUAL) -> Planned:
+    """The texts of a conversation's rows, and the weights of its messages. Raises as `supervised_rows` does."""
+    messages, given = conversation.messages, conversation.weights
     if options.system and messages[0].role != "system":
-        messages, weights = [Message("system", options.system), *messages], [None, *weights]
+        messages, given = [Message("system", options.system), *messages], [None, *given]
     if options.thinking == "drop":
         messages = [_without_thinking(message) for message in messages]
     spoken = [place for place, message in enumerate(messages) if message.role == "assistant"]
-    trained = spoken[-1:] if options.turns == "last" else spoken
-    # Each turn is tokenized with its number as its weight, so that the mask says where a turn begins and ends.
-    weight_of: dict[float, float] = dict.fromkeys((0, *(place + 1 for place in spoken)), 0.0)
-    weight_of |= {float(place + 1): 1.0 if (weight := weights[place]) is None else weight for place in trained}
-    if not any(weight_of.values()):
+    weights = [0.0] * len(messages)
+    for place in spoken[-1:] if options.turns == "last" else spoken:
+        weight = given[place]
+        weights[place] = 1.0 if weight is None else weight
+    if not any(weights):
         raise BadRowError("no turn of the assistant is trained" if spoken else "no message is of the role assistant")
     if any(message.tool_calls for message in messages) and not (chat.report.tools or chat.report.calls_as_text):
         raise BadRowError(
             f"the chat template cannot show its tool calls ({'; '.join(chat.report.refusals) or 'it leaves them out'})"
         )
     tools = conversation.tools or [dict(tool) for tool in options.tools]
-    rows, cut = [], Cut()
-    for tokens, turns in tokenize_supervised(messages, tools, chat, [float(n + 1) for n in range(len(messages))]):
-        kept = _kept_length(turns, messages, options.max_length)
-        row = SupervisedRow(tokens[:kept], list(map(weight_of.__getitem__, turns[:kept])))
-        is_left_out = kept == 0 or (kept < len(tokens) and not any(row.loss_mask))
-        cut = Cut(
-            cut.rows + (kept < len(tokens) and not is_left_out),
-            cut.left_out + is_left_out,
-            cut.tokens + len(tokens) - (0 if is_left_out else kept),
-        )
-        if not is_left_out and any(row.loss_mask):  # a segment of turns that are not trained teaches nothing
-            rows.append(row)
-    return rows, cut
+    return Planned(messages, weights, supervised_texts(messages, tools, chat))
 
 
-def _kept_length(turns: Sequence[float], messages: Sequence[Message], max_length: int | None) -> int:
-    """How many tokens of a row to keep. `turns` has the number of the message of each token, from 1; 0: not a turn."""
-    if max_length is None or len(turns) <= max_length:
-        return len(turns)
-    for end in range(max_length, 0, -1):
-        if turns[end - 1] and turns[end] != turns[end - 1]:
-            return end
-    number = int(turns[max_length - 1])
-    return max_length if number and not messages[number - 1].tool_calls else 0
+def cut_rows(planned: Planned, rows: Sequence[TurnsRow], max_length: int | None) -> tuple[list[TurnsRow], Cut]:
+    """The encoded rows of a conversation that train something, none longer than `max_length`, and what was cut."""
+    found, cut = [], Cut()
+    for row in rows:
+        size, kept = len(row.tokens), _kept_length(row, planned.messages, max_length)
+        if kept < size:
+            turns = [(start, min(end, kept), place) for start, end, place in row.turns if start < kept]
+            row = TurnsRow(row.tokens[:kept], turns)
+        trains = any(planned.weights[place] for _, _, place in row.turns)
+        if kept < size:
+            is_left_out = not trains
+            cut = Cut(
+                cut.rows + (not is_left_out), cut.left_out + is_left_out, cut.tokens + size - kept * (not is_left_out)
+            )
+        if trains:  # a segment of turns that are not trained teaches nothing
+            found.append(row)
+    return found, cut
+
+
+def _kept_length(row: TurnsRow, messages: Sequence[Message], max_length: int | None) -> int:
+    """How many tokens of a row to keep."""
+    if max_length is None or len(row.tokens) <= max_length:
+        return len(row.tokens)
+    whole = [end for _, end, _ in row.turns if end <= max_length]
+    if whole:
+        return whole[-1]
+    can_cut = any(start < max_length and not messages[place].tool_calls for start, _, place in row.turns)
+    return max_length if can_cut else 0
 
 
 def _without_thinking(message: Message) -> Message:

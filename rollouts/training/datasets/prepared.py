@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -30,15 +31,17 @@ from typing import Any, NamedTuple, overload
 import msgspec
 
 from rollouts.chat.format import ChatFormat, load_chat_format
+from rollouts.chat.masks import TurnsRow, encode_rows
 from rollouts.data.conversations import BadRowError, described, read_conversation
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import Row
 from rollouts.disk import partial_name
 from rollouts.errors import ConfigError, ModelError, RunError, counted, first_line, in_lines
-from rollouts.training.datasets.chat_rows import ChatOptions, Cut, supervised_rows
+from rollouts.training.datasets.chat_rows import ChatOptions, Cut, Planned, cut_rows, plan_rows
 from rollouts.types import Sample
 
 PIECE_ROWS, PIECE_BYTES = 2048, 16_000_000
+_BATCH_BYTES = 200_000
 _VERSION = "1"  # of the files; a change of their content changes it
 _SAMPLE_CHARACTERS = 200
 
@@ -84,35 +87,66 @@ class Preparer:
         if self.chat is None:
             self.chat = load_chat_format(self.tokenizer, self.arguments)
         report, cut = PieceReport(), Cut()
-        tokens, weights, ends, owners, places = array("i"), array("f"), array("q"), array("i"), array("d")
-        for number, raw in enumerate(msgspec.json.decode(content, type=list[msgspec.Raw])):
-            try:
-                conversation = read_conversation(msgspec.json.decode(raw))
-                rows, cut_here = supervised_rows(conversation, self.chat, self.options)
-            except (BadRowError, ModelError) as error:
-                report.bad.append((number, str(error), bytes(raw)[:_SAMPLE_CHARACTERS].decode(errors="replace")))
-                continue
-            report.forms[conversation.form] = report.forms.get(conversation.form, 0) + 1
-            cut = Cut(*map(sum, zip(cut, cut_here, strict=True)))
-            if not rows:
-                continue
-            for row in rows:
-                tokens.extend(row.tokens)
-                weights.extend(row.loss_mask)
-                ends.append(len(tokens))
-                owners.append(len(places))
-            places.append(int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest()) / 2**64)
+        tokens, weights = [numpy.empty(0, numpy.int32)], [numpy.empty(0, numpy.float32)]
+        lengths, owners, places = array("q"), array("i"), array("d")
+        numbered = enumerate(msgspec.json.decode(content, type=list[msgspec.Raw]))
+        for batch in _batches(numbered):
+            for planned, rows, raw in self._encoded(batch, report):
+                kept, cut_here = cut_rows(planned, rows, self.options.max_length)
+                cut = Cut(*map(sum, zip(cut, cut_here, strict=True)))
+                if not kept:
+                    continue
+                for row in kept:
+                    tokens.append(numpy.fromiter(row.tokens, numpy.int32, len(row.tokens)))
+                    weights.append(mask := numpy.zeros(len(row.tokens), numpy.float32))
+                    for start, end, place in row.turns:
+                        mask[start:end] = planned.weights[place]
+                    lengths.append(len(row.tokens))
+                    owners.append(len(places))
+                places.append(int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest()) / 2**64)
         report.cut = (cut.rows, cut.left_out, cut.tokens)
         whole = {
-            "tokens": numpy.array(tokens, dtype=numpy.int32),
-            "weights": numpy.array(weights, dtype=numpy.float32),
-            "ends": numpy.array(ends, dtype=numpy.int64),
+            "tokens": numpy.concatenate(tokens),
+            "weights": numpy.concatenate(weights),
+            "ends": numpy.cumsum(numpy.array(lengths, dtype=numpy.int64)),
             "owners": numpy.array(owners, dtype=numpy.int32),
             "places": numpy.array(places, dtype=numpy.float64),
         }
         temporary = Path(path).with_name(partial_name(f"{Path(path).name}.{os.getpid()}"))
         save_file(whole, temporary, metadata={"report": msgspec.json.encode(report).decode()})
         os.replace(temporary, path)
+
+    def _encoded(
+        self, batch: Sequence[tuple[int, msgspec.Raw]], report: PieceReport
+    ) -> Iterator[tuple[Planned, list[TurnsRow], msgspec.Raw]]:
+        """The conversations of a batch with their rows, encoded at once. Bad rows are added to the report."""
+        assert self.chat is not None
+        found: list[tuple[Planned, msgspec.Raw]] = []
+        for number, raw in batch:
+            try:
+                conversation = read_conversation(msgspec.json.decode(raw))
+                found.append((plan_rows(conversation, self.chat, self.options), raw))
+            except (BadRowError, ModelError) as error:
+                report.bad.append((number, str(error), bytes(raw)[:_SAMPLE_CHARACTERS].decode(errors="replace")))
+                continue
+            report.forms[conversation.form] = report.forms.get(conversation.form, 0) + 1
+        rows = iter(encode_rows([text for planned, _ in found for text in planned.texts], self.chat))
+        for planned, raw in found:
+            yield planned, list(itertools.islice(rows, len(planned.texts))), raw
+
+
+def _batches(rows: Iterable[tuple[int, msgspec.Raw]]) -> Iterator[list[tuple[int, msgspec.Raw]]]:
+    """The rows of a piece in parts that are encoded together. A token takes about a hundred bytes while it is new."""
+    held: list[tuple[int, msgspec.Raw]] = []
+    size = 0
+    for number, raw in rows:
+        held.append((number, raw))
+        size += len(bytes(raw))
+        if size > _BATCH_BYTES:
+            yield held
+            held, size = [], 0
+    if held:
+        yield held
 
 
 class Piece(NamedTuple):
@@ -250,12 +284,16 @@ def prepare(
             del piece, number
         while waiting:
             _take(waiting, prepared, own, skips)
-    prepared.bad += own
+    prepared.bad[:0] = own
     _refuse_bad(prepared.bad, skips)
     if not len(prepared):
         why = f"no row is a conversation to train on: {bad_words(prepared.bad[0])}" if prepared.bad else ""
         if not why:
-            why = "max_length leaves nothing of any conversation" if any(prepared.cut) else "it holds no rows"
+            cut = (
+                f"max_length {preparer.options.max_length} leaves nothing of any conversation; type a larger one (for "
+                f"their lengths, type: rollouts data inspect {name})"
+            )
+            why = cut if any(prepared.cut) else "it holds no rows"
         raise ConfigError(f"{name}: {why}")
     return prepared
 
