@@ -63,8 +63,7 @@ def site(made, tmp_path_factory):
 
 
 def test_every_kind_has_a_template():
-    """Nothing chooses a dataset by name."""
-    assert set(KIND_NAMES.values()) == {*KINDS, HOOKS} - {"datasets"}
+    assert set(KIND_NAMES.values()) == {*KINDS, HOOKS}
     assert {path.name for path in TEMPLATES.iterdir()} == {*KIND_NAMES.values(), "shared"}
     for kind in KIND_NAMES.values():
         assert {path.name for path in (TEMPLATES / kind).iterdir()} == {"module.py.txt", "next.md.txt", "test.py.txt"}
@@ -225,16 +224,33 @@ def test_an_evaluation_with_the_engine(site, tmp_path):
     assert summary["episodes"] == 4 and summary["parts"] == {"correct": 0.0}
 
 
-@pytest.mark.parametrize("word", ["environment", "env", "Environment", "environments"])
-def test_a_kind_has_several_words(word):
-    assert kind_of(word) == "environments"
+def test_supervised_training_with_the_loader(made, site, tmp_path):
+    (tmp_path / "cards.txt").write_text("2 + 2? = 4\n3 + 3? = 6\n")
+    data = ["--data", f"{NAMES['dataset']}:cards.txt", "--data.separator", "="]
+    small = "--steps 1 --prompts-per-step 2 --out run".split()
+    said = python(
+        "-m", "rollouts", "sft", *data, *small, cwd=tmp_path, site=site, ROLLOUTS_CACHE=str(tmp_path / "cache")
+    )
+    assert "2 conversations from prompt and response" in said
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+
+
+@pytest.mark.parametrize(
+    ("word", "kind"),
+    [
+        *((word, "environments") for word in ("environment", "env", "Environment", "environments")),
+        *((word, "datasets") for word in ("dataset", "data", "datasets")),
+    ],
+)
+def test_a_kind_has_several_words(word, kind):
+    assert kind_of(word) == kind
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["enviroments", "x"], ["no kind 'enviroments'", "did you mean: environment?"]),
-        (["dataset", "x"], ["rollouts run --data rows.jsonl", "--data ./my_rows.py:load"]),
+        (["datset", "x"], ["no kind 'datset'", "did you mean: dataset?"]),
         (["env", "my-env"], ["'my-env' cannot be", "type: my_env"]),
         (["env", "MyEnv"], ["type: my_env"]),
         (["env", "rollouts-cafe"], ["type: cafe"]),

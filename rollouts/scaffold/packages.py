@@ -22,7 +22,7 @@ from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, installed_co
 TEMPLATES = Path(__file__).parent / "templates"
 
 KIND_NAMES = {
-    "environment" if key == "env" else key: kind for key, kind in COMPONENT_KINDS.items() if key != "data"
+    {"env": "environment", "data": "dataset"}.get(key, key): kind for key, kind in COMPONENT_KINDS.items()
 } | {
     "curriculum": "curricula",
     "worker": "workers",
@@ -44,6 +44,7 @@ _TRY = {
     "sandboxes": "rollouts plugins show {name}",
     "workers": f"{_RUN} --worker {{name}}",
     "loggers": f"{_RUN} --logger jsonl --logger {{name}}",
+    "datasets": "rollouts sft --data {name} --steps 20",
     "curricula": f"{_RUN.replace('calculator', 'easy=calculator')} --env hard=calculator --env.hard.weight {{name}}",
     "commands": "rollouts {name} runs/first",
     HOOKS: _RUN,
@@ -81,16 +82,9 @@ def kind_of(word: str) -> str:
     """The kind that a word names: `environment`, `env`, `reward`, `rewards`, `mixer`, ... Raises UserError."""
     given = word.lower().replace("-", "_")
     kinds = {kind: kind for kind in KIND_NAMES.values()} | COMPONENT_KINDS | {"hook": HOOKS}
-    del kinds["data"]
     singular = {word.replace(" ", "_"): kind for kind, word in KIND_WORDS.items() if kind in kinds}
     if kind := (kinds | singular | KIND_NAMES).get(given):
         return kind
-    if given in ("dataset", "datasets", "data"):
-        raise UserError(
-            "rows of a file need no package: rollouts run --data rows.jsonl --reward NAME\n"
-            "rows from elsewhere need one function, and no package either: --data ./my_rows.py:load\n"
-            'to publish it, add an entry point of the group "rollouts.datasets" (docs/data.md)'
-        )
     known = ", ".join(KIND_NAMES)
     raise UserError(in_lines(f"there is no kind {word!r}", suggestion(given, singular | KIND_NAMES), f"kinds: {known}"))
 

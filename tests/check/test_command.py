@@ -98,6 +98,18 @@ def test_the_command_passes_with_0(capsys):
     assert "keeps the contract: 2 passed" in out
 
 
+def test_the_source_of_a_loader_is_a_flag(tmp_path, capsys):
+    (tmp_path / "rows.txt").write_text("one\ntwo\n")
+    (tmp_path / "mine.py").write_text(
+        "from pathlib import Path\n"
+        "def load(source):\n    return [{'q': line} for line in Path(source).read_text().split()]\n"
+    )
+    given = ["--data.source", str(tmp_path / "rows.txt"), "--data.prompt", "q"]
+    assert main(["check", f"{tmp_path}/mine.py:load", "--skip", "imports", "--skip", "wheel", *given]) == 0
+    said = capsys.readouterr().out
+    assert "passed  2 rows with the columns q" in said and "2 prompts for rollouts run" in said
+
+
 def test_the_command_fails_with_1_and_says_what_to_change(capsys):
     file = FAULTS / "forged_verdicts__reads_a_score.py"
     assert main(["check", f"{file}:Fault", "--only", "forged-verdicts"]) == 1

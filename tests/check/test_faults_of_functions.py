@@ -9,7 +9,7 @@ import torch
 
 from rollouts.check import check_component
 from rollouts.check.components.table import FAMILIES
-from rollouts.plugins.index import KINDS
+from rollouts.plugins.index import HOOKS, KINDS
 from rollouts.scaffold.packages import KIND_NAMES
 from rollouts.training.algorithms import Algorithm, Term
 from rollouts.training.algorithms.aggregation import TokenWeights
@@ -346,6 +346,64 @@ class _Grows:
         return self.weight
 
 
+# --- datasets ---------------------------------------------------------------------------------------------------------
+
+
+def good_rows(*, count: int = 3):
+    return [{"prompt": f"{n}?", "answer": n} for n in range(count)]
+
+
+def good_file(source, streaming):
+    """Its rows need a source, so most checks are skipped."""
+    with open(source) as lines:
+        return [{"prompt": line} for line in lines]
+
+
+def one_table():
+    return {"prompt": ["1?", "2?"]}
+
+
+def rows_of_lists():
+    return [["1?", 1]]
+
+
+def rows_of_complex_numbers():
+    return [{"prompt": "1?", "answer": 1j}]
+
+
+def no_rows():
+    return []
+
+
+def other_columns():
+    return [{"q": "1?", "a": 1}]
+
+
+def streams_backwards(streaming):
+    rows = good_rows()
+    return rows[::-1] if streaming else rows
+
+
+def any_source(source):
+    return good_rows()
+
+
+def unnamed_source(source):
+    if source:
+        raise ValueError("it cannot be read")
+    return good_rows()
+
+
+def shuffled_rows():
+    rows = good_rows(count=50)
+    random.shuffle(rows)
+    return rows
+
+
+def own_limit(*, limit: int = 3):
+    return good_rows(count=limit)
+
+
 FAULTS = [
     ("losses", unknown_input, "definition"),
     ("losses", reduced, "values"),
@@ -400,6 +458,15 @@ FAULTS = [
     ("rewards", takes_the_reply, "unchanged"),
     ("rewards", strips_the_messages, "unchanged"),
     ("rewards", throws_dice, "repeatable"),
+    ("datasets", one_table, "rows"),
+    ("datasets", rows_of_lists, "rows"),
+    ("datasets", rows_of_complex_numbers, "rows"),
+    ("datasets", no_rows, "rows"),
+    ("datasets", other_columns, "usable"),
+    ("datasets", streams_backwards, "streaming"),
+    ("datasets", unnamed_source, "no-source"),
+    ("datasets", shuffled_rows, "repeatable"),
+    ("datasets", own_limit, "definition"),
     ("curricula", negative_later, "values"),
     ("curricula", never, "values"),
     ("curricula", _Grows(), "repeatable"),
@@ -410,6 +477,8 @@ GOOD = [
     ("losses", good_custom_backward),
     ("advantages", good_advantage),
     ("advantages", good_batch_advantage),
+    ("datasets", good_rows),
+    ("datasets", good_file),
     ("rewards", good_reward),
     ("rewards", good_group_reward),
     ("rewards", good_async_reward),
@@ -460,9 +529,32 @@ def test_each_family_of_functions_has_faults():
     assert all(faults.count(kind) >= 2 for kind in set(faults))
 
 
+def test_a_loader_is_checked_with_its_source(tmp_path):
+    file = tmp_path / "rows.txt"
+    file.write_text("one\ntwo\n")
+    report = check_component(good_file, "dataset", skip=OF_PACKAGE, source=str(file))
+    assert {result.status for result in report.results} == {"passed"}
+    assert "2 rows with the columns prompt" in [result.remark for result in report.results]
+    report = check_component(good_file, "dataset", skip=OF_PACKAGE)
+    (first, *_) = [result for result in report.results if result.status == "skipped"]
+    assert first.name == "rows" and first.enable == "name one that it can read: --data.source FILE"
+
+
+def test_a_source_without_an_effect_is_a_note():
+    report = check_component(any_source, "dataset", skip=OF_PACKAGE)
+    (notes,) = [result.notes for result in report.results if result.name == "no-source"]
+    assert "it returned 3 rows; a loader that takes no source should not name `source` (" in notes[0]
+
+
+def test_columns_of_a_loader_can_be_renamed():
+    found, _ = failed("datasets", other_columns, prompt="q", answer="a")
+    assert found == []
+    found, message = failed("datasets", other_columns, prompt="question")
+    assert found == ["usable"] and "has no column 'question'" in message
+
+
 def test_every_kind_has_a_table():
-    assert {*FAMILIES, "environments"} == set(KIND_NAMES.values())
-    assert set(KINDS) - {*FAMILIES, "environments"} == {"datasets"}
+    assert {*FAMILIES, "environments"} == set(KIND_NAMES.values()) == {*KINDS, HOOKS}
 
 
 def test_another_seed_finds_the_same(pytestconfig):

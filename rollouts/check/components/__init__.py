@@ -14,6 +14,7 @@ rewards        rewards
 filters        filters
 curricula      curricula
 samplers       task samplers
+datasets       dataset loaders
 updates        references and optimizers
 trainers       training backends
 loggers        loggers

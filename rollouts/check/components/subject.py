@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from random import Random
@@ -17,7 +17,9 @@ from rollouts.check.packages import Found
 from rollouts.check.report import FailedError, SkippedError, UntestedError
 from rollouts.check.runner import Check
 from rollouts.config.files import Source
+from rollouts.config.flags import Flag
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE
+from rollouts.data.source import COLUMNS, RowSettings
 from rollouts.errors import RolloutsError, SignatureError, leaves_of, words_of
 from rollouts.plugins.index import HOOKS, KIND_WORDS
 from rollouts.plugins.manager import PluginManager
@@ -36,6 +38,7 @@ KEYS = {kind: key for key, kind in COMPONENT_KINDS.items()} | {"curricula": "cur
 
 NO_SIGNATURE = Signature((), ())
 
+DATASETS = "datasets"
 UNSIGNED = ("commands", HOOKS)
 """The kinds without settings of rollouts."""
 
@@ -150,7 +153,21 @@ def make_subject(
     if key in MULTIPLE and isinstance(own, Mapping) and isinstance(own.get(alias), Mapping):
         own, path = own[alias], (key, alias)  # a run names one of several by its alias
     own = own if isinstance(own, Mapping) else {}
+    if found.kind == DATASETS:
+        return _of_loader(subject, own, label)
     subject.settings = converted(subject.signature, own, label, Source(), path)
+    return subject
+
+
+def _of_loader(subject: Subject, given: Mapping[str, Any], label: str) -> Subject:
+    """The subject of a dataset loader: `source` is what it reads, and columns are renamed as those of all data."""
+    own = {key: value for key, value in given.items() if key != "source"}
+    settings = converted(subject.signature, own, label, Source(), ("data",))
+    common = {each.name for each in fields(RowSettings)}
+    subject.settings = {name: value for name, value in settings.items() if name not in common}
+    source = given.get("source", "")
+    subject.kept["source"] = source.text if isinstance(source, Flag) else str(source)
+    subject.kept["columns"] = {column: settings[column] for column in COLUMNS if settings[column]}
     return subject
 
 

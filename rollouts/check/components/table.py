@@ -7,6 +7,7 @@ from typing import Any
 
 from rollouts.check.components import (
     curricula,
+    datasets,
     engines,
     filters,
     groups,
@@ -81,6 +82,9 @@ FAMILIES: dict[str, Family] = {
     "pairings": _COMPARED,
     "aggregations": _function(weights.trial, weights.values, weights.masked, weights.nothing_live, weights.order),
     "curricula": _family(curricula.values, then=(repeatable,), trial=curricula.trial),
+    "datasets": _family(
+        datasets.rows, datasets.usable, datasets.streaming, datasets.no_source, then=(repeatable,), trial=datasets.trial
+    ),
     "samplers": _family(
         samplers.chooses,
         samplers.any_outcome,
