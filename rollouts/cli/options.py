@@ -67,7 +67,20 @@ def _option(info: Setting, is_repeated: bool) -> click.Option:
     what to write in the file.
     """
     flags, metavar, is_hidden = [info.flag, info.name], _metavar(info), info.name in FILE_ONLY
-    return click.Option(flags, multiple=is_repeated, metavar=metavar, hidden=is_hidden, help=_help(info))
+    given: dict[str, Any] = {"multiple": is_repeated}
+    if info.name == "data":
+        given = {"multiple": True, "callback": _only_one}
+    return click.Option(flags, metavar=metavar, hidden=is_hidden, help=_help(info), **given)
+
+
+def _only_one(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> str | None:
+    """The value of `--data`. Of other flags the last value counts, but here it would drop rows in silence."""
+    if len(values) > 1:
+        raise ConfigError(
+            f"--data is given {len(values)} times: {', '.join(values)}\n"
+            "to mix files, type: --env a=prompts:2 --env.a.data FILE --env b=prompts:1 --env.b.data FILE"
+        )
+    return values[0] if values else None
 
 
 def _help(info: Setting) -> str:

@@ -44,6 +44,7 @@ ROLES = {
 FORMS = "messages; conversations (ShareGPT); instruction and output (Alpaca); prompt and response"
 _THINKING = ("reasoning", "reasoning_content", "thinking")
 _CALLS = ("function_call", "tool_call")
+_TABLE = (dict, Mapping)  # `dict` first, because checking `Mapping` is slow
 
 
 class BadRowError(ValueError):
@@ -68,7 +69,7 @@ def read_conversation(row: Any) -> Conversation:
     >>> [(message.role, message.text) for message in found.messages], found.form
     ([('user', 'Add.\\n\\n2 + 2'), ('assistant', '4')], 'instruction, input and output (Alpaca)')
     """
-    if not isinstance(row, Mapping):
+    if not isinstance(row, _TABLE):
         raise BadRowError(f"a row is a table of columns, got {type(row).__name__}")
     given, form = _turns(row)
     messages, weights = [], []
@@ -104,21 +105,39 @@ def _turns(row: Mapping[str, Any]) -> tuple[list[Any], str]:
         if row.get(column) is not None:
             return _list(row[column], column), words
     if row.get("instruction") is not None and "output" in row:
-        asked = _text(row["instruction"])
-        more = _text(row.get("input") or "")
+        asked = _said(row["instruction"], "instruction")
+        more = _said(row["input"], "input") if row.get("input") not in (None, "") else ""
         history = [turn for pair in row.get("history") or () for turn in zip(("user", "assistant"), pair, strict=False)]
-        turns = [*history, ("user", f"{asked}\n\n{more}" if more else asked), ("assistant", row["output"])]
+        reply = _said(row["output"], "output")
+        turns = [*history, ("user", f"{asked}\n\n{more}" if more else asked), ("assistant", reply)]
         words = "instruction, input and output (Alpaca)" if "input" in row else "instruction and output (Alpaca)"
         return [{"role": role, "content": content} for role, content in turns], words
-    asked_in = next((column for column in ("prompt", "question") if row.get(column)), "")
-    replied_in = next((column for column in ("response", "completion") if row.get(column)), "")
+    asked_in, replied_in = _column(row, "prompt", "question"), _column(row, "response", "completion")
     if asked_in and replied_in:
-        prompt, reply = row[asked_in], row[replied_in]
-        before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, asked_in)
-        after = [{"role": "assistant", "content": reply}] if isinstance(reply, str) else _list(reply, replied_in)
+        before, after = (
+            _list(row[column], column)
+            if isinstance(row[column], list | tuple)
+            else [{"role": role, "content": _said(row[column], column)}]
+            for role, column in (("user", asked_in), ("assistant", replied_in))
+        )
         return [*before, *after], f"{asked_in} and {replied_in}"
     columns = ", ".join(map(str, row)) or "none"
     raise BadRowError(f"no conversation in the columns {columns}; expected {FORMS}")
+
+
+def _column(row: Mapping[str, Any], *columns: str) -> str:
+    """The first of these columns that is not empty, else the first that the row has, else ""."""
+    found = [column for column in columns if column in row]
+    return next((column for column in found if row[column] not in (None, "")), found[0] if found else "")
+
+
+def _said(value: Any, column: str) -> str:
+    """The text of a column. A table of text, such as CSV, gives numbers for text of digits."""
+    if value is None or value == "":
+        raise BadRowError(f"the column {column} is empty")
+    if not isinstance(value, str | int | float):
+        raise BadRowError(f"the column {column} is no text, got {type(value).__name__}")
+    return str(value)
 
 
 def _list(value: Any, column: str) -> list[Any]:
@@ -133,7 +152,7 @@ def _list(value: Any, column: str) -> list[Any]:
 def _message(turn: Any) -> Message:
     if isinstance(turn, Message):
         return turn
-    if not isinstance(turn, Mapping):
+    if not isinstance(turn, _TABLE):
         raise BadRowError(f"expected {{'role', 'content'}}, got {type(turn).__name__}")
     given = turn.get("role", turn.get("from"))
     if not isinstance(given, str) or not given:
@@ -165,7 +184,7 @@ def _content(value: Any) -> str | list[dict[str, Any]]:
     """Text, or parts. Data that is neither, as of a tool's result, becomes JSON."""
     if value is None or isinstance(value, str):
         return value or ""
-    if isinstance(value, list) and value and all(isinstance(each, Mapping) and "type" in each for each in value):
+    if isinstance(value, list) and value and all(isinstance(each, _TABLE) and "type" in each for each in value):
         return [dict(each) for each in value]
     return msgspec.json.encode(value).decode()
 
@@ -173,7 +192,7 @@ def _content(value: Any) -> str | list[dict[str, Any]]:
 def _calls(value: Any) -> Iterable[Any]:
     if isinstance(value, str):
         value = _json(value, "the tool calls") if value.strip() else []
-    return [value] if isinstance(value, Mapping) else value or []
+    return [value] if isinstance(value, _TABLE) else value or []
 
 
 def _call(value: Any) -> ToolCall:
@@ -181,15 +200,15 @@ def _call(value: Any) -> ToolCall:
         return value
     if isinstance(value, str):
         value = _json(value, "a tool call")
-    if not isinstance(value, Mapping):
+    if not isinstance(value, _TABLE):
         raise BadRowError(f"a tool call is a table, got {type(value).__name__}")
     function = value.get("function") or value
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+    if not isinstance(function, _TABLE) or not isinstance(function.get("name"), str):
         raise BadRowError("a tool call has no name")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         arguments = _json(arguments, f"the arguments of {function['name']}") if arguments.strip() else {}
-    if arguments is not None and not isinstance(arguments, Mapping):
+    if arguments is not None and not isinstance(arguments, _TABLE):
         raise BadRowError(f"the arguments of {function['name']} are no table, got {type(arguments).__name__}")
     return ToolCall(function["name"], dict(arguments or {}), str(value.get("id") or ""))
 
@@ -215,14 +234,14 @@ def _tools(value: Any) -> list[dict[str, Any]]:
     for tool in value or ():
         if isinstance(tool, str):
             tool = _json(tool, "a tool")
-        if not isinstance(tool, Mapping):
+        if not isinstance(tool, _TABLE):
             raise BadRowError(f"a tool is a JSON schema, got {type(tool).__name__}")
         found.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
     return found
 
 
 def _weight(turn: Any) -> float | None:
-    weight = turn.get("weight") if isinstance(turn, Mapping) else None
+    weight = turn.get("weight") if isinstance(turn, _TABLE) else None
     if weight is None:
         return None
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):

@@ -48,6 +48,8 @@ def json(source: str) -> Iterator[Any]:
         raise _unreadable(source, error) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is not UTF-8 text: {error}") from error
+    if not text.strip():
+        raise ConfigError(f"{source} is empty; expected a JSON list of rows")
     try:
         rows = json_library.loads(text)
     except json_library.JSONDecodeError as error:

@@ -157,7 +157,7 @@ def _task_of(place: str, row: Any) -> Task:
                 f"to choose the columns, type: {_columns(given)}" if isinstance(given, dict) and given else "",
             )
         )
-    prompt = row["prompt"]
+    prompt = _text_of(row["prompt"])
     try:
         messages = prompt if isinstance(prompt, str) else msgspec.convert(prompt, list[Message])
     except msgspec.ValidationError as error:
@@ -194,7 +194,7 @@ def _columns(row: Mapping[str, Any]) -> str:
 
 def _demonstration(task: Task) -> list[Message]:
     """The task's messages and its response; empty if it has none. Raises ConfigError."""
-    reply = task.info.get("response", task.info.get("completion"))
+    reply = _text_of(task.info.get("response", task.info.get("completion")))
     try:
         replies = (
             [Message("assistant", reply)] if isinstance(reply, str) else msgspec.convert(reply or [], list[Message])
@@ -202,6 +202,11 @@ def _demonstration(task: Task) -> list[Message]:
     except msgspec.ValidationError as error:
         raise ConfigError(f"the row of {task.key}: a response is text or messages: {error}") from error
     return [*task.messages, *replies] if replies else []
+
+
+def _text_of(value: Any) -> Any:
+    """A number as text: a table of text, such as CSV, gives numbers for text of digits."""
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def _unit_hash(key: str) -> float:

@@ -130,6 +130,12 @@ def test_repeated_flags_are_lists(composed):
     assert settings.logger == ()
 
 
+def test_data_is_named_once(composed, capsys):
+    """Of other flags the last value counts. Here it would leave out rows in silence."""
+    assert main(["sft", "--data", "a.jsonl", "--data", "b.jsonl"]) == 2 and composed == []
+    assert "--data is given 2 times: a.jsonl, b.jsonl\nto mix files, type: --env a=prompts" in capsys.readouterr().err
+
+
 def test_text_stays_text(composed):
     assert main(["run", "--system", "007", "--model", "3.10", "--env", "5", "--out", "true"]) == 0
     settings = composed[0][0].settings

@@ -54,6 +54,11 @@ WITH_CALL = [
         ({"prompt": "1 + 1?", "response": "2"}, TALK, "prompt and response"),
         ({"question": "1 + 1?", "completion": [REPLIED]}, TALK, "question and completion"),
         ({"prompt": [ASKED], "completion": "2"}, TALK, "prompt and completion"),
+        ({"prompt": "1 + 1?", "response": 2}, TALK, "prompt and response"),  # of a table: CSV, pandas
+        ({"question": 0, "completion": 0.5}, [Message("user", "0"), Message("assistant", "0.5")],
+         "question and completion"),
+        ({"prompt": None, "question": "1 + 1?", "response": "", "completion": "2"}, TALK, "question and completion"),
+        ({"instruction": "1 + 1?", "input": None, "output": 2}, TALK, "instruction, input and output (Alpaca)"),
     ],
 )  # fmt: skip
 def test_every_form(row: dict[str, Any], messages: list[Message], form: str) -> None:
@@ -75,6 +80,10 @@ def test_thinking_weights_and_tools() -> None:
         ([1], "a row is a table of columns, got list"),
         ({"text": "a"}, "no conversation in the columns text; expected messages"),
         ({"messages": []}, "no messages"),
+        ({"prompt": "a", "response": ""}, "the column response is empty"),
+        ({"prompt": None, "response": "a"}, "the column prompt is empty"),
+        ({"prompt": "a", "completion": {"a": 1}}, "the column completion is no text, got dict"),
+        ({"instruction": "a", "output": None}, "the column output is empty"),
         ({"messages": "[{"}, "the column messages: no JSON"),
         ({"messages": [{"content": "a"}]}, "message 1: it has no role"),
         ({"messages": [{"role": "usr", "content": "a"}]}, "message 1: unknown role 'usr'"),

@@ -95,6 +95,27 @@ def test_files_that_other_libraries_wrote(tmp_path: Path) -> None:
         read(f"hub:{tmp_path / 'gone'}")
 
 
+def test_files_of_polars(tmp_path: Path) -> None:
+    polars = pytest.importorskip("polars")
+    frame = polars.DataFrame([{key: row[key] for key in ("question", "answer")} for row in ROWS])
+    frame.write_parquet(tmp_path / "a.parquet")
+    frame.write_ndjson(tmp_path / "a.ndjson")
+    frame.write_json(tmp_path / "a.json")
+    frame.write_csv(tmp_path / "a.csv")
+    frame.write_ipc(tmp_path / "a.arrow")
+    frame.write_ipc_stream(tmp_path / "b.arrow")
+    for name in ("a.parquet", "a.ndjson", "a.json", "a.csv", "a.arrow", "b.arrow"):
+        assert read(str(tmp_path / name)) == frame.to_dicts(), name
+
+
+def test_text_that_is_not_json(tmp_path: Path) -> None:
+    (tmp_path / "cut.jsonl").write_text('{"messages": [\n')
+    assert read(str(tmp_path / "cut.jsonl"))[0].why == """not JSON: Expecting value (column 15): '{"messages": ['"""
+    (tmp_path / "empty.json").write_text("\n")
+    with pytest.raises(ConfigError, match=r"empty\.json is empty; expected a JSON list of rows"):
+        read(str(tmp_path / "empty.json"))
+
+
 def test_columns_limits_and_order(tmp_path: Path) -> None:
     data = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     named = {"name": data, "prompt": "question", "answer": "meta.level", "limit": 2}
@@ -112,7 +133,7 @@ def test_columns_limits_and_order(tmp_path: Path) -> None:
 
 def test_bad_rows_are_skipped_only_if_asked(tmp_path: Path) -> None:
     """Not JSON, a missing column, no prompt: fatal with its line, or skipped, counted and shown."""
-    data = write_jsonl(tmp_path / "rows.jsonl", [{"q": "a"}, {"q": "b"}, {"x": 1}, {"q": 3}])
+    data = write_jsonl(tmp_path / "rows.jsonl", [{"q": "a"}, {"q": "b"}, {"x": 1}, {"q": {"a": 3}}])
     Path(data).write_text(Path(data).read_text() + "{\n")
     with pytest.raises(ConfigError, match="line 3 has no column 'q'"):
         Prompts({"name": data, "prompt": "q"}, eval_fraction=0.0).tasks("train", random.Random(0))

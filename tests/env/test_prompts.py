@@ -66,7 +66,7 @@ def test_rows_of_their_own_for_evaluation_and_a_json_list(tmp_path: Path) -> Non
         ("rows.jsonl", '{"prompt": "a"}\n{"prompt": \n', "rows.jsonl, line 2: not JSON"),
         ("rows.jsonl", '{"prompt": "a"}\n\n[1]\n', "line 3: a row is .* got list"),
         ("rows.jsonl", '{"question": "a"}', "line 1: a row is .* got the keys question"),
-        ("rows.jsonl", '{"prompt": 3}', 'line 1: "prompt" is text or a list'),
+        ("rows.jsonl", '{"prompt": {"a": 3}}', 'line 1: "prompt" is text or a list'),
         ("rows.jsonl", '{"prompt": [{"content": "a"}]}', "line 1: .*missing required field `role`"),
         ("rows.jsonl", '{"prompt": ""}', 'line 1: "prompt" is empty'),
         ("rows.jsonl", "\n", "holds no rows"),
@@ -108,6 +108,7 @@ def test_rows_with_a_reply_are_demonstrations(tmp_path: Path) -> None:
     rows = [
         {"messages": [*turns, {"role": "assistant", "content": "d"}]},
         {"prompt": "e", "response": "f"},
+        {"prompt": 1, "response": 2.5},  # CSV
         {"prompt": "g", "completion": [{"role": "assistant", "content": "h"}]},
         {"prompt": "i", "answer": 1},
     ]
@@ -115,9 +116,9 @@ def test_rows_with_a_reply_are_demonstrations(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     env = Prompts(str(file), eval_fraction=0.0)
     found = env.demonstrations("train", random.Random(0))
-    assert sorted("".join(message.text for message in messages) for messages in found) == ["abcd", "ef", "gh"]
+    assert sorted("".join(message.text for message in messages) for messages in found) == ["12.5", "abcd", "ef", "gh"]
     tasks = env.tasks("train", random.Random(0))
-    assert sorted("".join(message.text for message in task.messages) for task in tasks) == ["abc", "e", "g", "i"]
+    assert sorted("".join(message.text for message in task.messages) for task in tasks) == ["1", "abc", "e", "g", "i"]
 
 
 def test_rows_without_any_reply_are_no_demonstrations(tmp_path: Path) -> None:
