@@ -250,7 +250,7 @@ def test_a_kind_has_several_words(word, kind):
     ("arguments", "words"),
     [
         (["enviroments", "x"], ["no kind 'enviroments'", "did you mean: environment?"]),
-        (["datset", "x"], ["no kind 'datset'", "did you mean: dataset?"]),
+        (["datasett", "x"], ["no kind 'datasett'", "did you mean: dataset?"]),
         (["env", "my-env"], ["'my-env' cannot be", "type: my_env"]),
         (["env", "MyEnv"], ["type: my_env"]),
         (["env", "rollouts-cafe"], ["type: cafe"]),
