@@ -84,7 +84,7 @@ async def evaluate(
     *,
     play: Play,
     inference: InferenceBackend,
-    score_group: GroupScorer | None = None,
+    score_groups: GroupScorer | None = None,
     concurrency: int = 256,
     failures: Failures | None = None,
     on_end: OnEnd | None = None,
@@ -95,8 +95,8 @@ async def evaluate(
     """
     jobs = [Job(task, (index, 0)) for index, task in enumerate(tasks)]
     episodes = await run_episodes(jobs, play, inference, concurrency=concurrency, failures=failures, on_end=on_end)
-    if score_group is not None:
-        episodes = [(await score_group([episode]))[0] for episode in episodes]
+    if score_groups is not None:
+        episodes = [each for (each,) in await score_groups([[episode] for episode in episodes])]
     return numbers_of([[episode] for episode in episodes]), episodes
 
 

@@ -59,12 +59,11 @@ def test_each_task_once():
 
 
 def test_group_rewards_see_groups_of_one():
-    async def score(episodes):
-        (one,) = episodes
-        return [one._replace(score=Score(one.score.value + 1))]
+    async def score(groups):
+        return [[one._replace(score=Score(one.score.value + 1))] for (one,) in groups]
 
     async def main():
-        return (await evaluate(TASKS, play=play, inference=Engine(), score_group=score))[0]
+        return (await evaluate(TASKS, play=play, inference=Engine(), score_groups=score))[0]
 
     assert trio.run(main)["reward_mean"] == 1.4
 

@@ -34,6 +34,7 @@ from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import check_tool
 from rollouts.errors import EnvironmentDefinitionError, SignatureError, near_misses
 from rollouts.plugins.signature import check_signature, read_signature
+from rollouts.plugins.vocabulary import GROUP_REWARD
 from rollouts.types import Message, Role
 
 METHODS: Mapping[str, tuple[str, ...]] = {
@@ -214,7 +215,7 @@ def reward_term(
 ) -> RewardTerm:
     """A reward function as a term of a run. Raises SignatureError if a parameter is not an input of rewards."""
     requests = check_signature(function, "rewards", f"reward {alias}").requests
-    is_group = any(name in ("tasks", "trajectories") for name in requests)
+    is_group = any(name in GROUP_REWARD for name in requests)
     return RewardTerm(alias, function, weight, dict(settings or {}), requests, is_group)
 
 
@@ -317,7 +318,7 @@ def _check_own(env: Any, label: str, kind: str, name: str, function: Callable[..
 
 def _hint(request: str) -> str:
     may = f"; a method of an environment may name {', '.join(OWN_NAMES)}"
-    if request in ("tasks", "trajectories"):
+    if request in GROUP_REWARD:
         return f"{may} (a reward of a whole group is a function of its own: --reward ./my_rewards.py:name)"
     near = near_misses(request, OWN_NAMES)
     return f"{may}; did you mean {near[0]!r}?" if near else may

@@ -30,7 +30,7 @@ class RewardTerm(NamedTuple):
     """One reward of a run. `function` None means the environment's own `@reward` methods, summed by their weights.
 
     `requests` are the function's parameters, in order. An `is_group` reward sees all rollouts of a prompt, and returns
-    a list.
+    a list. One that names `groups` sees all groups that wait, and returns a list of lists.
     """
 
     alias: str

@@ -45,11 +45,11 @@ class Reward(Protocol):
 
 
 class GroupReward(Protocol):
-    """Judges the G episodes of one prompt together. May name `tasks` `trajectories`. Returns a list of G judgments."""
+    """Judges the G episodes of one prompt together. May name `tasks` `trajectories`. Returns a list of G judgments. One
+    that names `groups` judges several groups in one call, and returns a list of such lists.
+    """
 
-    def __call__(
-        self, *args: Any, **kwargs: Any
-    ) -> Sequence[float | Score | None] | Awaitable[Sequence[float | Score | None]]: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Sequence[Any] | Awaitable[Sequence[Any]]: ...
 
 
 class Metric(Protocol):

@@ -56,6 +56,7 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "turn": "one Turn of the model: index, message, answers; the reward is then called once for each turn",
         "tasks": "the Tasks [G] of a whole group; the reward then returns a list of G judgments",
         "trajectories": "the Trajectories [G] of a whole group; the reward then returns a list of G judgments",
+        "groups": "lists of Trajectories [G], one for each group that waits; the reward then returns as many lists",
     },
     "metrics": _EPISODE,
     "curricula": {"step": "the training step, from 0"},
@@ -169,7 +170,9 @@ VOCABULARY: dict[str, dict[str, str]] = {
 }
 """The inputs by kind and name, each with its meaning. `metrics` are the `@metric` methods of an environment."""
 
-_GROUP_REWARD = ("tasks", "trajectories")
+GROUP_REWARD = ("tasks", "trajectories", "groups")
+"""A reward that names one of these is a reward of whole groups."""
+
 _GROUP_ADVANTAGE = ("lengths", "turn_rewards")
 
 
@@ -180,12 +183,17 @@ def mixing_fault(kind: str, requests: Sequence[str]) -> str:
     ''
     """
     if kind == "rewards":
-        group = [name for name in requests if name in _GROUP_REWARD]
-        single = [name for name in requests if name not in _GROUP_REWARD]
+        group = [name for name in requests if name in GROUP_REWARD]
+        single = [name for name in requests if name not in GROUP_REWARD]
         if group and single:
             return (
                 f"it names {quoted(single)} of one episode and {quoted(group)} of a whole group\n"
                 f"name some of task, trajectory, env, turn; or, for a whole group, some of tasks, trajectories"
+            )
+        if "groups" in group and len(group) > 1:
+            others = quoted([name for name in group if name != "groups"])
+            return (
+                f"it names {others} of one group and 'groups' of several\nname groups alone: a Trajectory has its task"
             )
     if kind == "advantages":
         batch_only = [name for name in requests if name not in ("rewards", "batch", *_GROUP_ADVANTAGE)]

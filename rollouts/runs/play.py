@@ -120,7 +120,7 @@ def play_episode(plan: Plan, task: Task, number: int, reply: Reply, *, for_perso
     async def run() -> Episode:
         session = engine.open_session(job.order)
         episode = await play(job, session, SuspendableEngine(engine, None, job.order, session))
-        return episode if score is None else (await score([episode]))[0]
+        return episode if score is None else (await score([[episode]]))[0][0]
 
     return trio.run(run)
 

@@ -272,7 +272,7 @@ async def _play_script(player: Player, task: Task, engine: ScriptedEngine) -> li
     episodes: Sequence[Episode] = await run_episodes(jobs, play, engine, concurrency=settings.concurrency)
     score = group_scorer(player.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
     if score is not None:
-        episodes = await score(episodes)
+        (episodes,) = await score([episodes])
     return role_groups(Group(0, task, tuple(episodes)))
 
 

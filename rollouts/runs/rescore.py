@@ -159,7 +159,7 @@ class _Rescoring:
             for file in self._saved.files:
                 groups = groups_of_file(file)
                 self._before += [reward for group in groups for reward in group.rewards if reward is not None]
-                judged = [episode for group in groups for episode in await self._judge(group.episodes)]
+                judged = await self._judge([group.episodes for group in groups])
                 records = (line for episode in judged for line in episode_records(episode))
                 self._session.folder.write_trajectories(file.stem, records)
                 episodes += [_without_tokens(episode) for episode in judged]
@@ -168,8 +168,15 @@ class _Rescoring:
         self._numbers(episodes)
         check_judged(episodes, "the run")
 
-    async def _judge(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """The episodes of a group with their new scores, as a run computes them."""
+    async def _judge(self, groups: Sequence[Sequence[Episode]]) -> list[Episode]:
+        """The episodes of these groups with their new scores, as a run computes them."""
+        judged = [await self._judge_alone(episodes) for episodes in groups]
+        if self._scorer is not None:
+            judged = await self._scorer(judged)
+        return [episode for group in judged for episode in group]
+
+    async def _judge_alone(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """The episodes of a group with their new scores, without the rewards of whole groups."""
         found: dict[int, Episode] = {}
         limit = trio.CapacityLimiter(self._settings.concurrency)
 
@@ -180,9 +187,8 @@ class _Rescoring:
         async with trio.open_nursery() as nursery:
             for place, episode in enumerate(episodes):
                 nursery.start_soon(one, place, episode)
-        judged = [found[place] for place in range(len(episodes))]
-        self._done += len(judged)
-        return judged if self._scorer is None else await self._scorer(judged)
+        self._done += len(episodes)
+        return [found[place] for place in range(len(episodes))]
 
     async def _rejudged(self, episode: Episode) -> Episode:
         """The episode with its new score, without the rewards of whole groups."""

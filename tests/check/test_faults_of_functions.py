@@ -294,6 +294,10 @@ def good_group_reward(trajectories):
     return [float(len(each.last_text) == shortest) for each in trajectories]
 
 
+def good_reward_of_groups(groups):
+    return [[float(len(each.last_text)) for each in group] for group in groups]
+
+
 async def good_async_reward(trajectory):
     return float(len(trajectory.last_text))
 
@@ -326,6 +330,10 @@ def throws_dice(trajectory):
 
 def one_for_all(trajectories):
     return [1.0]
+
+
+def one_for_all_groups(groups):
+    return [1.0 for group in groups for _ in group]
 
 
 def negative_later(step):
@@ -453,6 +461,7 @@ FAULTS = [
     ("filters", sorts, "unchanged"),
     ("rewards", not_a_number, "values"),
     ("rewards", one_for_all, "values"),
+    ("rewards", one_for_all_groups, "values"),
     ("rewards", needs_words, "any-reply"),
     ("rewards", reads_unicode, "any-reply"),
     ("rewards", takes_the_reply, "unchanged"),
@@ -481,6 +490,7 @@ GOOD = [
     ("datasets", good_file),
     ("rewards", good_reward),
     ("rewards", good_group_reward),
+    ("rewards", good_reward_of_groups),
     ("rewards", good_async_reward),
 ]
 

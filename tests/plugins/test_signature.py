@@ -348,6 +348,11 @@ REFUSED = {
     "group mix": (lambda task, trajectories: 0, "rewards", r"names 'task' of one(.|\n)*'trajectories' of a whole"),
     "group env": (lambda tasks, env: 0, "rewards", r"names 'env' of one episode"),
     "both": (lambda trajectory, trajectories: 0, "rewards", "whole group"),
+    "groups mix": (
+        lambda tasks, groups: 0,
+        "rewards",
+        r"'tasks' of one group and 'groups' of several\nname groups alone",
+    ),
     "batch missing": (lambda rewards, values: 0, "advantages", r"'values', but not 'batch'(.|\n)*name `batch` too"),
     "batch lengths": (lambda batch, lengths: 0, "advantages", r"'batch' and 'lengths', but only a group"),
     "no call": (3, "losses", "int cannot be called"),

@@ -1,8 +1,8 @@
 """Reward models: `--reward reward_model --reward.reward_model.model FOLDER`.
 
 A sequence-classification model of transformers scores conversations. `load_reward_model` loads one,
-`compute_reward_model_score` scores one conversation, and the reward `reward_model` scores the rollouts of a group in
-batches. Not here: language models that grade by a rubric (rollouts-judge).
+`compute_reward_model_score` scores one conversation, and the reward `reward_model` scores the rollouts of all groups
+that wait, in batches. Not here: language models that grade by a rubric (rollouts-judge).
 
     loading    the model, its label, its tokenizer and its limits
     scoring    conversations to ids, batches, scores
@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import trio
 from msgspec import Meta
 
 from rollouts import Score, Trajectory
@@ -34,8 +35,8 @@ def _check(values: Mapping[str, Any]) -> None:
 
 
 @checked_by(_check)
-def reward_model(
-    trajectories: list[Trajectory],
+async def reward_model(
+    groups: list[list[Trajectory]],
     *,
     model: str,
     label: str = "",
@@ -43,13 +44,14 @@ def reward_model(
     per: Literal["rollout", "turn"] = "rollout",
     device: str = "auto",
     dtype: Dtype = "float32",
-    batch_size: Annotated[int, Meta(ge=1)] = 16,
+    tokens_per_batch: Annotated[int, Meta(ge=1)] = 2048,
     max_tokens: Annotated[int, Meta(ge=1)] | None = None,
-) -> list[Score]:
+) -> list[list[Score]]:
     """The score of a reward model: a sequence-classification model of transformers; None if it cannot be shown.
 
-    All conversations of the group are scored together, without the schemas of tools. `parts` has `cut`: 1 if a
-    conversation was longer than the model reads, so that its beginning was left out.
+    All conversations of all groups that wait are scored together, without the schemas of tools. `parts` has `cut`: 1 if
+    a conversation was longer than the model reads, so that its beginning was left out. If the run is cancelled, at most
+    one more forward pass begins.
 
     Args:
         model: a folder, or a name on the hub
@@ -58,14 +60,30 @@ def reward_model(
         per: turn: each turn earns what it added to the score of the conversation up to it
         device: where the model runs: auto, cpu, cuda or cuda:1
         dtype: of the weights: float32, bfloat16 or float16
-        batch_size: the number of conversations in one forward pass
+        tokens_per_batch: the most tokens in one forward pass, with padding; a longer conversation has one of its own
         max_tokens: the most tokens of a conversation; none: as many as the model has positions
     """
-    loaded = load_reward_model(model, label=label, probability=probability, device=device, dtype=dtype)
-    prefixes = [_prefixes(each, per) for each in trajectories]
-    asked = [each.messages[:end] for each, ends in zip(trajectories, prefixes, strict=True) for end in ends]
-    scored = iter(score_conversations(loaded, asked, batch_size=batch_size, max_tokens=max_tokens))
-    return [_score([next(scored) for _ in ends], per) for ends in prefixes]
+
+    def score() -> list[list[Score]]:
+        loaded = load_reward_model(model, label=label, probability=probability, device=device, dtype=dtype)
+        prefixes = [[_prefixes(each, per) for each in group] for group in groups]
+        asked = [
+            each.messages[:end]
+            for group, own in zip(groups, prefixes, strict=True)
+            for each, ends in zip(group, own, strict=True)
+            for end in ends
+        ]
+        found = score_conversations(
+            loaded,
+            asked,
+            tokens_per_batch=tokens_per_batch,
+            max_tokens=max_tokens,
+            between=trio.from_thread.check_cancelled,
+        )
+        scored = iter(found)
+        return [[_score([next(scored) for _ in ends], per) for ends in own] for own in prefixes]
+
+    return await trio.to_thread.run_sync(score, abandon_on_cancel=True)
 
 
 def _prefixes(trajectory: Trajectory, per: str) -> list[int]:

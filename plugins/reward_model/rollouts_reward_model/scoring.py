@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.errors import ModelError, RewardError
@@ -27,24 +27,26 @@ def score_conversations(
     reward_model: RewardModel,
     conversations: Sequence[Sequence[Message]],
     *,
-    batch_size: int = 16,
+    tokens_per_batch: int = 2048,
     max_tokens: int | None = None,
+    between: Callable[[], object] = lambda: None,
 ) -> list[Scored]:
     """The scores of these conversations, in their order. Raises RewardError if a score is not finite.
 
-    Conversations of similar length share a forward pass. The first that is cut gives a warning; `reward_model` counts
-    them.
+    Conversations of similar length share a forward pass, which has at most `tokens_per_batch` tokens, with padding; a
+    longer conversation has one of its own. `between` is called before each pass; what it raises ends the scoring. The
+    first conversation that is cut gives a warning; `reward_model` counts them.
     """
+    limit = min((each for each in (reward_model.most_tokens, max_tokens) if each), default=None)
     with reward_model.lock:  # the chat format has a cache, and the model one padding id
-        limit = min((each for each in (reward_model.most_tokens, max_tokens) if each), default=None)
         rows = [_row(reward_model, each, limit) for each in conversations]
-        known = sorted((place for place, row in enumerate(rows) if row.ids), key=lambda place: len(rows[place].ids))
-        values: dict[int, float] = {}
-        for first in range(0, len(known), batch_size):
-            chosen = known[first : first + batch_size]
-            found = _forward(reward_model, [rows[place].ids for place in chosen])
-            values |= dict(zip(chosen, found, strict=True))
         _count(reward_model, rows, limit)
+    values: dict[int, float] = {}
+    for chosen in _batches([len(row.ids) for row in rows], tokens_per_batch):
+        between()
+        with reward_model.lock:
+            found = _forward(reward_model, [rows[place].ids for place in chosen])
+        values |= dict(zip(chosen, found, strict=True))
     return [Scored(values.get(place), row.cut, row.why) for place, row in enumerate(rows)]
 
 
@@ -55,6 +57,21 @@ def compute_reward_model_score(reward_model: RewardModel, rollout: Any) -> float
     `rollout` is none of these.
     """
     return score_conversations(reward_model, [_messages(rollout)])[0].value
+
+
+def _batches(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
+    """The places of rows that share a forward pass: rows of similar length, the longest first. Empty rows are in none.
+
+    >>> _batches([3, 9, 4, 0, 4], 12)
+    [[1], [2, 4, 0]]
+    """
+    batches: list[list[int]] = []
+    for place in sorted((place for place, length in enumerate(lengths) if length), key=lambda place: -lengths[place]):
+        if batches and lengths[batches[-1][0]] * (len(batches[-1]) + 1) <= tokens_max:
+            batches[-1].append(place)
+        else:
+            batches.append([place])
+    return batches
 
 
 class _Row(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
 import shutil
@@ -11,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+import trio
 from rollouts_reward_model import compute_reward_model_score, load_reward_model, reward_model
 from rollouts_reward_model.loading import check_model
 from rollouts_reward_model.scoring import score_conversations
@@ -30,6 +33,28 @@ def said(*replies: str) -> Trajectory:
     task = Task("What is 12 * 7?")
     turns = [[Message("assistant", reply), Message("user", "Go on.")] for reply in replies]
     return Trajectory(task, [*task.messages, *list(itertools.chain(*turns))[:-1]])
+
+
+def scored(*groups: list[Trajectory], **settings):
+    """The scores of these groups, in one call; of one group without the outer list."""
+    found = trio.run(functools.partial(reward_model, list(groups), **settings))
+    return found[0] if len(groups) == 1 else found
+
+
+@contextlib.contextmanager
+def passes_of(model, after=lambda count: None):
+    """The shapes of the forward passes in this block. `after` is called after each, with their number."""
+    shapes: list[tuple[int, int]] = []
+
+    def hook(module, args, kwargs, output) -> None:
+        shapes.append(tuple(kwargs["input_ids"].shape))
+        after(len(shapes))
+
+    handle = model.register_forward_hook(hook, with_kwargs=True)
+    try:
+        yield shapes
+    finally:
+        handle.remove()
 
 
 def save(folder: Path, *, labels: int = 1, pad: int | None = None, positions: int = 512, steps: int = 0) -> str:
@@ -80,21 +105,61 @@ def test_batches_equal_one_by_one_and_transformers(tmp_path: Path, pad: int | No
     folder = save(tmp_path / "model", pad=pad)
     trajectories = [said(reply) for reply in REPLIES[:5]]
     wanted = [upstream(folder)(each)[0] for each in trajectories]
-    for size in (1, 2, 16):
-        found = [each.value for each in reward_model(trajectories, model=folder, batch_size=size)]
+    for size in (1, 100, 10**6):
+        found = [each.value for each in scored(trajectories, model=folder, tokens_per_batch=size)]
         assert found == pytest.approx(wanted, abs=1e-5)
     assert len({round(each, 4) for each in wanted}) == len(wanted)  # control: the scores differ
     loaded = load_reward_model(folder)
     assert loaded is load_reward_model(folder) and loaded.model.config.pad_token_id == pad
     # What the model wrote is no control token of the template: the spelled-out end of a turn is not its id.
     last = REPLIES[5]
-    assert reward_model([said(last)], model=folder)[0].value != pytest.approx(upstream(folder)(said(last))[0], abs=1e-6)
+    assert scored([said(last)], model=folder)[0].value != pytest.approx(upstream(folder)(said(last))[0], abs=1e-6)
+
+
+def test_all_groups_that_wait_share_forward_passes_of_bounded_size(trained: str) -> None:
+    groups = [[said(f"{reply} {number}") for reply in REPLIES[:5]] for number in range(16)]
+    model = load_reward_model(trained).model
+    with passes_of(model) as apart:
+        one_by_one = [scored(group, model=trained) for group in groups]
+    for tokens, most in ((10**6, 1), (2048, 4), (400, 20)):
+        with passes_of(model) as together:
+            found = scored(*groups, model=trained, tokens_per_batch=tokens)
+        assert len(together) <= most and sum(rows for rows, _ in together) == 16 * 5
+        assert all(rows * width <= tokens for rows, width in together)
+        for group, alone in zip(found, one_by_one, strict=True):
+            assert [each.value for each in group] == pytest.approx([each.value for each in alone], abs=1e-5)
+    assert len(apart) == 16  # control: each group had a pass of its own
+    with passes_of(model) as wide:  # a conversation that is longer than a batch has a pass of its own
+        scored(groups[0], model=trained, tokens_per_batch=1)
+    assert [rows for rows, _ in wide] == [1] * 5
+    assert scored([], [said(GOOD)], model=trained)[0] == []
+
+
+def test_scoring_that_is_cancelled_ends_with_its_forward_pass(trained: str) -> None:
+    model, settings = load_reward_model(trained).model, {"model": trained, "tokens_per_batch": 1}
+    group = [said(f"reply {number}") for number in range(50)]
+
+    async def cancelled(after: int) -> int:
+        trio.to_thread.current_default_thread_limiter().total_tokens = 1
+        scope = trio.CancelScope()
+        cancel = functools.partial(trio.from_thread.run_sync, scope.cancel)
+        with passes_of(model, lambda count: cancel() if count == after else None) as shapes:
+            with scope:
+                await reward_model([group], **settings)
+            assert scope.cancelled_caught
+            await trio.to_thread.run_sync(len, "")  # there is one thread: this waits until it has ended
+        return len(shapes)
+
+    assert trio.run(cancelled, 3) <= 4
+    with passes_of(model) as whole:  # control: without a cancellation there are 50
+        scored(group, **settings)
+    assert len(whole) == 50
 
 
 def test_a_good_answer_is_above_a_bad_one(trained: str) -> None:
-    good, bad = reward_model([said(GOOD), said(BAD)], model=trained)
+    good, bad = scored([said(GOOD), said(BAD)], model=trained)
     assert good.value > bad.value + 1 and good.parts == {"cut": 0.0}
-    likely, unlikely = reward_model([said(GOOD), said(BAD)], model=trained, probability=True)
+    likely, unlikely = scored([said(GOOD), said(BAD)], model=trained, probability=True)
     assert 0 < unlikely.value < 0.5 < likely.value < 1
     loaded = load_reward_model(trained)
     rollout = Rollout("What is 12 * 7?", Generation(GOOD))
@@ -108,8 +173,8 @@ def test_one_of_several_labels(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", labels=3)
     logits = upstream(folder)(said(GOOD))
     for label, place in (("good", 2), ("1", 1), ("bad", 0)):
-        assert reward_model([said(GOOD)], model=folder, label=label)[0].value == pytest.approx(logits[place], abs=1e-6)
-    score = reward_model([said(GOOD)], model=folder, label="good", probability=True)[0]
+        assert scored([said(GOOD)], model=folder, label=label)[0].value == pytest.approx(logits[place], abs=1e-6)
+    score = scored([said(GOOD)], model=folder, label="good", probability=True)[0]
     assert score.value == pytest.approx(torch.tensor(logits).softmax(0)[2].item(), abs=1e-6)
     with pytest.raises(ConfigError, match=r"has 3 labels: bad \(0\), fair \(1\), good \(2\)\ntype: .*label 0"):
         check_model(folder, "", None)
@@ -119,19 +184,19 @@ def test_one_of_several_labels(tmp_path: Path) -> None:
 
 def test_each_turn_earns_what_it_added(trained: str) -> None:
     whole = said(BAD, GOOD, BAD)
-    by_turn, alone = (reward_model([whole], model=trained, per=per)[0] for per in ("turn", "rollout"))
-    prefixes = [reward_model([said(*(BAD, GOOD, BAD)[:count])], model=trained)[0].value for count in (1, 2, 3)]
+    by_turn, alone = (scored([whole], model=trained, per=per)[0] for per in ("turn", "rollout"))
+    prefixes = [scored([said(*(BAD, GOOD, BAD)[:count])], model=trained)[0].value for count in (1, 2, 3)]
     assert by_turn.turns == pytest.approx([prefixes[0], prefixes[1] - prefixes[0], prefixes[2] - prefixes[1]])
     assert sum(by_turn.turns) == pytest.approx(by_turn.value) and by_turn.value == pytest.approx(alone.value)
     assert alone.turns == []
-    assert reward_model([Trajectory(Task("?"), [Message("user", "?")])], model=trained)[0].value is None
+    assert scored([Trajectory(Task("?"), [Message("user", "?")])], model=trained)[0].value is None
 
 
 def test_a_longer_conversation_loses_its_beginning(tmp_path: Path) -> None:
     folder = save(tmp_path / "model", positions=24)
     long, short = said(REPLIES[4]), said("7")
     with pytest.warns(UserWarning, match="reads 24 tokens, .* the beginnings of longer ones are left out"):
-        first, second = reward_model([long, short], model=folder)
+        first, second = scored([long, short], model=folder)
     assert first.value == pytest.approx(upstream(folder)(long, 24)[0], abs=1e-6)
     assert first.parts == {"cut": 1.0} and "tokens were left out" in first.why
     loaded = load_reward_model(folder)
@@ -164,10 +229,15 @@ def test_what_cannot_score_is_refused(trained: str, tmp_path: Path) -> None:
 
 def test_a_run_is_rewarded_by_it_and_rescored_alike(trained: str, tmp_path: Path, capsys) -> None:
     reward = ["--reward", "reward_model", "--reward.reward_model.model", trained]
-    sizes = "--steps 1 --prompts-per-step 2 --samples-per-prompt 2 --eval-tasks 0 --max-tokens 24".split()
+    sizes = "--steps 1 --prompts-per-step 3 --samples-per-prompt 2 --eval-tasks 5 --max-tokens 24".split()
     run, again = tmp_path / "run", tmp_path / "again"
-    assert main(["run", "--env", "calculator", *sizes, *reward, "--out", str(run)]) == 0
-    assert main(["rescore", str(run), *reward, "--out", str(again)]) == 0
+    with passes_of(load_reward_model(trained).model) as shapes:
+        assert main(["run", "--env", "calculator", *sizes, *reward, "--out", str(run)]) == 0
+    # Before and after training a sampled and a greedy pass over the held-out tasks, and one step in between.
+    assert [rows for rows, _ in shapes] == [5, 5, 6, 5, 5]
+    with passes_of(load_reward_model(trained).model) as shapes:
+        assert main(["rescore", str(run), *reward, "--out", str(again)]) == 0
+    assert [rows for rows, _ in shapes] == [6]
     live, rescored = (
         [
             json.loads(line)

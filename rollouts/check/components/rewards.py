@@ -19,11 +19,11 @@ from rollouts.env.asking import ask
 from rollouts.env.mixing import check_turns, read_verdict
 from rollouts.errors import RolloutsError, counted
 from rollouts.plugins.signature import read_signature
+from rollouts.plugins.vocabulary import GROUP_REWARD
 from rollouts.types import Trajectory
 
 REWARD_SECONDS = 30.0
 ENABLE = "name an environment whose tasks it knows: --env NAME"
-GROUP_REWARD = ("tasks", "trajectories")
 
 
 def trial(subject: Subject, function: Function) -> Any:
@@ -78,13 +78,13 @@ async def _judged(subject: Subject, function: Function, episodes: Sequence[Playe
 
     try:
         if any(name in GROUP_REWARD for name in requests):
-            group = {"tasks": [each.task for each in fresh], "trajectories": fresh}
+            group = {"tasks": [each.task for each in fresh], "trajectories": fresh, "groups": [fresh]}
             arguments = [group[name] for name in requests]
             returned = await calls.call(function, *arguments, timeout_seconds=REWARD_SECONDS)
-            values = [None] * len(fresh) if returned is None else list(returned)
-            if len(values) != len(fresh):
-                seen = f"it returned {counted(len(values), 'value')} for {len(fresh)} episodes{at(function)}"
-                raise FailedError("judge a group", seen, "return a list with one number (or None) for each episode")
+            if "groups" in requests:
+                (returned,) = _one_each(function, returned, 1, "group", "return a list with one list for each group")
+            change = "return a list with one number (or None) for each episode"
+            values = _one_each(function, returned, len(fresh), "episode", change)
             return [read(value, each) for value, each in zip(values, fresh, strict=True)]
         found = []
         for trajectory, played in zip(fresh, episodes, strict=True):
@@ -94,6 +94,14 @@ async def _judged(subject: Subject, function: Function, episodes: Sequence[Playe
     except trio.TooSlowError:
         seen = f"it took longer than {REWARD_SECONDS:g} seconds{at(function)}"
         raise FailedError("judge an episode", seen, "do less, or give what it waits for a deadline") from None
+
+
+def _one_each(function: Function, returned: Any, count: int, of: str, change: str) -> list[Any]:
+    values = [None] * count if returned is None else list(returned)
+    if len(values) != count:
+        seen = f"it returned {counted(len(values), 'value')} for {counted(count, of)}{at(function)}"
+        raise FailedError("judge a group", seen, change)
+    return values
 
 
 def _episodes(subject: Subject) -> list[Played]:

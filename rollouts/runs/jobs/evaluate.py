@@ -156,8 +156,8 @@ class EvaluationJob:
                     on_end=self._keep,
                 )
             if self._scorer is not None:
-                for group in _by_task(list(self._episodes.values())):
-                    for episode in await self._scorer(group):
+                for group in await self._scorer(_by_task(list(self._episodes.values()))):
+                    for episode in group:
                         self._episodes[episode.order] = episode
                 self._scorer = None  # all group rewards have run
             check_judged(list(self._episodes.values()), "the evaluation")

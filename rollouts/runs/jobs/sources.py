@@ -59,7 +59,7 @@ def group_source(
     *,
     play: Play,
     inference: InferenceBackend,
-    score_group: GroupScorer | None,
+    score_groups: GroupScorer | None,
     failures: Failures,
 ) -> AsyncRolloutManager | SavedGroups:
     """The source of a run's groups, in its `state` of the checkpoint; empty for a run that begins."""
@@ -97,7 +97,7 @@ def group_source(
             inference=inference,
             filters=plan.filters,
             see_rewards=see_rewards,
-            score_group=score_group,
+            score_groups=score_groups,
             failures=failures,
         )
     if state:

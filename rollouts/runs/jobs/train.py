@@ -198,7 +198,7 @@ class Training:
         self._parts = learning.PartCounts()
         self._syncing = WeightSyncManager([self.inference], temperature=settings.temperature)
         self._failures = Failures(FailurePolicy(settings.retries, settings.max_failures))
-        self._score_group = group_scorer(
+        self._score_groups = group_scorer(
             self.plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds
         )
         self._profiled = profiled_steps(self._start.step, settings.steps, settings.profile)
@@ -310,7 +310,7 @@ class Training:
             self._start.rollouts,
             play=self._player.at(self._settings.temperature, self._settings.seed),
             inference=self.inference,
-            score_group=self._score_group,
+            score_groups=self._score_groups,
             failures=self._failures,
         )
 
@@ -502,7 +502,7 @@ class Training:
                     self.held_out,
                     play=self._player.at(temperature, self._settings.seed + 1),
                     inference=self.inference,
-                    score_group=self._score_group,
+                    score_groups=self._score_groups,
                     concurrency=self._settings.concurrency,
                     failures=self._failures.beside(),
                     on_end=functools.partial(on_end, temperature=temperature),

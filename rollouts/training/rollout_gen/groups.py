@@ -209,8 +209,8 @@ def drop_reason(name: str, returned: Any) -> str | None:
 
 # --- rewards of a whole group: `def f(tasks, trajectories) -> [one number a rollout]` ---------------------------------
 
-GroupScorer = Callable[[Sequence[Episode]], Awaitable[list[Episode]]]
-"""Returns the episodes of one group, with the group rewards mixed into their scores."""
+GroupScorer = Callable[[Sequence[Sequence[Episode]]], Awaitable[list[list[Episode]]]]
+"""Returns the episodes of these groups, with the group rewards mixed into their scores."""
 
 
 def group_scorer(
@@ -218,47 +218,94 @@ def group_scorer(
 ) -> GroupScorer | None:
     """A scorer for the group rewards among `terms`; None if there are none.
 
-    The rewards do not see rollouts with an infrastructure failure, whose score stays None. Of episodes with roles, they
-    see one role after another. The scorer raises RewardError for an invalid reward, and for any failed reward under the
-    policy `raise`.
+    The rewards do not see rollouts with an infrastructure failure, whose score stays None. Each role of a group with
+    roles is a group for them. A reward that names `groups` is called once for all groups, and has the deadlines of all
+    of them together. The scorer raises RewardError for an invalid reward, and for any failed reward under the policy
+    `raise`.
     """
     own = [term for term in terms if term.is_group]
 
-    async def score_one(episodes: Sequence[Episode]) -> list[Episode]:
-        played = [episode for episode in episodes if not episode.status.is_infrastructure]
-        columns = [await _ask_group(term, played, timeout_seconds) for term in own] if played else []
-        scores = iter([mix(row, on_invalid, base=e.score) for e, *row in zip(played, *columns, strict=True)])
-        return [e if e.status.is_infrastructure else e._replace(score=next(scores)) for e in episodes]
+    async def score_units(units: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
+        played = [[episode for episode in unit if not episode.status.is_infrastructure] for unit in units]
+        asked = [unit for unit in played if unit]
+        columns = [iter(await _ask_groups(term, asked, timeout_seconds)) for term in own]
+        scored: list[list[Episode]] = []
+        for unit, known in zip(units, played, strict=True):
+            rows = zip(*(next(column) for column in columns), strict=True) if known else ()
+            scores = iter([mix(row, on_invalid, base=e.score) for e, row in zip(known, rows, strict=True)])
+            scored.append([e if e.status.is_infrastructure else e._replace(score=next(scores)) for e in unit])
+        return scored
 
-    async def score(episodes: Sequence[Episode]) -> list[Episode]:
-        if not any(episode.roles for episode in episodes):
-            return await score_one(episodes)
-        scores: list[dict[str, Score]] = [{} for _ in episodes]
-        for role in dict.fromkeys(result.role for episode in episodes for result in episode.roles):
-            split = [(place, e) for place, whole in enumerate(episodes) for e in whole.by_role if e.role == role]
-            for (place, _), scored in zip(split, await score_one([e for _, e in split]), strict=True):
-                scores[place][role] = scored.score
-        return [e.with_scores(own) if e.roles else e for e, own in zip(episodes, scores, strict=True)]
+    async def score(groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
+        split = [_role_units(episodes) for episodes in groups]
+        scored = iter(await score_units([list(unit.values()) for units in split for unit in units]))
+        return [
+            _with_units(episodes, [(unit, next(scored)) for unit in units])
+            for episodes, units in zip(groups, split, strict=True)
+        ]
 
     return score if own else None
 
 
+def _role_units(episodes: Sequence[Episode]) -> list[dict[int, Episode]]:
+    """What the rewards see as one group: the episodes by their place; with roles, those of one role."""
+    roles = dict.fromkeys(result.role for episode in episodes for result in episode.roles)
+    if not roles:
+        return [dict(enumerate(episodes))]
+    split = [(place, own) for place, whole in enumerate(episodes) for own in whole.by_role]
+    return [{place: own for place, own in split if own.role == role} for role in roles]
+
+
+def _with_units(
+    episodes: Sequence[Episode], scored: Sequence[tuple[dict[int, Episode], list[Episode]]]
+) -> list[Episode]:
+    """The episodes of a group with the scores of its units."""
+    if not any(episode.roles for episode in episodes):
+        return scored[0][1]
+    scores: list[dict[str, Score]] = [{} for _ in episodes]
+    for unit, judged in scored:
+        for place, own in zip(unit, judged, strict=True):
+            scores[place][own.role] = own.score
+    return [e.with_scores(own) if e.roles else e for e, own in zip(episodes, scores, strict=True)]
+
+
+async def _ask_groups(term: RewardTerm, groups: Sequence[Sequence[Episode]], seconds: float) -> list[list[Verdict]]:
+    """One verdict for each rollout of each group."""
+    if "groups" not in term.requests:
+        return [await _ask_group(term, episodes, seconds) for episodes in groups]
+    if not groups:
+        return []
+    trajectories = [[episode.trajectory for episode in episodes] for episodes in groups]
+
+    def read(returned: Any) -> list[list[Verdict]]:
+        values = _one_each(term.alias, returned, len(groups), "group", "a list of one list")
+        return [_read_group(term, episodes, value) for episodes, value in zip(groups, values, strict=True)]
+
+    failed = await _ask(term, [trajectories], seconds * len(groups), read)
+    return [[failed] * len(episodes) for episodes in groups] if isinstance(failed, Verdict) else failed
+
+
 async def _ask_group(term: RewardTerm, episodes: Sequence[Episode], seconds: float) -> list[Verdict]:
-    """One verdict for each rollout. If the reward raises or takes too long, it judged none of them."""
-    assert term.function is not None, f"group reward {term.alias} has no function"
+    """One verdict for each rollout of a group."""
     available = {"tasks": [e.task for e in episodes], "trajectories": [e.trajectory for e in episodes]}
-    function = bind(term.function, term.settings)
     arguments = [available[name] for name in term.requests]
+    found = await _ask(term, arguments, seconds, functools.partial(_read_group, term, episodes))
+    return [found] * len(episodes) if isinstance(found, Verdict) else found
 
-    def read(returned: Any) -> list[Verdict]:
-        values = _one_each(term.alias, returned, len(episodes))
-        verdicts = [read_verdict(term.alias, term.weight, value) for value in values]
-        counts = [episode.trajectory.turns for episode in episodes]
-        return [with_reason(check_turns(v, count), term.function) for v, count in zip(verdicts, counts, strict=True)]
 
+def _read_group(term: RewardTerm, episodes: Sequence[Episode], returned: Any) -> list[Verdict]:
+    values = _one_each(term.alias, returned, len(episodes))
+    verdicts = [read_verdict(term.alias, term.weight, value) for value in values]
+    counts = [episode.trajectory.turns for episode in episodes]
+    return [with_reason(check_turns(v, count), term.function) for v, count in zip(verdicts, counts, strict=True)]
+
+
+async def _ask(term: RewardTerm, arguments: Sequence[Any], seconds: float, read: Callable[[Any], Any]) -> Any:
+    """What the reward returned, as `read` reads it. If it raises or takes too long: the verdict of each rollout."""
+    assert term.function is not None, f"group reward {term.alias} has no function"
+    function = bind(term.function, term.settings)
     try:
-        verdicts: list[Verdict] = await calls.call(function, *arguments, timeout_seconds=seconds, convert=read)
-        return verdicts
+        return await calls.call(function, *arguments, timeout_seconds=seconds, convert=read)
     except trio.TooSlowError:
         why = f"it took longer than {seconds:g} seconds"
     except RewardError as error:
@@ -267,11 +314,13 @@ async def _ask_group(term: RewardTerm, episodes: Sequence[Episode], seconds: flo
         raise
     except Exception as error:  # a reward may raise anything; the policy decides what happens
         why = report(error, f"the group reward {term.alias}")
-    return [Verdict(term.alias, term.weight, None, {}, why, term.alias)] * len(episodes)
+    return Verdict(term.alias, term.weight, None, {}, why, term.alias)
 
 
-def _one_each(alias: str, returned: Any, count: int) -> list[Any]:
-    """The values of a group reward, one for each rollout. None means that no rollout was judged."""
+def _one_each(
+    alias: str, returned: Any, count: int, of: str = "rollout", expected: str = "a list of one number (or None)"
+) -> list[Any]:
+    """The values of a group reward, one for each rollout or each group. None means that no rollout was judged."""
     if returned is None:
         return [None] * count
     try:
@@ -280,6 +329,6 @@ def _one_each(alias: str, returned: Any, count: int) -> list[Any]:
     except Exception as error:  # a generator runs its code here
         raise RewardError(f"the group reward {alias!r} raised {words_of(error)}") from error
     if values is None or len(values) != count:
-        given = f"the group reward {alias!r} returned {shown(returned)} for {count} rollouts"
-        raise RewardError(f"{given}; expected a list of one number (or None) for each")
+        given = f"the group reward {alias!r} returned {shown(returned)} for {count} {of}s"
+        raise RewardError(f"{given}; expected {expected} for each")
     return values

@@ -134,7 +134,7 @@ class AsyncRolloutManager:
         inference: the engine
         filters: group filters, applied in order
         see_rewards: computes the rewards that filters get, from a group and a step; None: the group's own
-        score_group: adds group rewards; None if there are none
+        score_groups: adds group rewards; None if there are none
         failures: decides about retries; None: an episode is never retried, and failures do not end the run
     """
 
@@ -145,7 +145,7 @@ class AsyncRolloutManager:
     inference: InferenceBackend | None = None
     filters: Sequence[Filter] = ()
     see_rewards: Callable[[Group, int], list[float | None]] | None = None
-    score_group: GroupScorer | None = None
+    score_groups: GroupScorer | None = None
     failures: Failures | None = None
 
     def __post_init__(self) -> None:
@@ -341,13 +341,12 @@ class AsyncRolloutManager:
         if self.config.in_rounds and len(ready) < len(unjudged):
             ready = []
         missing = self.config.batch_size - sum(group.is_kept for group in self._live.values())
-        for group in ready:
-            if missing == 0:
-                break
-            judged = [await self._judge(each, reward_fn) for each in role_groups(self._played(group))]
-            group.judged = tuple(judged)
-            self._report(group)
-            missing -= group.is_kept
+        while missing and ready:
+            chosen, ready = ready[:missing], ready[missing:]
+            for group, judged in zip(chosen, await self._judge(chosen, reward_fn), strict=True):
+                group.judged = tuple(judged)
+                self._report(group)
+                missing -= group.is_kept
         return missing
 
     def _report(self, group: LiveGroup) -> None:
@@ -363,12 +362,20 @@ class AsyncRolloutManager:
             return sample_group(live.number, live.task, live.outcomes[0])
         return Group(live.number, live.task, tuple(live.outcomes[index] for index in range(live.size)))
 
-    async def _judge(self, group: Group, reward_fn: RewardFn | None) -> Group:
-        """Apply group rewards, then the filters."""
+    async def _judge(self, live: Sequence[LiveGroup], reward_fn: RewardFn | None) -> list[list[Group]]:
+        """The groups of these prompts, one for each role: with their group rewards, and filtered."""
+        split = [role_groups(self._played(each)) for each in live]
+        groups = [group for own in split for group in own]
         if reward_fn is not None:
-            group = await reward_group(group, reward_fn)
-        if self.score_group is not None:
-            group = group._replace(episodes=tuple(await self.score_group(group.episodes)))
+            groups = [await reward_group(group, reward_fn) for group in groups]
+        if self.score_groups is not None:
+            scored = await self.score_groups([group.episodes for group in groups])
+            groups = [group._replace(episodes=tuple(own)) for group, own in zip(groups, scored, strict=True)]
+        filtered = iter([await self._filter(group) for group in groups])
+        return [[next(filtered) for _ in own] for own in split]
+
+    async def _filter(self, group: Group) -> Group:
+        """The group, with `dropped` set if a filter drops it."""
         group = filter_group(group, self.filters, step=self._steps, see=self.see_rewards)
         if group.dropped is None and self.config.filter_fn is not None:
             group = await filter_group_by(self.config.filter_fn, group)

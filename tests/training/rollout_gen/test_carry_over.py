@@ -34,7 +34,7 @@ def lengths(order: tuple[int, ...]) -> int:
 
 
 def manager(engine: Any, factor: float = 1.5, *, size: int = 2, members: int = 2, play: Any = None, **more: Any) -> Any:
-    keywords = {key: more.pop(key) for key in ("filters", "score_group") if key in more}
+    keywords = {key: more.pop(key) for key in ("filters", "score_groups") if key in more}
     config = RolloutConfig(size, members, factor, **more)
     buffer = DataBuffer([f"task {n}" for n in range(50)], seed=3)
     return AsyncRolloutManager(buffer, config, play=play or player(), inference=engine, **keywords)

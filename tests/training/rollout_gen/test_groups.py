@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -138,7 +139,8 @@ def judge(function, episodes, *, policy="drop", seconds=5.0, requests=("tasks", 
     term = RewardTerm("rank", function, 0.5, settings, requests, True)
     scorer = group_scorer([RewardTerm("env", None), term], policy, timeout_seconds=seconds)
     assert scorer is not None
-    return [each.score for each in trio.run(scorer, episodes)]
+    (scored,) = trio.run(scorer, [episodes])
+    return [each.score for each in scored]
 
 
 def test_without_group_rewards_there_is_no_scorer():
@@ -196,3 +198,59 @@ def test_what_is_no_list_of_rewards_is_a_mistake(returned):
 def test_none_judges_nobody():
     scores = judge(lambda trajectories: None, [episode(1.0), episode(0.0)], requests=("trajectories",))
     assert [score.value for score in scores] == [None, None]
+
+
+# --- rewards of all groups that wait --------------------------------------------------------------------------------
+
+
+def judge_all(function, groups, *, policy="drop", seconds=5.0):
+    scorer = group_scorer([RewardTerm("rank", function, 1.0, {}, ("groups",), True)], policy, timeout_seconds=seconds)
+    return [[each.score.value for each in scored] for scored in trio.run(scorer, groups)]
+
+
+THREE = [[episode(0.0), episode(0.0)], [episode(None, status=Status.TIMEOUT)], [episode(5.0)]]
+
+
+def test_a_reward_of_groups_is_called_once_without_failures():
+    sizes = []
+
+    async def rank(groups):
+        sizes.append([len(group) for group in groups])
+        await trio.lowlevel.checkpoint()
+        return [[10.0 * number + place for place, _ in enumerate(group)] for number, group in enumerate(groups)]
+
+    assert judge_all(rank, THREE) == [[0.0, 1.0], [None], [15.0]] and sizes == [[2, 1]]
+    assert judge_all(rank, THREE[1:2]) == [[None]] and judge_all(rank, []) == [] and len(sizes) == 1
+    assert judge_all(lambda groups: [None, [2.0]], THREE) == [[None, None], [None], [7.0]]
+    assert judge_all(lambda groups: None, THREE) == [[None, None], [None], [None]]
+
+
+def test_a_reward_of_groups_that_fails_judged_none_of_them():
+    def rank(groups):
+        raise ValueError("no ranking today")
+
+    assert judge_all(rank, THREE) == [[None, None], [None], [None]]
+    with pytest.raises(RewardError, match="could not judge a rollout: ValueError: no ranking today"):
+        judge_all(rank, THREE, policy="raise")
+
+
+def test_a_reward_of_groups_has_the_deadlines_of_all():
+    async def rank(groups, *, seconds):
+        await trio.sleep(seconds)
+        return [[1.0] * len(group) for group in groups]
+
+    async def judged(seconds):
+        term = RewardTerm("rank", rank, 1.0, {"seconds": seconds}, ("groups",), True)
+        scored = await group_scorer([term], "drop", timeout_seconds=5.0)(THREE)
+        return [each.score.value for each in scored[0]], scored[0][0].score.why
+
+    for seconds, expected in ((9.0, [1.0, 1.0]), (11.0, [None, None])):  # of two groups, without the failed one
+        found, why = trio.run(judged, seconds, clock=trio.testing.MockClock(autojump_threshold=0))
+        assert found == expected
+    assert "longer than 10 seconds" in why
+
+
+@pytest.mark.parametrize("returned", [[[1.0, 0.0]], [1.0, 2.0], [[1.0], [1.0]], "ab", [[1.0, 0.0], [float("nan")]]])
+def test_what_is_no_list_of_lists_of_rewards_is_a_mistake(returned):
+    with pytest.raises(RewardError, match="'rank'"):
+        judge_all(lambda groups: returned, THREE)

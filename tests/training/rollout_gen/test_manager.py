@@ -62,14 +62,14 @@ def test_filters_and_statistics():
 
 
 def test_group_rewards_come_before_filters():
-    async def score(episodes):
-        assert len(episodes) == 3
-        return [episode._replace(score=Score(7.0)) for episode in episodes]
+    async def score(groups):
+        assert [len(episodes) for episodes in groups] == [3, 3], "all groups of the step in one call"
+        return [[episode._replace(score=Score(7.0)) for episode in episodes] for episodes in groups]
 
     def sevens(rewards):
         return rewards == [7.0] * 3
 
-    step = trio.run(manager(score_group=score, filters=[Filter("sevens", sevens, {})]).generate_batch)
+    step = trio.run(manager(score_groups=score, filters=[Filter("sevens", sevens, {})]).generate_batch)
     assert len(step.kept) == 2
 
 

@@ -253,15 +253,15 @@ def test_what_a_step_that_is_played_ahead_raises_is_raised():
         buffer = DataBuffer(["task"], seed=3)
         calls = 0
 
-        async def score_group(episodes):
+        async def score_groups(groups):
             nonlocal calls
             calls += 1
-            if calls > 2:
+            if calls > 1:
                 raise RewardError("a NaN")
-            return list(episodes)
+            return [list(episodes) for episodes in groups]
 
         config = RolloutConfig(2, 2, staleness=1)
-        own = AsyncRolloutManager(buffer, config, play=player(), inference=engine, score_group=score_group)
+        own = AsyncRolloutManager(buffer, config, play=player(), inference=engine, score_groups=score_groups)
         async with own:
             await own.generate_batch()
             await own.generate_batch()

@@ -178,13 +178,27 @@ def test_a_reward_of_a_whole_group_sees_one_role_at_a_time():
     score = group_scorer([reward_term("rank", rank)], "drop", timeout_seconds=5.0)
     task = Task("?")
     whole = [episode((0, 0), task, seller=1.0, buyer=2.0), failed((0, 1), task), episode((0, 2), task, seller=3.0)]
-    scored = trio.run(score, whole)
+    (scored,) = trio.run(score, [whole])
     assert seen == [["seller", "seller"], ["buyer"]]
     assert [[r.score.value for r in each.roles] for each in scored] == [[201.0, 102.0], [], [203.0]]
     assert scored[0].score.value == 151.5 and scored[1] == whole[1]
     seen.clear()
-    split = trio.run(score, role_groups(Group(0, task, tuple(whole)))[0].episodes)
+    (split,) = trio.run(score, [role_groups(Group(0, task, tuple(whole)))[0].episodes])
     assert [each.score.value for each in split] == [201.0, None, 203.0] and seen == [["seller", "seller"]]
+
+
+def test_each_role_is_a_group_of_a_reward_of_groups():
+    seen = []
+
+    def rank(groups):
+        seen.append([[trajectory.role for trajectory in group] for group in groups])
+        return [[float(len(seen[0]))] * len(group) for group in groups]
+
+    score = group_scorer([reward_term("rank", rank)], "drop", timeout_seconds=5.0)
+    whole = [episode((0, 0), TASK, seller=1.0, buyer=2.0), episode((0, 1), TASK, seller=3.0)]
+    first, second = trio.run(score, [whole, [episode((1, 0), TASK, seller=0.0)]])
+    assert seen == [[["seller", "seller"], ["buyer"], ["seller"]]]
+    assert [[r.score.value for r in each.roles] for each in (*first, *second)] == [[4.0, 5.0], [6.0], [3.0]]
 
 
 def test_metrics_by_role_and_by_environment():
