@@ -74,8 +74,9 @@ VOCABULARY: dict[str, dict[str, str]] = {
     "advantages": {
         "rewards": "[G] the rewards of the group after shaping; with `batch`: [N] of the whole batch",
         "lengths": "[G] sampled tokens of each rollout",
-        "turn_rewards": "G lists: the reward of each turn; they add up to the reward",
+        "turn_rewards": "G lists: the reward of each turn; they add up to the reward; with `batch`: N lists",
         "batch": "None; naming it means one call for the whole batch, not one for each group",
+        "turn_index": "[T] the turn of each token, from 0 (with `batch`)",
         "values": "[T] the critic's predictions (with `batch`)",
         "token_rewards": "[T] rewards of single tokens, such as the KL penalty of k1_reward (with `batch`)",
         "ref_logprobs": "[T] log-probabilities under the reference policy (with `batch`)",
@@ -173,7 +174,7 @@ VOCABULARY: dict[str, dict[str, str]] = {
 GROUP_REWARD = ("tasks", "trajectories", "groups")
 """A reward that names one of these is a reward of whole groups."""
 
-_GROUP_ADVANTAGE = ("lengths", "turn_rewards")
+_GROUP_ADVANTAGE = ("lengths",)
 
 
 def mixing_fault(kind: str, requests: Sequence[str]) -> str:
@@ -196,7 +197,8 @@ def mixing_fault(kind: str, requests: Sequence[str]) -> str:
                 f"it names {others} of one group and 'groups' of several\nname groups alone: a Trajectory has its task"
             )
     if kind == "advantages":
-        batch_only = [name for name in requests if name not in ("rewards", "batch", *_GROUP_ADVANTAGE)]
+        both = ("rewards", "turn_rewards", "batch")
+        batch_only = [name for name in requests if name not in (*both, *_GROUP_ADVANTAGE)]
         group_only = [name for name in requests if name in _GROUP_ADVANTAGE]
         if "batch" in requests and group_only:
             return (

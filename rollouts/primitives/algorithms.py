@@ -17,6 +17,7 @@ Legend: N rollouts, T sampled ids, G rollouts of one prompt.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -453,6 +454,8 @@ def _whole_batch(batch: Batch, config: AlgorithmConfig) -> PPOAdvantages:
         values = torch.zeros_like(batch.mask) if config.value_fn is None else _values(batch, config.value_fn)
     available = {name: getattr(batch, name) for name in ("mask", "rollout_index", "group_index", "rewards")}
     available |= {"values": values, "token_rewards": torch.zeros_like(values), "rollout_logprobs": batch.old_logprobs}
+    available["turn_index"] = torch.zeros_like(batch.rollout_index)
+    available["turn_rewards"] = [[] if math.isnan(reward) else [reward] for reward in batch.rewards.tolist()]
     advantages, returns = calls.batch_advantages(config.algorithm.advantage, available, len(batch.mask))
     return PPOAdvantages(advantages, torch.zeros_like(values) if returns is None else returns, values)
 

@@ -31,6 +31,7 @@ class Row(msgspec.Struct):
         prefix_length: how many leading tokens are the same in all rows of this prompt and group. A backend may run them
             once
         segment: the number of the row within its rollout
+        turns: (turn, first token) of each reply; empty: all tokens are of the first turn
         pair_index: -1 if the row is in no pair
         temperature: None for the batch's temperature
         role: the role that the row's sample belongs to; empty in an environment without roles
@@ -53,6 +54,7 @@ class Row(msgspec.Struct):
     old_values: list[float] | None = None
     returns: list[float] | None = None
     role: str = ""
+    turns: list[tuple[int, int]] = []
 
 
 def live_count(row: Row) -> int:
@@ -66,6 +68,7 @@ class TrainBatch(msgspec.Struct):
     Attributes:
         denominator: this batch's part of D. The backend adds up the parts, and divides once, in `optim_step`
         rewards: [N], indexed by `rollout_index` (0..N-1)
+        turn_rewards: [N] lists: the reward of each turn, for advantages of the whole batch. Empty if none asks for them
         algorithm: the name of an algorithm that the backend received when it was made. Batches contain data and names,
             never functions
         unit: whether the loss returns one value per token, per rollout or per pair
@@ -86,6 +89,7 @@ class TrainBatch(msgspec.Struct):
     kl_coefficient: float | None = None
     record: bool = False
     recorded: dict[str, bytes] = {}
+    turn_rewards: list[list[float]] = []
 
 
 class AuxiliaryModels(NamedTuple):

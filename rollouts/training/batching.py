@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, NamedTuple
@@ -65,6 +64,7 @@ def make_batch(
     rewards: Sequence[float | None] | None = None,
     trained: Sequence[bool] | None = None,
     pairs: Sequence[tuple[int, int]] | None = None,
+    turn_rewards: Sequence[Sequence[float]] = (),
 ) -> TrainBatch:
     """Make one batch of all samples.
 
@@ -79,6 +79,7 @@ def make_batch(
         trained: [N], False for rollouts that are not trained; None trains all
         pairs: (chosen, rejected) rollouts. The batch then has the rows of the pairs, with advantages +1 and -1. The
             rows of a rollout in two pairs appear twice
+        turn_rewards: [N] lists, the reward of each turn, for an advantage of the whole batch
     """
     numbered = [(number if s.rollout_index is None else s.rollout_index, s) for number, s in enumerate(samples)]
     for rollout, _ in numbered:
@@ -106,13 +107,15 @@ def make_batch(
                 prefix_length=prefix,
                 segment=segments[rollout],
                 role=str(sample.metadata.get("role", "")),
+                turns=list(sample.turns),
             )
         )
         segments[rollout] += 1
     if pairs is not None:
         rows = _pair_rows(rows, pairs)
     denominator, unit = weigh_rows(rows, aggregation, max_tokens)
-    return TrainBatch(rows, denominator, known, step, algorithm, temperature, unit)
+    by_turn = [list(turns) for turns in turn_rewards]
+    return TrainBatch(rows, denominator, known, step, algorithm, temperature, unit, turn_rewards=by_turn)
 
 
 def _spread(given: float | Sequence[float], sample: Sample, mask: Sequence[float]) -> list[float]:
@@ -121,12 +124,25 @@ def _spread(given: float | Sequence[float], sample: Sample, mask: Sequence[float
         assert math.isfinite(given), f"rollout {sample.rollout_index} has advantage {given}"
         return [given if weight > 0 else 0.0 for weight in mask]
     assert len(given) and all(map(math.isfinite, given)), f"rollout {sample.rollout_index} has advantages {given}"
-    starts = [start for _, start in sample.turns]
+    last = len(given) - 1
+    of_token = turn_of_tokens(sample.turns, len(mask))
+    return [float(given[min(turn, last)]) if weight > 0 else 0.0 for turn, weight in zip(of_token, mask, strict=True)]
+
+
+def turn_of_tokens(turns: Sequence[tuple[int, int]], length: int) -> list[int]:
+    """The turn of each token of a row [L], from (turn, first token) of each reply. Tokens before the first reply count
+    as part of it; without any, all are of turn 0.
+
+    >>> turn_of_tokens([(1, 2), (2, 4)], 5)
+    [1, 1, 1, 1, 2]
+    """
+    if not turns:
+        return [0] * length
+    starts = [start for _, start in turns]
     assert starts == sorted(starts), f"the turns of a row begin at {starts}; expected ascending positions"
-    numbers = [float(given[min(turn, len(given) - 1)]) for turn, _ in sample.turns] or [float(given[0])]
-    return [
-        numbers[max(bisect_right(starts, place) - 1, 0)] if weight > 0 else 0.0 for place, weight in enumerate(mask)
-    ]
+    ends = [*starts[1:], length]
+    found = [turn for (turn, start), end in zip(turns, ends, strict=True) for _ in range(start, end)]
+    return [turns[0][0]] * starts[0] + found
 
 
 def weigh_rows(

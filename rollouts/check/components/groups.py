@@ -147,9 +147,10 @@ def masked(subject: Subject) -> str:
         raise FailedError("change the inputs at masked positions", seen, change)
     rewards = torch.tensor([1.0, float("nan"), 0.5, -1.0, float("nan")], dtype=torch.float64)
     mask = tokens.inputs["mask"].where(tokens.inputs["rollout_index"] != 1, 0.0)
+    turns = [[] if number in (1, 4) else own for number, own in enumerate(tokens.inputs["turn_rewards"])]
     tried = "call it with a rollout whose reward is NaN and whose tokens are masked"
     with trying(tried, NAN, subject.function):
-        _of_tokens(subject, subject.function, tokens.changed(rewards=rewards, mask=mask))
+        _of_tokens(subject, subject.function, tokens.changed(rewards=rewards, turn_rewards=turns, mask=mask))
     return ""
 
 
@@ -182,10 +183,14 @@ def _results(subject: Subject, function: Function, group: Case) -> Any:
 
 
 def _advantages(function: Function, group: Case) -> list[float | list[float]]:
-    """With one, two or three turns a rollout, which share its reward."""
-    counts = [1 + length % 3 for length in group.lengths]
-    turns = [[reward / count] * count for reward, count in zip(group.rewards, counts, strict=True)]
+    turns = _turn_rewards(group)
     return calls.group_advantages(function, group.rewards, lengths=group.lengths, turn_rewards=turns)
+
+
+def _turn_rewards(group: Case) -> list[list[float]]:
+    """One, two or three turns for each rollout, which share its reward."""
+    counts = [1 + length % 3 for length in group.lengths]
+    return [[reward / count] * count for reward, count in zip(group.rewards, counts, strict=True)]
 
 
 def _mixed(function: Function, group: Case) -> list[Any]:
@@ -230,8 +235,15 @@ def _of_batch(subject: Subject, function: Function, group: Case) -> list[list[fl
     places = [place % len(usual.rows) for length in group.lengths for place in range(length)]
     streams = {name: stream[places] for name, stream in usual.streams.items()}
     streams |= {"rollout_index": rollouts, "group_index": rollouts * 0, "mask": torch.ones(len(rollouts)).double()}
-    rewards = torch.tensor(group.rewards, dtype=torch.float64)
-    found, _ = calls.batch_advantages(function, {**streams, "rewards": rewards, "step": 3}, len(rollouts))
+    by_turn = _turn_rewards(group)
+    turns = [
+        place * len(own) // length
+        for own, length in zip(by_turn, group.lengths, strict=True)
+        for place in range(length)
+    ]
+    whole = {"rewards": torch.tensor(group.rewards, dtype=torch.float64), "turn_rewards": by_turn, "step": 3}
+    streams["turn_index"] = torch.tensor(turns)
+    found, _ = calls.batch_advantages(function, {**streams, **whole}, len(rollouts))
     return [found[rollouts == number].tolist() for number in range(len(group.rewards))]
 
 

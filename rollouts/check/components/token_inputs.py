@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 WITH_GRADIENT = ("logprobs", "entropy", "values", "topk_logprobs", "logits")
 """The inputs that carry a gradient."""
 
-WHOLE = ("rewards", "step")
+WHOLE = ("rewards", "turn_rewards", "step")
 """The inputs that every microbatch of a batch has in whole."""
 
 LENGTHS = ((0, 5), (1, 4), (1, 3), (2, 4), (3, 6))
@@ -72,6 +72,7 @@ def usual_tokens(random: Random, *, in_pairs: bool = False) -> Tokens:
     rows = [row for row, (_, length) in enumerate(LENGTHS) for _ in range(length)]
     rollouts = [LENGTHS[row][0] for row in rows]
     segments = [int(row == 2) for row in rows]
+    turns = [int(row == 2 or (row == 0 and place > 2)) for place, row in enumerate(rows)]
     count = len(rows)
     weights = [0.0 if place == 0 or rows[place - 1] != row else 1.0 for place, row in enumerate(rows)]
     weights[2] = weights[count - 2] = 0.0  # text of a tool
@@ -105,8 +106,10 @@ def usual_tokens(random: Random, *, in_pairs: bool = False) -> Tokens:
         "group_index": torch.tensor(rollouts) // 2,
         "pair_index": torch.tensor(rollouts) // 2,
         "segments": torch.tensor(segments),
+        "turn_index": torch.tensor(turns),
         # One more rollout has no token here, and was not judged.
         "rewards": torch.tensor([1.0, 0.0, 0.5, -1.0, float("nan")], dtype=torch.float64),
+        "turn_rewards": [[0.75, 0.25], [0.5, -0.5], [0.5], [-1.0], []],
         "step": 3,
     }
     return Tokens(inputs, rows)
@@ -122,6 +125,7 @@ def extreme_tokens() -> Tokens:
     rollouts = torch.arange(count) // 5
     new, old, signs = (torch.tensor(column) for column in zip(*cases, strict=True))
     large = torch.tensor([0.0, 1e3, -1e3, 1.0])[torch.arange(count) % 4]
+    rewards = [1.0, -1e6, 0.0, 1e-8] * 5
     wide = new.unsqueeze(1).repeat(1, ALTERNATIVES)
     inputs = {
         "logprobs": new,
@@ -141,7 +145,9 @@ def extreme_tokens() -> Tokens:
         "group_index": rollouts // 2,
         "pair_index": rollouts // 2,
         "segments": torch.zeros(count, dtype=torch.int64),
-        "rewards": torch.tensor([*([1.0, -1e6, 0.0, 1e-8] * 5), float("nan")]),
+        "turn_index": torch.zeros(count, dtype=torch.int64),
+        "rewards": torch.tensor([*rewards, float("nan")]),
+        "turn_rewards": [*([reward] for reward in rewards), []],
         "step": 0,
     }
     return Tokens(inputs, (torch.arange(count) // 5).tolist())

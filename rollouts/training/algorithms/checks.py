@@ -244,6 +244,7 @@ def _three_tokens(max_tokens: int | None) -> dict[str, Any]:
         **dict.fromkeys(("group_index", "pair_index", "segments"), zeros),
         **{name: [torch.zeros(1)] for name in ("reference", "policy", "adapters")},
         "rollout_index": torch.tensor([0, 0, 1]),
+        "turn_index": torch.tensor([0, 1, 0]),
         "teacher_topk_ids": torch.tensor([[0, 0], [0, 0], [1, 1]]),
         "advantages": torch.tensor([1.0, 1.0, -1.0], dtype=torch.float64),
         "rewards": torch.tensor([1.0, 0.0], dtype=torch.float64),

@@ -40,7 +40,7 @@ def mean_by_rollout(values: Tensor, mask: Tensor, rollout_index: Tensor) -> Tens
     return torch.where(weights > 0, totals / weights.where(weights > 0, 1.0), 0.0)[place]
 
 
-def check_setting(name: str, value: float | None, is_valid: bool, expected: str, example: str) -> None:
+def check_setting(name: str, value: float | str | None, is_valid: bool, expected: str, example: str) -> None:
     """Raise ConfigError if a setting is not valid. The message has its name, its value, and what to type instead."""
     if not is_valid:
         raise ConfigError(f"the setting {name} is {value}, but it has to be {expected}; type {example}")

@@ -10,6 +10,7 @@ step. Lag 2: the weights of two steps before (`lag_of`). Not here: the loop (rl)
 
 from __future__ import annotations
 
+import math
 import statistics
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from rollouts.training.algorithms.algorithm import (
 )
 from rollouts.training.algorithms.token_advantages import rewards_to_go
 from rollouts.training.batches import ForwardOutput, TrainBatch, TrainingBackend
-from rollouts.training.batching import make_batch
+from rollouts.training.batching import make_batch, turn_of_tokens
 from rollouts.training.rollout_gen.groups import Group, group_samples
 from rollouts.types import Sample, Status
 
@@ -112,14 +113,16 @@ def prepare_rl_batch(
     advantages: list[float | list[float]] = []
     trained: list[bool] = []
     pairs: list[tuple[int, int]] = []
+    by_turn: list[list[float]] = []
     of_groups = algorithm.pairs is None and not is_batch_advantage(algorithm.advantage)
     for group in groups:
         first = len(rewards)
         lengths = group.lengths
         own = advantage_rewards(group, algorithm, step, max_tokens=config.response_tokens_max)
         eligible = [fit and index not in fresh.emptied for index, fit in enumerate(_trainable(group, own), first)]
+        turns = group.turn_rewards(own)
+        by_turn += turns
         if of_groups:
-            turns = group.turn_rewards(own)
             advantages += calls.group_advantages(algorithm.advantage, own, lengths=lengths, turn_rewards=turns)
         if algorithm.select is not None:
             trained += calls.selected(algorithm.select, own, eligible, lengths=lengths, step=step)
@@ -141,6 +144,7 @@ def prepare_rl_batch(
         rewards=rewards,
         trained=trained if algorithm.select is not None else None,
         pairs=pairs if algorithm.pairs is not None else None,
+        turn_rewards=by_turn if is_batch_advantage(algorithm.advantage) else (),
     )
     # A correction weighs tokens of another engine by the current policy, so the ratio starts at 1. It has one weight
     # per token. A loss with one value per rollout keeps the sampler as its anchor, so that its ratio corrects.
@@ -300,7 +304,8 @@ def estimate_advantages(batch: TrainBatch, algorithm: Algorithm) -> None:
     if is_whole:
         advantages, returns = calls.batch_advantages(algorithm.advantage, available, len(available["mask"]))
     if penalty is not None and not (is_whole and "token_rewards" in requests(algorithm.advantage, "advantages")):
-        to_go = rewards_to_go(available["token_rewards"], available["mask"], available["rollout_index"])
+        names = ("token_rewards", "mask", "rollout_index", "turn_index")
+        to_go = rewards_to_go(*(available[name] for name in names))
         advantages = advantages + to_go
     start = 0
     for row in batch.rows:
@@ -329,12 +334,14 @@ def _tensors(batch: TrainBatch) -> dict[str, Any]:
     available: dict[str, Any] = {
         "batch": None,
         "rewards": torch.tensor(batch.rewards, dtype=torch.float64),
+        "turn_rewards": batch.turn_rewards or [[] if math.isnan(reward) else [reward] for reward in batch.rewards],
         "mask": joined("loss_mask"),
         "advantages": joined("advantages"),
         "rollout_logprobs": joined("rollout_logprobs", "old_logprobs"),
         "old_logprobs": joined("old_logprobs", "rollout_logprobs"),
         "rollout_index": torch.tensor([row.rollout_index for row in rows for _ in row.tokens]),
         "group_index": torch.tensor([row.group_index for row in rows for _ in row.tokens]),
+        "turn_index": torch.tensor([turn for row in rows for turn in turn_of_tokens(row.turns, len(row.tokens))]),
         "step": batch.step,
     }
     available["token_rewards"] = torch.zeros_like(available["mask"])

@@ -10,6 +10,7 @@ import math
 import random
 import statistics
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,21 +41,25 @@ def random_rollouts(seed, count=4, longest=7):
     return rollouts, rewards
 
 
-def batch_of(rows, rewards, dtype=torch.float64):
-    """What an advantage of the batch may name; `rows` are (rollout, tokens)."""
+def batch_of(rows, rewards, dtype=torch.float64, turns=None):
+    """What an advantage of the batch may name; `rows` are (rollout, tokens). A reward is a number, or a list with one
+    for each turn. `turns` [T] are the turns of the tokens; None: all are of the first.
+    """
     flat = [(rollout, *token) for rollout, tokens in rows for token in tokens]
+    by_turn = [list(given) if isinstance(given, (list, tuple)) else [given] for given in rewards]
     return {
         "batch": None,
-        "rewards": torch.tensor(rewards, dtype=dtype),
+        "turn_rewards": [[] if any(map(math.isnan, given)) else given for given in by_turn],
         "values": torch.tensor([token[1] for token in flat], dtype=dtype),
         "token_rewards": torch.tensor([token[2] for token in flat], dtype=dtype),
         "mask": torch.tensor([token[3] for token in flat], dtype=dtype),
         "rollout_index": torch.tensor([token[0] for token in flat], dtype=torch.int64),
+        "turn_index": torch.tensor(turns or [0] * len(flat), dtype=torch.int64),
     }
 
 
-def call(function, rollouts, rewards, **settings):
-    given = batch_of(list(enumerate(rollouts)), rewards)
+def call(function, rollouts, rewards, turns=None, **settings):
+    given = batch_of(list(enumerate(rollouts)), rewards, turns=turns)
     if function is reinforce_pp:
         del given["values"]
     return function(*given.values(), **settings)
@@ -224,6 +229,131 @@ def test_segments_of_a_rollout_are_one_sequence(seed):
     assert gae(*joined.values(), whiten=False, lam=1.0)[0].tolist() == [1.0, 1.0, 1.0]
 
 
+# --- rewards by turn ------------------------------------------------------------------------------------------------
+
+
+def random_turns(seed, count=4):
+    """Rollouts of one to four turns, each with one to three actions between tool text; the rewards by turn, and the
+    turn of each token.
+    """
+    generator = random.Random(seed)
+    rollouts, rewards, turns = [], [], []
+    for number in range(count):
+        tokens, earned = [], []
+        for turn in range(generator.randint(1, 4) if number else 3):
+            own = [TOOL] * generator.randrange(3)
+            for _ in range(generator.randint(1, 3)):
+                own += [(generator.gauss(0, 1), generator.gauss(0, 0.2), 1.0)] + [TOOL] * generator.randrange(2)
+            tokens += own
+            turns += [turn] * len(own)
+            earned.append(generator.gauss(0, 1))
+        rollouts.append(tokens)
+        rewards.append(earned)
+    return rollouts, rewards, turns
+
+
+def steps_of(rollouts, rewards, turns):
+    """For each rollout its actions in order, as numpy rows (value, reward, turn). A turn's last one has its reward."""
+    place, found = 0, []
+    for tokens, earned in zip(rollouts, rewards, strict=True):
+        rows = [(*token[:2], turns[place + n]) for n, token in enumerate(tokens) if token[2] > 0]
+        place += len(tokens)
+        rows = np.array(rows).reshape(-1, 3)
+        for turn, reward in enumerate(earned):
+            rows[np.flatnonzero(rows[:, 2] == turn)[-1], 1] += reward
+        found.append(rows)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_turns_reward_arrives_at_its_last_action(seed):
+    """With gamma = lam = 1: the rewards to go minus the value."""
+    rollouts, rewards, turns = random_turns(seed)
+    advantages, returns = call(gae, rollouts, rewards, turns, gamma=1.0, lam=1.0, whiten=False)
+    steps = steps_of(rollouts, rewards, turns)
+    to_go = np.concatenate([np.cumsum(rows[::-1, 1])[::-1] for rows in steps])
+    values = np.concatenate([rows[:, 0] for rows in steps])
+    assert of_actions(advantages, rollouts) == pytest.approx(list(to_go - values))
+    assert of_actions(returns, rollouts) == pytest.approx(list(to_go))
+    found = of_actions(call(reinforce_pp, rollouts, rewards, turns), rollouts)
+    assert found == pytest.approx(slow_whitened(list(to_go)), abs=1e-6)
+    # The control: the sum of the rewards at the end of the rollout, which later turns share with earlier ones.
+    sums = [sum(earned) for earned in rewards]
+    at_the_end = of_actions(call(gae, rollouts, sums, turns, gamma=1.0, lam=1.0, whiten=False)[1], rollouts)
+    assert at_the_end != pytest.approx(list(to_go), abs=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (0.0, 0.95), (1.0, 0.0)])
+def test_gae_with_rewards_by_turn_is_the_formula_by_token_and_by_turn(seed, gamma, lam):
+    rollouts, rewards, turns = random_turns(seed)
+    for per in ("token", "turn"):
+        advantages, returns = [], []
+        for rows in steps_of(rollouts, rewards, turns):
+            of_turn = [np.flatnonzero(rows[:, 2] == turn) for turn in np.unique(rows[:, 2])]
+            step = of_turn if per == "turn" else [np.array([n]) for n in range(len(rows))]
+            values = np.array([rows[own[0], 0] for own in step] + [0.0])
+            deltas = np.array([rows[own, 1].sum() for own in step]) + gamma * values[1:] - values[:-1]
+            weights = (gamma * lam) ** np.maximum(np.subtract.outer(np.arange(len(step)), np.arange(len(step))).T, 0)
+            sums = (np.triu(weights) * deltas).sum(1)
+            sizes = [len(own) for own in step]
+            advantages += list(np.repeat(sums, sizes))
+            returns += list(np.repeat(sums + values[:-1], sizes))
+        found = call(gae, rollouts, rewards, turns, gamma=gamma, lam=lam, per=per, whiten=False)
+        assert of_actions(found[0], rollouts) == pytest.approx(advantages)
+        assert of_actions(found[1], rollouts) == pytest.approx(returns)
+    other = call(gae, rollouts, rewards, turns, gamma=gamma, lam=lam, per="token", whiten=False)[0]
+    assert not torch.allclose(other, found[0], atol=1e-3)  # control: tokens and turns are different time steps
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(["token", "turn"]))
+def test_tool_tokens_between_turns_change_no_actions_advantage(seed, tools, per):
+    rollouts, rewards, turns = random_turns(seed)
+    generator, longer, later, place = random.Random(tools), [], [], 0
+    for tokens in rollouts:
+        own = list(zip(tokens, turns[place : place + len(tokens)], strict=True))
+        place += len(tokens)
+        for _ in range(generator.randrange(6)):
+            where = generator.randint(0, len(own))
+            own.insert(where, (TOOL, own[max(where - 1, 0)][1]))
+        longer.append([token for token, _ in own])
+        later += [turn for _, turn in own]
+    for number in (0, 1):
+        before, after = (
+            call(gae, each, rewards, whose, gamma=0.9, lam=0.8, per=per)[number]
+            for each, whose in ((rollouts, turns), (longer, later))
+        )
+        assert of_actions(after, longer) == of_actions(before, rollouts), "to the last bit"
+
+
+LIVE = (0.0, 0.0, 1.0)
+DEAD = (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "turns", "expected"),
+    [
+        ([LIVE, LIVE, LIVE], [0, 1, 2], [7.0, 6.0, 4.0]),
+        ([LIVE, DEAD, LIVE], [0, 1, 2], [7.0, 0.0, 4.0]),  # the second turn is masked: the first action earned it
+        ([LIVE, LIVE, DEAD], [0, 1, 2], [7.0, 6.0, 0.0]),  # the last one too
+        ([DEAD, LIVE, LIVE], [0, 1, 2], [0.0, 6.0, 4.0]),  # no action had a part in the first reward
+        ([LIVE, LIVE, LIVE], [0, 0, 0], [7.0, 7.0, 7.0]),  # turns that are unknown
+        ([LIVE, LIVE, LIVE], [0, 2, 5], [7.0, 4.0, 4.0]),  # a turn beyond the last reward counts as the last
+        ([LIVE, LIVE, LIVE], [2, 0, 1], [4.0, 7.0, 6.0]),  # another conversation, which parts at the third turn
+    ],
+)
+def test_whose_reward_it_is(tokens, turns, expected):
+    for per in ("token", "turn"):
+        _, returns = call(gae, [tokens], [[1.0, 2.0, 4.0]], turns, lam=1.0, per=per, whiten=False)
+        assert returns.tolist() == expected
+
+
+def test_time_steps_are_tokens_or_turns():
+    with pytest.raises(ConfigError, match="the setting per is episode, but it has to be token or turn"):
+        call(gae, [[LIVE]], [1.0], per="episode")
+
+
 def test_whitening_counts_live_tokens_only():
     rollouts, rewards = random_rollouts(3, count=6)
     for stream in (call(gae, rollouts, rewards)[0], call(reinforce_pp, rollouts, rewards)):
@@ -241,7 +371,6 @@ def test_whitening_counts_live_tokens_only():
 def test_the_precision_is_kept(dtype):
     rollouts, rewards = random_rollouts(1)
     given = batch_of(list(enumerate(rollouts)), rewards, dtype)
-    given["rewards"] = given["rewards"].double()
     advantages, returns = gae(*given.values())
     assert advantages.dtype == returns.dtype == dtype
     del given["values"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -17,6 +18,7 @@ from rollouts.training.algorithms.losses import ppo_clip
 from rollouts.training.algorithms.recipes import DAPO, DPO, GRPO, OPD, PPO, REINFORCE_PP, RFT
 from rollouts.training.algorithms.rewards import minimum
 from rollouts.training.algorithms.selection import reward_at_least
+from rollouts.training.algorithms.token_advantages import gae
 from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.batches import ForwardOutput
 from rollouts.training.loops.rl_batch import (
@@ -247,3 +249,33 @@ def test_an_unjudged_rollout_is_neither_in_a_baseline_nor_selected():
     assert reward_at_least(torch.tensor([0.5, 1.0])).tolist() == [False, True]
     estimate_advantages(prepared.batch, GRPO)
     assert rollout_advantages(prepared.batch, 3) == pytest.approx(prepared.advantages)
+
+
+def two_turns(order, score):
+    """Two turns of two tokens each, with a tool's token between them."""
+    mask = [0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+    segment = Segment(list(range(1, 8)), mask, [-live for live in mask], [int(live) - 1 for live in mask])
+    segment.turns = [(0, 2), (1, 5)]
+    said = [Message("assistant", "x"), Message("user", "y"), Message("assistant", "z")]
+    trajectory = Trajectory(TASK, [*TASK.messages, *said], [segment], Status.COMPLETED)
+    return Episode(order, TASK, [trajectory], score, {})
+
+
+def halved(rewards):
+    return rewards / 2
+
+
+def test_rewards_by_turn_reach_the_last_tokens_of_their_turns():
+    """The rewards to go of gae with lam 1, before the critic's values. A shaping changes the last turn's reward."""
+    advantage = functools.partial(gae, lam=1.0, whiten=False)
+    algorithm = PPO._replace(advantage=advantage)
+    scores = [Score(5.0, turns=[1.0, 4.0]), Score(2.0), Score(None)]
+    group = Group(0, TASK, tuple(two_turns((0, place), score) for place, score in enumerate(scores)))
+    for shaping, first, second in (((), [5.0, 5.0, 4.0, 4.0], [2.0] * 4), ((halved,), [2.5, 2.5, 1.5, 1.5], [1.0] * 4)):
+        batch = prepare_rl_batch([group], algorithm._replace(shaping=shaping), CONFIG, 0).batch
+        for row in batch.rows:
+            row.old_values = [0.25] * len(row.tokens)
+        estimate_advantages(batch, algorithm)
+        assert [live(row, "returns") for row in batch.rows] == [first, second, []]
+        assert live(batch.rows[0], "advantages") == [each - 0.25 for each in first]
+    assert prepare_rl_batch([group], GRPO, CONFIG, 0).batch.turn_rewards == []  # no other advantage gets them
