@@ -281,8 +281,8 @@ async def _ask_groups(term: RewardTerm, groups: Sequence[Sequence[Episode]], sec
         values = _one_each(term.alias, returned, len(groups), "group", "a list of one list")
         return [_read_group(term, episodes, value) for episodes, value in zip(groups, values, strict=True)]
 
-    failed = await _ask(term, [trajectories], seconds * len(groups), read)
-    return [[failed] * len(episodes) for episodes in groups] if isinstance(failed, Verdict) else failed
+    found = await _ask(term, [trajectories], seconds * len(groups), read)
+    return [[found] * len(episodes) for episodes in groups] if isinstance(found, Verdict) else found
 
 
 async def _ask_group(term: RewardTerm, episodes: Sequence[Episode], seconds: float) -> list[Verdict]:
