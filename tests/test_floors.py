@@ -28,6 +28,7 @@ FLOORS = {
     "rollouts.version": 0,
     "rollouts.child_environment": 0,
     "rollouts.supervisor": 0,
+    "rollouts.terminal_text": 0,
     "rollouts.config": 0,
     "rollouts.plugins": 0,
     # 1: pure functions

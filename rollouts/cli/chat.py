@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from rollouts.cli.app import SIGNALS
 from rollouts.cli.options import SettingsCommand, given_flags
 from rollouts.config.settings import setting_infos
 from rollouts.errors import OutputError
+from rollouts.terminal_text import visible
 
 if TYPE_CHECKING:
     from rollouts.runs.chat import Chat
@@ -30,8 +30,6 @@ SHOWN = (
 
 NEW = "/new"
 """The line that begins a new conversation."""
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # a terminal obeys them, and a model may write them
 
 
 def _chat(model: str, task: int | None, role: str | None, out: str | None, **options: Any) -> int:
@@ -180,11 +178,6 @@ def show_score(score: Score) -> None:
     value = "–" if score.value is None else f"{score.value:g}"
     why = f": {visible(score.why)}" if score.why else ""
     click.secho(f"reward: {value} ({parts}){why}", bold=True)
-
-
-def visible(text: str) -> str:
-    """The text without control characters."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollouts.cli.app import NamedGroup
-from rollouts.cli.chat import visible
 from rollouts.cli.options import SettingsCommand, given_flags
 from rollouts.config.settings import setting_infos
 from rollouts.errors import ConfigError, counted
+from rollouts.terminal_text import visible
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -13,14 +13,13 @@ import click
 import msgspec
 
 from rollouts.cli.app import NamedGroup
-from rollouts.cli.chat import visible
 from rollouts.errors import UserError, counted, in_lines, suggestion
+from rollouts.terminal_text import curve, visible
 
 if TYPE_CHECKING:
     from rollouts.runs.comparing import Paired
     from rollouts.runs.listing import RunInfo
 
-BARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 16
 SORTS = ("started", "name", "reward", "steps", "size")
 _SHOWN_METRICS = (
@@ -100,7 +99,7 @@ def _row(run: RunInfo) -> list[str]:
     steps = "" if run.steps is None else f"{run.steps} of {run.steps_asked}" if run.steps_asked else str(run.steps)
     words = [run.name, run.state, run.mode, run.environment, run.model, run.loss]
     tags = " ".join(run.tags) + (f"  {run.note}" if run.note else "")
-    return [*words, steps, number(run.reward), sparkline(run.curve), _size(run.bytes), tags]
+    return [*words, steps, number(run.reward), curve(run.curve, CURVE_WIDTH), _size(run.bytes), tags]
 
 
 @runs.command()
@@ -180,7 +179,7 @@ def _all(names: Sequence[str]) -> str:
 
 
 def _last_with_curve(values: Sequence[float]) -> str:
-    return f"{number(values[-1])}  {sparkline(values)}" if values else "–"
+    return f"{number(values[-1])}  {curve(values, CURVE_WIDTH)}" if values else "–"
 
 
 def _print_evaluations(run: Sequence[str], evaluations: Sequence[Sequence[Any]]) -> None:
@@ -275,19 +274,6 @@ def clean(directory: str, yes: bool, **what: bool) -> int:
 
 
 _OTHERS = "; --empty, --checkpoints and --trajectories remove more"
-
-
-def sparkline(values: Sequence[float], width: int = CURVE_WIDTH) -> str:
-    """A curve of bars, between its least and its greatest value.
-
-    >>> sparkline([0, 1, 2, 3]), sparkline([5, 5]), sparkline([])
-    ('▁▃▆█', '▁▁', '')
-    """
-    if len(values) > width:
-        values = [values[index * (len(values) - 1) // (width - 1)] for index in range(width)]
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    span = high - low or 1.0
-    return "".join(BARS[round((value - low) / span * (len(BARS) - 1) - 1e-9)] for value in values)
 
 
 def number(value: float | None) -> str:

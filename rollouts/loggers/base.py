@@ -1,17 +1,18 @@
-"""The Protocol of loggers, and two helpers for your own logger: `plain_settings` and `import_library`.
+"""The Protocols of loggers, and two helpers for your own logger: `plain_settings` and `import_library`.
 
 A logger is a class with the methods of `MetricsLogger`. Its `__init__` may have the parameters `folder`, `settings` and
-`first_step`. Its keyword-only parameters are its settings. Register it in the entry-point group `rollouts.loggers`.
+`first_step`. Its keyword-only parameters are its settings. Register it in the entry-point group `rollouts.loggers`. A
+logger that can store tables also has the members of `SampleLogger`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from rollouts.errors import BrokenPluginError, UserError
+from rollouts.errors import BrokenPluginError, ConfigError, UserError
 
 
 @runtime_checkable
@@ -28,6 +29,49 @@ class MetricsLogger(Protocol):
     def close(self) -> None:
         """Write everything that is not written yet. Called once at the end, also if the run failed or was
         interrupted.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleSettings:
+    """Which rollouts a logger gets. Make it the default of a keyword-only parameter, so that its fields are settings.
+
+    Args:
+        samples: how many rollouts to record of a step and of an evaluation, from the lowest reward to the highest; 0:
+            none
+        samples_every: steps between recorded steps; evaluations are always recorded
+        sample_characters: how much of a conversation to record
+    """
+
+    samples: int = 8
+    samples_every: int = 10
+    sample_characters: int = 10_000
+
+    def __post_init__(self) -> None:
+        for name, least in (("samples", 0), ("samples_every", 1), ("sample_characters", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} = {getattr(self, name)}: expected {least} or more")
+
+
+Row = Mapping[str, str | float | None]
+"""One rollout. All rows of a call have the same columns, in the same order. `conversation` is the longest text."""
+
+
+@runtime_checkable
+class SampleLogger(MetricsLogger, Protocol):
+    """A logger that also records some rollouts of a run, as the rows of a table.
+
+    A run recognizes it by both members. Without them, a logger gets metrics alone.
+    """
+
+    sample_settings: SampleSettings
+    """How many rollouts it gets, and how often. The run reads this once, when it begins."""
+
+    def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
+        """Record rollouts of one step: `name` is "samples" for rollouts that are trained on, after the `log` of their
+        step, and "eval_samples" for those of an evaluation, before the `log` of theirs.
+
+        `rows` has at least one row. A resumed run calls it again for the steps that it repeats.
         """
 
 

@@ -28,12 +28,12 @@ from rollouts.errors import ConfigError, OutputError
 from rollouts.primitives.generation import Generator, schemas_of
 from rollouts.primitives.rewards import RewardFn, aggregate_vector_rewards, compute_scalar_reward
 from rollouts.primitives.types import Conversation, Generation, GenerationConfig, Rollout
+from rollouts.terminal_text import binned, curve
 from rollouts.training.algorithms.losses import check_setting
 from rollouts.types import Message, Status, Task, ToolCall, Trajectory
 
 T = TypeVar("T")
 Answers = Mapping[str, Any]
-BARS = "▁▂▃▄▅▆▇█"
 
 
 # --- rewards ----------------------------------------------------------------------------------------------------------
@@ -370,17 +370,10 @@ def draw_curve(values: Sequence[float], *, width: int = 60) -> str:
     '0 ▁▃ █ 1'
     """
     check_setting("width", width, width >= 1, "a number of 1 or more", "width=60")
-    count = min(width, len(values))
-    bounds = [place * len(values) // max(count, 1) for place in range(count + 1)]
-    parts = [[v for v in values[a:b] if math.isfinite(v)] for a, b in itertools.pairwise(bounds)]
-    means = [math.fsum(part) / len(part) if part else math.nan for part in parts]
-    finite = [mean for mean in means if math.isfinite(mean)]
+    finite = [mean for mean in binned(values, width) if math.isfinite(mean)]
     if not finite:
         raise ConfigError(f"there is no number to draw in {len(values)} values; give one or more")
-    low, high = min(finite), max(finite)
-    scaled = [mean if math.isnan(mean) else (mean - low) / (high - low or 1.0) for mean in means]
-    bars = "".join(" " if math.isnan(each) else BARS[round(each * (len(BARS) - 1))] for each in scaled)
-    return f"{low:.3g} {bars} {high:.3g}"
+    return f"{min(finite):.3g} {curve(values, width)} {max(finite):.3g}"
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------

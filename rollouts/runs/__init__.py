@@ -26,6 +26,7 @@ folder.py        the files of a run
 manifest.py      versions, files and hardware of a run
 observer.py      the protocol of observers, which show a run's progress
 progress.py      the observer of a terminal, a log or a notebook
+sample_rows.py   a few rollouts as the rows of a table, for loggers
 streams.py       an output that can no longer be written
 on_step.py       functions of a program that are called after each step
 held_objects.py  Python objects that no name finds again: what to type

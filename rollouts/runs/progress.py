@@ -7,6 +7,7 @@ evaluation shows a table of its numbers.
 from __future__ import annotations
 
 import contextlib
+import math
 import shlex
 import sys
 import time
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rollouts.config.settings import Settings
 from rollouts.errors import counted
+from rollouts.loggers.console import STEP_CHARACTERS_MAX, step_words
+from rollouts.runs.sample_rows import message_words
 from rollouts.runs.streams import silent_when_closed
 from rollouts.types import Trajectory
 
@@ -31,17 +34,8 @@ if TYPE_CHECKING:
 CONVERSATIONS = 3  # how many are shown during a run: one at the first step, the others at equal distances
 LINES, EVALUATION_LINES = 24, 10  # the number of plain lines of a whole run, if the output is not a terminal
 SECONDS_BETWEEN = 10.0  # between the plain lines of an evaluation of a training run
-STEP_CHARACTERS_MAX = 110  # the numbers of a step with metrics of the environment
 CHARACTERS_MAX = 400  # how much of one message is shown
 TOOL_COUNTS = (("tool calls", "tool_calls"), ("tool failures", "tool_failures"))  # rows of the tables
-
-_STEP_METRICS = (
-    ("reward", "reward/mean", "{:.3f}"),
-    ("loss", "policy/loss", "{:+.4f}"),
-    ("entropy", "policy/entropy", "{:.3f}"),
-    ("gen tok/s", "perf/gen_tok_s", "{:.0f}"),
-    ("train tok/s", "perf/train_tok_s", "{:.0f}"),
-)
 
 
 @contextlib.contextmanager
@@ -102,14 +96,7 @@ class Progress:
         """Print the numbers of the step, and for some steps a conversation."""
         done = step + 1
         self._first = step if self._first is None else self._first
-        words = "  ".join(f"{word} {form.format(metrics[n])}" for word, n, form in _STEP_METRICS if n in metrics)
-        for name, value in metrics.items():  # of roles and the environment, if there is room; the last line has all
-            of_role = name.startswith("role/") and name.endswith("/reward")
-            more = f"  {name[5:-7] if of_role else name.removeprefix('metric/')} {value:.3f}"
-            if (of_role or name.startswith("metric/")) and (
-                len(words + more) <= STEP_CHARACTERS_MAX or done == self._total
-            ):
-                words += more
+        words = step_words(metrics, characters_max=math.inf if done == self._total else STEP_CHARACTERS_MAX)
         if self._console.is_terminal:
             self._advance(done, words)
         elif step == self._first or done == self._total or done % max(1, self._total // LINES) == 0:
@@ -328,13 +315,7 @@ def conversation_lines(trajectory: Trajectory) -> list[str]:
     """A conversation as lines `role: text`. Long messages are cut."""
     lines = []
     for message in trajectory.messages:
-        calls = (
-            "[unreadable call]"
-            if call.error
-            else f"[{call.name}({', '.join(f'{k}={v!r}' for k, v in call.arguments.items())})]"
-            for call in message.tool_calls
-        )
-        flat = " ".join(filter(None, (message.text.strip(), *calls))).replace("\n", "⏎ ")
+        flat = message_words(message).replace("\n", "⏎ ")
         cut = "" if len(flat) <= CHARACTERS_MAX else f"… ({len(flat)} characters)"
         lines.append(f"{message.role}: {flat[:CHARACTERS_MAX]}{cut}")
     return lines

@@ -30,11 +30,21 @@ from rollouts.chat.tool_parsers import ToolParser
 from rollouts.config.settings import Settings
 from rollouts.env.mixing import RewardTerm
 from rollouts.error_log import ERRORS, ErrorLog, fault_of, report
-from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, in_lines, leaves_of, words_of
+from rollouts.errors import (
+    BrokenPluginError,
+    ConfigError,
+    ModelError,
+    RolloutsError,
+    RunError,
+    cause_of,
+    in_lines,
+    leaves_of,
+    words_of,
+)
 from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
 from rollouts.inference.chatting import CanChat
 from rollouts.inference.suspend import SuspendableEngine
-from rollouts.loggers.base import MetricsLogger
+from rollouts.loggers.base import MetricsLogger, SampleLogger, SampleSettings
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.plugins.manager import PluginFault, PluginManager
 from rollouts.runs.clock import Start
@@ -42,6 +52,7 @@ from rollouts.runs.components import Chosen, make_component
 from rollouts.runs.environments import Environment
 from rollouts.runs.folder import PARTS, SUMMARY, MakeFolder, RunFolder
 from rollouts.runs.observer import Observer
+from rollouts.runs.sample_rows import SAMPLES, Judged, sample_rows
 from rollouts.training.models import BUNDLED, load_tokenizer
 from rollouts.training.rollout_gen.pool import Job as EpisodeJob
 from rollouts.training.rollout_gen.pool import Play
@@ -219,7 +230,7 @@ class Loggers:
         available = {"folder": str(folder), "settings": settings, "first_step": first_step}
         for each in chosen:
             if each.alias not in self._loggers:
-                self._loggers[each.alias] = make_component("logger", each, available)
+                self._loggers[each.alias] = _checked(make_component("logger", each, available), each.alias)
         # Loggers log in the order of the settings, even if some were made earlier.
         self._loggers = {each.alias: self._loggers[each.alias] for each in chosen}
 
@@ -227,13 +238,20 @@ class Loggers:
         """Log with each logger; each gets its own copy. Raises RunError, which names the logger, if one fails."""
         metrics, self._next = self._next | metrics, {}
         for name, logger in self._loggers.items():
-            try:
-                with authors_code():
-                    logger.log(dict(metrics), step)
-            except RolloutsError:
-                raise
-            except Exception as error:  # any package's logger may raise anything
-                raise RunError(f"the logger {name} failed: {words_of(error)}") from error
+            with _named_errors(name):
+                logger.log(dict(metrics), step)
+
+    def log_samples(self, table: str, rollouts: Sequence[Judged], step: int) -> None:
+        """Send rows of some rollouts to each logger that takes them, if it is time: those of training, the table
+        "samples", only every few steps. Raises RunError, which names the logger, if one fails.
+        """
+        for name, logger in self._loggers.items():
+            if isinstance(logger, SampleLogger):
+                settings = logger.sample_settings
+                is_due = table != SAMPLES or step % settings.samples_every == 0
+                if is_due and (rows := sample_rows(rollouts, settings)):
+                    with _named_errors(name):
+                        logger.log_samples(table, rows, step)
 
     def add_to_next(self, metrics: Mapping[str, float]) -> None:
         """Log these metrics together with those of the next call, which replace metrics of the same name."""
@@ -250,6 +268,28 @@ class Loggers:
             except Exception as error:  # a failure here must not hide another error
                 words = report(error, f"the logger {name}", is_noted=False)
                 self.faults.append(PluginFault(f"logger {name}", "", f"close failed: {words}"))
+
+
+@contextlib.contextmanager
+def _named_errors(name: str) -> Iterator[None]:
+    """Any error of a package's logger becomes a RunError that names the logger."""
+    try:
+        with authors_code():
+            yield
+    except RolloutsError:
+        raise
+    except Exception as error:
+        raise RunError(f"the logger {name} failed: {words_of(error)}") from error
+
+
+def _checked(logger: MetricsLogger, name: str) -> MetricsLogger:
+    """The logger. Raises BrokenPluginError if it has the members of a SampleLogger, but no settings of samples."""
+    if isinstance(logger, SampleLogger) and not isinstance(logger.sample_settings, SampleSettings):
+        raise BrokenPluginError(
+            f"the logger {name} has `log_samples`, so its `sample_settings` must be rollouts.loggers.SampleSettings; "
+            f"it is a {type(logger.sample_settings).__name__}"
+        )
+    return logger
 
 
 def model_words(model: str) -> str:

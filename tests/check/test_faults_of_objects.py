@@ -26,6 +26,7 @@ from rollouts.env.workers.process import Options, ProcessConnector
 from rollouts.errors import ConfigError, UserError
 from rollouts.inference.base import Capabilities, Generation, Health, VersionSpan
 from rollouts.inference.chatting import ChatReply, evaluation_only
+from rollouts.loggers import SampleSettings
 from rollouts.plugins.index import HOOKS
 from rollouts.sandboxes import Result, SubprocessSandboxes
 from rollouts.training.backends.torch import create_torch_backend
@@ -221,6 +222,39 @@ class WholeNumbers(GoodLogger):
 class AddsTheStep(GoodLogger):
     def log(self, metrics, step):
         metrics["step"] = step
+
+
+class GoodTables(GoodLogger):
+    """Writes rollouts too."""
+
+    sample_settings = SampleSettings()
+
+    def log_samples(self, name, rows, step):
+        self.stream.writelines(f"{name} {step} {dict(row)!r}\n".encode().decode("ascii", "ignore") for row in rows)
+
+
+@fault("loggers", "samples")
+class WithoutSettings(GoodLogger):
+    def log_samples(self, name, rows, step):
+        pass
+
+
+@fault("loggers", "samples")
+class EightRollouts(GoodTables):
+    sample_settings = 8
+
+
+@fault("loggers", "samples")
+class RewardsAreThere(GoodTables):
+    def log_samples(self, name, rows, step):
+        sum(row["reward"] for row in rows)
+
+
+@fault("loggers", "samples")
+class ChangesRows(GoodTables):
+    def log_samples(self, name, rows, step):
+        for row in rows:
+            row.pop("conversation")
 
 
 @fault("loggers", "quick")
@@ -674,6 +708,7 @@ def test_exactly_the_expected_check_finds_a_fault(kind, component, expected):
     [
         ("samplers", GoodSampler),
         ("loggers", GoodLogger),
+        ("loggers", GoodTables),
         ("tool_parsers", good_parser),
         marked("sandboxes", _Wrapped),
         ("inference", GoodEngine),

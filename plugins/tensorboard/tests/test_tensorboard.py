@@ -12,7 +12,7 @@ import pytest
 from rollouts_tensorboard import TensorBoardLogger
 
 from rollouts.errors import UserError
-from rollouts.loggers import MetricsLogger
+from rollouts.loggers import MetricsLogger, SampleLogger, SampleSettings
 
 
 def read_events(folder):
@@ -56,6 +56,21 @@ def test_a_resumed_run_hides_the_steps_that_it_takes_again(tmp_path):
         *((step, step / 8) for step in range(2)),
         *((step, step / 8 + 2) for step in range(2, 5)),
     ]
+
+
+@pytest.mark.filterwarnings("ignore")  # TensorBoard's own imports
+def test_rollouts_are_texts_that_nothing_interprets(tmp_path):
+    logger = TensorBoardLogger(tmp_path, {}, 0)
+    assert isinstance(logger, SampleLogger) and logger.sample_settings == SampleSettings()
+    rows = [{"group": 0, "conversation": "user: <script>\n\n# 2 + 2?", "reward": None, "why": "", "part/a": 0.5}] * 2
+    logger.log_samples("samples", rows, step=10)
+    logger.close()
+    events = read_events(tmp_path / "tensorboard")
+    texts = {tag: value.decode() for step, tag, value in events if step == 10}
+    assert set(texts) == {"samples/0/text_summary", "samples/1/text_summary"}
+    lines = texts["samples/0/text_summary"].splitlines()
+    assert [line.strip() for line in lines] == ["group: 0", "part/a: 0.5", "", "user: <script>", "", "# 2 + 2?"]
+    assert all(line.startswith("    ") for line in lines), "a block of code in Markdown, as it is"
 
 
 def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):

@@ -22,17 +22,21 @@ from rollouts.plugins import read_signature
 
 RUN = """
 import sys
-from rollouts.loggers import MetricsLogger
+from rollouts.loggers import MetricsLogger, SampleLogger
 from rollouts_trackio import TrackioLogger
 for first, last in ((0, 2), (1, 4)):  # the second time the same folder is continued, a step of it again
     logger = TrackioLogger(sys.argv[1], {"env": {"digits": 2}}, first, project="p")
-    assert isinstance(logger, MetricsLogger)
+    assert isinstance(logger, MetricsLogger) and isinstance(logger, SampleLogger)
     for step in range(first, last):
         logger.log({"reward/mean": step / 8, "policy/loss": float("nan")}, step=step)
+        logger.log_samples("samples", [{"conversation": f"user: {step}", "reward": None, "tokens": 3}], step)
     logger.close()
 import trackio
 (run,) = trackio.Api().runs("p")
 print("found", run.name, run.config["env"])
+from trackio.sqlite_storage import SQLiteStorage
+tables = [(row["step"], row["samples"]["_value"]) for row in SQLiteStorage.get_logs("p", run.name) if "samples" in row]
+print("tables", tables)
 """
 READ = "import sys; sys.argv[0] = 'trackio'; from trackio.cli import main; main()"
 
@@ -47,10 +51,26 @@ def python(code, *arguments, **environment):
 @pytest.mark.slow
 def test_a_local_run_is_written_and_continued(tmp_path):
     kept = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
-    assert "found run-7 {'digits': 2}" in python(RUN, str(tmp_path / "run-7"), **kept)
+    said = python(RUN, str(tmp_path / "run-7"), **kept)
+    assert "found run-7 {'digits': 2}" in said
+    tables = [(step, [{"conversation": f"user: {step}", "reward": None, "tokens": 3}]) for step in range(4)]
+    assert f"tables {tables}" in said
     asked = ["get", "metric", "--project", "p", "--run", "run-7", "--metric", "reward/mean", "--json"]
     values = json.loads(python(READ, *asked, **kept))["values"]
     assert [(value["step"], value["value"]) for value in values] == [(step, step / 8) for step in range(4)]
+
+
+@pytest.mark.slow
+def test_the_real_library_takes_its_variables(tmp_path):
+    """A server of one's own, without the token that it needs: one error that names both."""
+    code = (
+        "import sys\nfrom rollouts_trackio import TrackioLogger\nfrom rollouts.errors import ConfigError\n"
+        "try:\n    TrackioLogger(sys.argv[1], {}, 0)\nexcept ConfigError as error:\n    print(error)"
+    )
+    given = {"TRACKIO_SERVER_URL": "http://127.0.0.1:1", "TRACKIO_DIR": str(tmp_path), "HOME": str(tmp_path)}
+    said = python(code, str(tmp_path / "run-7"), **given)
+    assert "Trackio did not start a run in project 'rollouts'" in said
+    assert "TRACKIO_WRITE_TOKEN" in said and "unset TRACKIO_SPACE_ID and TRACKIO_SERVER_URL" in said
 
 
 def test_settings_reach_the_library(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,12 +22,25 @@ from rollouts.plugins import read_signature
 
 RUN = """
 import sys
-from rollouts.loggers import MetricsLogger
+from rollouts.loggers import MetricsLogger, SampleLogger
 from rollouts_wandb import WandbLogger
 logger = WandbLogger(sys.argv[1], {"env": {"digits": 2}}, 0, project="p", mode="offline")
-assert isinstance(logger, MetricsLogger)
+assert isinstance(logger, MetricsLogger) and isinstance(logger, SampleLogger)
+rows = [{"conversation": "user: <b>2 + 2?", "reward": 1.0}, {"conversation": "user: 3?", "reward": None}]
+logger.log_samples("eval_samples", rows, step=3)
 logger.log({"reward/mean": 0.625, "policy/loss": float("nan")}, step=3)
+logger.log_samples("samples", rows, step=3)
 logger.close()
+"""
+
+BY_VARIABLES = """
+import json, sys
+from rollouts_wandb import WandbLogger
+logger = WandbLogger(sys.argv[1], {}, 0)
+logger.log({"reward/mean": 0.5}, step=0)
+logger.close()
+run = logger._run
+print(json.dumps([run.project, run.id, run.name, run.entity, run.group, run.notes, run.job_type, run.tags]))
 """
 
 
@@ -47,6 +61,27 @@ def test_an_offline_run_is_in_the_run_folder(tmp_path):
     assert b"run-7" in content and b"digits" in content
     assert b"reward/mean" in content and b"0.625" in content
 
+    files = {file.name.split("samples")[0]: file for file in folder.rglob("*.table.json")}
+    tables = {f"{before}samples": json.loads(file.read_text()) for before, file in files.items()}
+    assert set(tables) == {"samples", "eval_samples"}
+    assert tables["samples"]["columns"] == ["conversation", "reward"]
+    assert tables["samples"]["data"] == [["user: <b>2 + 2?", 1.0], ["user: 3?", None]]
+
+
+@pytest.mark.slow
+def test_the_real_library_takes_its_variables(tmp_path):
+    """As its run has them, and in the file that `wandb sync` sends."""
+    (tmp_path / "elsewhere").mkdir()
+    given = {"PROJECT": "theirs", "RUN_ID": "r1", "NAME": "mine", "ENTITY": "team", "RUN_GROUP": "g", "NOTES": "n",
+             "JOB_TYPE": "sweep", "TAGS": "a,b", "MODE": "offline", "DIR": str(tmp_path / "elsewhere")}  # fmt: skip
+    variables = {f"WANDB_{name}": value for name, value in given.items()}
+    said = python(BY_VARIABLES, str(tmp_path / "run-7"), **variables, HOME=str(tmp_path))
+    found = json.loads(said.splitlines()[-1])
+    assert found == ["theirs", "r1", "mine", "team", "g", "n", "sweep", ["a", "b"]]
+    (record,) = (tmp_path / "elsewhere").rglob("*.wandb")
+    assert all(word in record.read_bytes() for word in (b"theirs", b"mine", b"team", b"sweep"))
+    assert (tmp_path / "run-7" / "wandb_run_id.txt").read_text() == "r1\n", "a resumed run continues it"
+
 
 class FakeError(Exception):
     pass
@@ -55,7 +90,7 @@ class FakeError(Exception):
 @pytest.fixture
 def fake(monkeypatch):
     """A wandb that records its calls."""
-    for name in ("MODE", "PROJECT", "NAME"):
+    for name in ("MODE", "PROJECT", "NAME", "DIR", "RUN_ID", "RESUME", "SILENT", "CONSOLE"):
         monkeypatch.delenv(f"WANDB_{name}", raising=False)
     module = types.ModuleType("wandb")
     module.Error, module.Settings, module.calls = FakeError, dict, []
@@ -91,6 +126,20 @@ def test_wandbs_own_variables_hold_where_no_setting_is_given(fake, tmp_path, mon
     assert (call["project"], call["name"]) == ("theirs", "mine")
     WandbLogger(tmp_path, {}, 0, mode="online", project="ours", run_name="other")
     assert [fake.calls[1][key] for key in ("mode", "resume", "project", "name")] == ["online", "allow", "ours", "other"]
+
+
+def test_wandbs_folder_id_and_output_are_its_own_where_a_variable_is_set(fake, tmp_path, monkeypatch):
+    WandbLogger(tmp_path / "run", {}, 0)
+    (call,) = fake.calls
+    assert (call["dir"], call["resume"]) == (str(tmp_path / "run"), "allow")
+    assert call["settings"] == {"silent": True, "console": "off"}
+    for name, value in {"DIR": "/x", "RUN_ID": "r1", "RESUME": "must", "SILENT": "false", "CONSOLE": "wrap"}.items():
+        monkeypatch.setenv(f"WANDB_{name}", value)
+    WandbLogger(tmp_path / "run", {}, 0)
+    assert [fake.calls[1][key] for key in ("dir", "id", "resume", "settings")] == [None, "r1", None, {}]
+    monkeypatch.delenv("WANDB_RUN_ID")
+    WandbLogger(tmp_path / "run", {}, 0)
+    assert fake.calls[2]["id"] == "r1"
 
 
 def test_a_flag_sets_the_name_of_the_run(fake, tmp_path):

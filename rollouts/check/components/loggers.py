@@ -12,10 +12,10 @@ from typing import Any
 from rollouts.author_code import shown
 from rollouts.check.components.subject import Subject, at, trying
 from rollouts.check.environments.traces import Leftovers
-from rollouts.check.report import FailedError
+from rollouts.check.report import FailedError, SkippedError
 from rollouts.config.resolving import resolve
 from rollouts.errors import UserError, counted
-from rollouts.loggers.base import MetricsLogger
+from rollouts.loggers.base import MetricsLogger, SampleSettings
 from rollouts.plugins.signature import call_with
 
 RESUMED_AT = 18  # the step at which a run is resumed
@@ -30,6 +30,15 @@ STRANGE: dict[str, dict[str, float]] = {
     "unicode in a name": {"reward/größe 🚀": 1.0},
     "very large and very small numbers": {"policy/a": 1e308, "policy/b": 5e-324},
     "no metric": {},
+}
+
+_ROW: dict[str, str | float | None] = {"group": 0, "rollout": 1, "conversation": "user: 2 + 2?", "reward": 0.5}
+ROWS: dict[str, dict[str, str | float | None]] = {
+    "a rollout": {**_ROW, "part/correct": 1.0, "advantage": -0.5, "status": "completed", "why": "", "tokens": 12},
+    "a rollout that was not judged": {**_ROW, "reward": None, "status": "timeout", "why": "too slow"},
+    "markup and control characters": {**_ROW, "conversation": "user: <script>[bold]**x** | `\x1b[31m\x00 \u202e"},
+    "a long conversation": {**_ROW, "conversation": "word " * 4000},
+    "a part with a strange name": {**_ROW, "part/größe 🚀 | a=b": 1e308},
 }
 
 
@@ -77,6 +86,30 @@ def metrics_unchanged(subject: Subject) -> str:
         seen = f"the metrics were {shown(STEP)}, and are {shown(metrics)}{at(type(logger).log)}"
         raise FailedError("compare the metrics before and after `log`", seen, "change a copy: dict(metrics)")
     return ""
+
+
+def samples(subject: Subject) -> str:
+    """If it takes rollouts (`log_samples`), it says how many (`sample_settings`), and accepts every row."""
+    with _opened(subject, "samples") as logger:
+        has = [name for name in ("log_samples", "sample_settings") if hasattr(logger, name)]
+        if not has:
+            raise SkippedError("it takes metrics alone")
+        if len(has) == 1 or not isinstance(logger.sample_settings, SampleSettings):
+            seen = f"it has `{has[0]}`" + (" alone" if len(has) == 1 else f" and {shown(logger.sample_settings)}")
+            change = "have `log_samples(self, name, rows, step)`, and a `SampleSettings` in `self.sample_settings`"
+            raise FailedError("look at what it says of itself", f"{seen}{at(subject.component)}", change)
+        for step, (words, row) in enumerate(ROWS.items()):
+            for name in ("samples", "eval_samples"):
+                rows = [dict(row), dict.fromkeys(row), dict(row)]
+                with trying(f"log {words}: {shown(row, 60)}", "accept any text, any number, and None in each column"):
+                    logger.log_samples(name, rows, step)
+                if rows != [row, dict.fromkeys(row), row]:
+                    seen = f"the rows changed{at(type(logger).log_samples)}"
+                    raise FailedError("compare the rows before and after `log_samples`", seen, "change a copy")
+            logger.log(dict(STEP), step)
+        with trying("close it"):
+            logger.close()
+    return counted(2 * len(ROWS), "table")
 
 
 def quick(subject: Subject) -> str:

@@ -113,6 +113,7 @@ FAMILIES: dict[str, Family] = {
         loggers.opens,
         loggers.any_metric,
         loggers.metrics_unchanged,
+        loggers.samples,
         loggers.quick,
         loggers.closes,
         loggers.resumed,

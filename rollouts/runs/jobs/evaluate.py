@@ -34,6 +34,7 @@ from rollouts.runs.opponents import entered, make_opponents
 from rollouts.runs.plan import Plan
 from rollouts.runs.played import PLAYED, keep, read_played
 from rollouts.runs.resume import resume_command
+from rollouts.runs.sample_rows import EVAL_SAMPLES, Judged
 from rollouts.runs.session import (
     Player,
     Session,
@@ -178,6 +179,9 @@ class EvaluationJob:
         if failure is None and not self.summary["failed"]:
             session.folder.remove(PLAYED)  # after the summary: a kill in between loses nothing
         session.loggers.open(self._plan.chosen["logger"], session.folder.path, self._plan.plain, 0)
+        temperature = self._plan.settings.temperature
+        rollouts = [Judged(own, temperature=temperature) for each in episodes for own in each.by_role]
+        session.loggers.log_samples(EVAL_SAMPLES, rollouts, 0)
         session.loggers.log(_metrics(self.summary), 0)
 
     def message(self, failure: BaseException) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollouts.runs.folder import STEP, RunFolder, episode_records
+from rollouts.runs.sample_rows import step_rollouts
 from rollouts.runs.times import step_times
 from rollouts.runs.token_files import token_table
 from rollouts.training.loops.rl import StepReport
@@ -27,14 +28,10 @@ def write_times(folder: RunFolder, report: StepReport) -> None:
 
 def step_records(report: StepReport) -> list[dict[str, Any]]:
     """The lines of `trajectories/step_*.jsonl`, each with the age of its oldest token (`staleness`, in steps)."""
-    advantages = iter(report.advantages)
     return [
         record | _age(record, report.state.start_versions)
-        for group in report.groups
-        for episode in group.episodes
-        for record in episode_records(
-            episode, advantage=next(advantages) if group.dropped is None else None, dropped=group.dropped
-        )
+        for each in step_rollouts(report)
+        for record in episode_records(each.episode, advantage=each.advantage, dropped=each.dropped)
     ]
 
 

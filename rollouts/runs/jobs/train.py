@@ -42,6 +42,7 @@ from rollouts.runs.on_step import FinishedStep, call_on_step
 from rollouts.runs.opponents import entered, make_opponents
 from rollouts.runs.plan import Plan, title
 from rollouts.runs.resume import REVISION, Logged, Resumed, RunState, restore, take_back
+from rollouts.runs.sample_rows import EVAL_SAMPLES, SAMPLES, held_out_rollouts, step_rollouts
 from rollouts.runs.session import (
     Interrupts,
     Player,
@@ -337,6 +338,7 @@ class Training:
             return own | await self._between(report.step, report.metrics | own, report.groups)
 
         async def on_logged(report: StepReport) -> None:
+            self.session.loggers.log_samples(SAMPLES, step_rollouts(report), report.step)
             self._loop = state(report.state)
             write_times(self._folder, report)
             if settings.keep_trajectories != "all":
@@ -513,6 +515,7 @@ class Training:
             keep()  # the episodes show why the evaluation failed
             raise
         keep()
+        self.session.loggers.log_samples(EVAL_SAMPLES, held_out_rollouts(ended), max(done - 1, 0))
         for words in check_passes(reports, list(ended.values()), when):
             self.session.observer.note(words)
         self._evaluated = done, Evaluation(*reports).as_dict()
