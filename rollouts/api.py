@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from rollouts.runs.observer import Observer
+    from rollouts.runs.progress import Display
 
 OnStep = Callable[[Any], Any]
 
@@ -29,6 +30,7 @@ def run(
     prompts: Iterable[Any] | None = None,
     on_step: OnStep | Sequence[OnStep] | None = None,
     quiet: bool = False,
+    display: Display = "auto",
     **settings: Any,
 ) -> dict[str, Any]:
     """Start a run, wait for its end, and return the content of its `summary.json`.
@@ -41,7 +43,9 @@ def run(
             `{"prompt": "What is 2+2?", "answer": 4}`
         on_step: a function, or a list of functions, to call after each step with `report.step`, `report.metrics` and
             `report.groups`. It may be async. The run logs the metrics of the dict that it returns
-        quiet: show nothing. Without it, standard error shows the progress: a bar in a terminal, else plain lines
+        quiet: show nothing; the same as `display="none"`
+        display: what standard error shows: `live` is a view that is redrawn, `lines` are plain lines, `auto` is the
+            live view in a terminal or a notebook, else lines. In a notebook, the output is that of the cell
         settings: the settings of the command. A component is a name, a class or a function:
             `env=MyEnv`, `reward=["env:1", my_reward, (other_reward, 0.5)]`. Its settings are a table:
             `loss={"name": my_loss, "clip": 0.3}`
@@ -64,7 +68,7 @@ def run(
     resolved = resolve(merge_over_file(tree, given, source=source), source)
     if on_step is not None and resolved.settings.mode == "eval":
         raise ConfigError("on_step: an evaluation has no steps; leave it out, or choose another mode")
-    with _shown(quiet) as observer:
+    with _shown(quiet, display) as observer:
         return run_resolved(resolved, observer)
 
 
@@ -74,6 +78,7 @@ def resume(
     checkpoint: str = "",
     on_step: OnStep | Sequence[OnStep] | None = None,
     quiet: bool = False,
+    display: Display = "auto",
     **settings: Any,
 ) -> dict[str, Any]:
     """Resume the run in `folder` from its last complete checkpoint, and return the content of its `summary.json`.
@@ -84,6 +89,7 @@ def resume(
         checkpoint: an earlier checkpoint to resume from
         on_step: as in `run`. A run does not keep the functions that it was begun with
         quiet: as in `run`
+        display: as in `run`
         settings: override the run's config.toml: `resume("runs/mine", steps=200)` makes the run longer. Give the
             functions and classes again that no name can find, such as those of a notebook:
             `resume("runs/mine", reward=my_reward)`. Their settings and weights stay as they are in config.toml
@@ -97,7 +103,7 @@ def resume(
 
     given = _given(settings, on_step=on_step)
     check_tree(given)
-    with _shown(quiet) as observer:
+    with _shown(quiet, display) as observer:
         return resume_run(folder, given, observer, checkpoint=checkpoint)
 
 
@@ -107,12 +113,12 @@ def _given(settings: dict[str, Any], **arguments: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _shown(quiet: bool) -> Iterator[Observer | None]:
+def _shown(quiet: bool, display: Display) -> Iterator[Observer | None]:
     """The observer of a run, on standard error. Afterwards, loaded objects are garbage-collected again."""
     from rollouts.runs.progress import shown_progress
 
     try:
-        with contextlib.nullcontext() if quiet else shown_progress("stderr") as observer:
+        with shown_progress("stderr", "none" if quiet else display) as observer:
             yield observer
     finally:
         gc.unfreeze()  # a run excludes loaded objects from garbage collection

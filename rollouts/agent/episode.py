@@ -106,11 +106,12 @@ async def run_episode(
     sandboxes: Sandboxes | RemoteSandboxes | None = None,
     shared: Callable[[], SharedValue] | None = None,
     opponents: Mapping[str, Opponent] = NO_OPPONENTS,
+    on_end: Callable[[Episode], None] | None = None,
 ) -> Episode:
-    """Run one episode in a new environment, and judge it. `opponents` are the models of roles that are not trained: no
-    reward judges them, and they have no result. `tools` are added to those of the environment. If its `setup`
-    names `sandbox`, `sandboxes` opens one, which is closed after the environment's `close`. If it names `shared`,
-    `shared` returns that value; None: one for each `make_env`.
+    """Run one episode in a new environment, judge it, and call `on_end` with it. `opponents` are the models of roles
+    that are not trained: no reward judges them, and they have no result. `tools` are added to those of the environment.
+    If its `setup` names `sandbox`, `sandboxes` opens one, which is closed after the environment's `close`. If it names
+    `shared`, `shared` returns that value; None: one for each `make_env`.
 
     `chat` is None for an engine that takes messages (`CanChat`). The caller has opened `session`; this function closes
     it after the model's last reply. The environment's `close` always runs, also on cancellation, for at most
@@ -153,7 +154,10 @@ async def run_episode(
     if status.is_infrastructure:
         failed = Score(None, {}, f"{status.value}: {error}")
         results = {role: (failed, results[role][1] if role in results else {}) for role in episode_run.played}
-    return episode_run.result(results)
+    episode = episode_run.result(results)
+    if on_end is not None:
+        on_end(episode)
+    return episode
 
 
 async def tools_of_task(

@@ -21,7 +21,9 @@ _SAME = ("seed", "eval_tasks")
 """The settings that choose the tasks. A run has its own by default; here all models have those of the first."""
 
 
-def evaluate_models(file: str | None, models: Sequence[str], options: dict[str, Any], *, dry_run: bool) -> None:
+def evaluate_models(
+    file: str | None, models: Sequence[str], options: dict[str, Any], display: str, *, dry_run: bool
+) -> None:
     """Evaluate each model. Raises UserError, RunError."""
     from rollouts.cli.seeds import arguments_of
     from rollouts.runs.folder import default_out, numbered
@@ -36,7 +38,7 @@ def evaluate_models(file: str | None, models: Sequence[str], options: dict[str, 
         parent = next(path for path in map(wanted.with_name, numbered(wanted.name)) if not path.exists())
     same = {name: str(getattr(first.settings, name)) for name in _SAME}
     arguments = arguments_of(file, options | same, context.obj or {}, without=("out", "resume", "model"))
-    runs = ModelRuns(parent, ["eval", *arguments], named)
+    runs = ModelRuns(parent, ["eval", *arguments], named, display)
     check_models(runs)
     if not dry_run:
         run(runs)

@@ -25,6 +25,15 @@ can be chosen, the alias comes between: --reward short=pkg/brevity:-0.1 --reward
 as in TOML (3, 0.5, true, [1, 2]), else as text; `none` is None. `rollouts plugins show NAME` lists a component's
 settings, `rollouts config` the whole file. Flags come before the file, the file before the defaults."""
 
+DISPLAY = click.Option(
+    ["--display"],
+    type=click.Choice(["auto", "live", "lines", "none"]),
+    default="auto",
+    help="What to show while it runs: a live view, plain lines, or nothing but errors. `auto`: the live view in a "
+    "terminal, else lines.  [default: auto]",
+)
+"""The option of commands that show a run. It is no setting: the run does not depend on it."""
+
 _METAVARS = {bool: "true|false", int: "N", float: "X", str: "TEXT"}
 
 

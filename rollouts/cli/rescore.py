@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollouts.cli.options import SettingsCommand
+from rollouts.cli.options import DISPLAY, SettingsCommand
 from rollouts.config.settings import setting_infos
+
+if TYPE_CHECKING:
+    from rollouts.runs.progress import Display
 
 SETTINGS = ("reward", "on_invalid_reward", "concurrency", "reward_seconds", "out")
 
 
-def _rescore(run: str, **options: Any) -> int:
+def _rescore(run: str, display: Display, **options: Any) -> int:
     from rollouts.cli.options import given_flags
     from rollouts.config.merging import merge
     from rollouts.runs.progress import shown_progress
     from rollouts.runs.rescore import rescore as rescore_run
 
     given = merge(given_flags(options), click.get_current_context().obj or {})
-    with shown_progress("stdout") as progress:
+    with shown_progress("stdout", display) as progress:
         rescore_run(run, given, progress)
     return 0
 
@@ -28,6 +31,7 @@ rescore = SettingsCommand(
     "rescore",
     callback=_rescore,
     argument=click.Argument(["run"], metavar="RUN"),
+    own=[DISPLAY],
     infos=[
         info._replace(shown="runs/<time>-<run>-rescored" if info.name == "out" else info.shown)
         for info in setting_infos()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rollouts.cli.app import NamedCommand
-from rollouts.cli.options import SettingsCommand, read_settings
+from rollouts.cli.options import DISPLAY, SettingsCommand, read_settings
 from rollouts.config.settings import EVAL, EVAL_DEFAULTS, Setting, setting_infos
+
+if TYPE_CHECKING:
+    from rollouts.runs.progress import Display
 
 _DRY_RUN = click.Option(
     ["--dry-run"],
@@ -27,12 +30,12 @@ _SEEDS = click.Option(
 )
 
 
-def _run(file: str | None, dry_run: bool, seeds: str | None = None, **options: Any) -> int:
+def _run(file: str | None, dry_run: bool, display: Display, seeds: str | None = None, **options: Any) -> int:
     context = click.get_current_context()
     if seeds is not None:
         from rollouts.cli.seeds import run_with_seeds
 
-        run_with_seeds(context.command.name or "", file, options, seeds, dry_run=dry_run)
+        run_with_seeds(context.command.name or "", file, options, seeds, display, dry_run=dry_run)
         return 0
     if context.command.name == "eval":
         models = options["model"]
@@ -48,7 +51,7 @@ def _run(file: str | None, dry_run: bool, seeds: str | None = None, **options: A
     if context.command.name == "eval" and len(models) > 1:
         from rollouts.cli.models import evaluate_models
 
-        evaluate_models(file, models, options, dry_run=dry_run)
+        evaluate_models(file, models, options, display, dry_run=dry_run)
         return 0
     resolved, _ = read_settings(context, file, options, forced=mode)
     if dry_run:
@@ -59,7 +62,7 @@ def _run(file: str | None, dry_run: bool, seeds: str | None = None, **options: A
     from rollouts.runs import run as run_resolved
     from rollouts.runs.progress import shown_progress
 
-    with shown_progress("stdout") as progress:
+    with shown_progress("stdout", display) as progress:
         run_resolved(resolved, progress)
     return 0
 
@@ -80,7 +83,7 @@ def _refuse_missing_model(given: str) -> None:
         raise ConfigError(in_lines(f"there is no run folder, checkpoint or settings file {given}", near or advice))
 
 
-def _resume(folder: str, checkpoint: str | None, **options: Any) -> int:
+def _resume(folder: str, checkpoint: str | None, display: Display, **options: Any) -> int:
     from rollouts.cli.options import given_flags
     from rollouts.runs import resume_run
     from rollouts.runs.progress import shown_progress
@@ -88,18 +91,18 @@ def _resume(folder: str, checkpoint: str | None, **options: Any) -> int:
     if (Path(folder) / "seeds.json").is_file():
         from rollouts.cli.seeds import resume_seeds
 
-        resume_seeds(Path(folder), options, checkpoint)
+        resume_seeds(Path(folder), options, checkpoint, display)
         return 0
     if (Path(folder) / "models.json").is_file():
-        _resume_models(Path(folder), options, checkpoint)
+        _resume_models(Path(folder), options, checkpoint, display)
         return 0
     given = (click.get_current_context().obj or {}) | given_flags(options)
-    with shown_progress("stdout") as progress:
+    with shown_progress("stdout", display) as progress:
         resume_run(folder, given, progress, checkpoint=checkpoint or "")
     return 0
 
 
-def _resume_models(folder: Path, options: dict[str, Any], checkpoint: str | None) -> None:
+def _resume_models(folder: Path, options: dict[str, Any], checkpoint: str | None, display: Display) -> None:
     from rollouts.cli.models import run as run_models
     from rollouts.errors import ConfigError
     from rollouts.runs.several_models import read_models
@@ -111,13 +114,13 @@ def _resume_models(folder: Path, options: dict[str, Any], checkpoint: str | None
             f"{', '.join(given)}: {folder} has evaluations of several models, which keep their settings; leave it "
             f"out, or resume one of them: rollouts resume {folder}/NAME"
         )
-    run_models(read_models(folder))
+    run_models(read_models(folder)._replace(display=display))
 
 
 run = SettingsCommand(
     "run",
     callback=_run,
-    own=[_SEEDS, _DRY_RUN],
+    own=[_SEEDS, DISPLAY, _DRY_RUN],
     help="Train a model by reinforcement in an environment.\n\n"
     "FILE contains settings (.toml, .json or .py). Every setting is also a flag. `rollouts FILE` is the same as "
     "`rollouts run FILE`.\n\n"
@@ -129,7 +132,7 @@ sft = SettingsCommand(
     "sft",
     callback=_run,
     infos=[info for info in setting_infos() if info.name not in ("mode", "from_run")],
-    own=[_SEEDS, _DRY_RUN],
+    own=[_SEEDS, DISPLAY, _DRY_RUN],
     help="Train a model on the demonstrations of an environment, or on conversations of a file.\n\n"
     "The same as `rollouts run --mode sft`. FILE contains settings (.toml, .json or .py).\n\n"
     "\b\nExamples:\n  rollouts sft --env calculator --steps 200\n  rollouts sft --data chat.jsonl --steps 200",
@@ -167,7 +170,7 @@ evaluate = SettingsCommand(
     "eval",
     callback=_run,
     infos=_eval_infos(),
-    own=[_DRY_RUN],
+    own=[DISPLAY, _DRY_RUN],
     repeated=("model",),
     help="Evaluate a model on held-out tasks of an environment. Nothing is trained.\n\n"
     "FILE contains settings (.toml, .json or .py). It may be a training run's file (training settings are ignored), "
@@ -203,6 +206,7 @@ resume = NamedCommand(
             metavar="NAME",
             help="Go back to this checkpoint: a name under DIR/checkpoints, or a path.  [default: the last one]",
         ),
+        DISPLAY,
     ],
     help="Resume a run, or make it longer.\n\n"
     "The run continues from its last complete checkpoint, or from the beginning if there is none. "

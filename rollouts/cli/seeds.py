@@ -33,7 +33,9 @@ ROWS = {
 """The rows of the table. seeds.json has all metrics."""
 
 
-def run_with_seeds(command: str, file: str | None, options: dict[str, Any], text: str, *, dry_run: bool) -> None:
+def run_with_seeds(
+    command: str, file: str | None, options: dict[str, Any], text: str, display: str, *, dry_run: bool
+) -> None:
     """Run the `command` ("run" or "sft") once for each seed in `text`. Raises UserError, RunError."""
     from rollouts.runs.folder import default_out, numbered
     from rollouts.runs.seeds import SeedRuns, check_seeds, read_seeds
@@ -48,7 +50,7 @@ def run_with_seeds(command: str, file: str | None, options: dict[str, Any], text
         wanted = Path(default_out(env, f"{resolved.settings.loss}-seeds"))
         parent = next(path for path in map(wanted.with_name, numbered(wanted.name)) if not path.exists())
     arguments = arguments_of(file, options, context.obj or {})
-    runs = SeedRuns(parent, [command, *arguments], seeds, resolved)
+    runs = SeedRuns(parent, [command, *arguments], seeds, resolved, display)
     check_seeds(runs)
     if dry_run:
         from rollouts.runs.dry_run import dry_run as description
@@ -59,7 +61,7 @@ def run_with_seeds(command: str, file: str | None, options: dict[str, Any], text
         _run(runs)
 
 
-def resume_seeds(folder: Path, options: dict[str, Any], checkpoint: str | None) -> None:
+def resume_seeds(folder: Path, options: dict[str, Any], checkpoint: str | None, display: str) -> None:
     """Continue the runs in the folder of an earlier `--seeds`, with these settings in place of theirs. Raises
     UserError, RunError.
     """
@@ -80,10 +82,11 @@ def resume_seeds(folder: Path, options: dict[str, Any], checkpoint: str | None) 
     if command not in ("run", "sft") or found is None:
         raise ConfigError(f"{folder / 'seeds.json'}: {command!r} is no command that takes --seeds")
     with found.make_context(command, rest, parent=here.parent, obj=dotted) as context:
-        own = {name: value for name, value in context.params.items() if name not in ("file", "dry_run", "seeds")}
+        others = ("file", "dry_run", "seeds", "display")
+        own = {name: value for name, value in context.params.items() if name not in others}
         forced = {"mode": "sft"} if command == "sft" else {}
         resolved, _ = read_settings(context, context.params["file"], own, forced=forced)
-    _run(SeedRuns(folder, [command, *arguments], seeds, resolved))
+    _run(SeedRuns(folder, [command, *arguments], seeds, resolved, display))
 
 
 def arguments_of(

@@ -26,6 +26,8 @@ folder.py        the files of a run
 manifest.py      versions, files and hardware of a run
 observer.py      the protocol of observers, which show a run's progress
 progress.py      the observer of a terminal, a log or a notebook
+panel.py         the live view of a run, as lines of text
+live.py          draws it in a terminal or a notebook
 sample_rows.py   a few rollouts as the rows of a table, for loggers
 streams.py       an output that can no longer be written
 on_step.py       functions of a program that are called after each step
@@ -76,17 +78,19 @@ def run(
     from rollouts.runs.workers import has_workers, worker_pools
     from rollouts.training.models import remote_code
 
-    settings, observer = resolved.settings, observer or NullObserver()
+    settings, is_first = resolved.settings, os.environ.get("RANK", "0") == "0"
+    if observer is None or not is_first:  # under a launcher, rank 0 shows the run
+        observer = NullObserver()
     home = Path.cwd()  # relative paths begin here; an author's code may change the working directory
     folder = folder or run_to_resume(resolved)
     summary = finished(folder, settings.steps, settings.stop_when) if folder is not None and not checkpoint else None
     if folder is not None and summary is not None:
-        if os.environ.get("RANK", "0") == "0":  # under a launcher, only rank 0 prints it
-            observer.finished(finished_words(folder, summary, settings.steps))
+        observer.finished(finished_words(folder, summary, settings.steps))
         return summary
     if folder is not None:
         check_model_is_here(folder, settings.model)
     pass_on(settings.pass_env)
+    observer.phase("preparing the run")
     with shared_values(settings.cleanup_seconds), worker_pools(), remote_code(settings.trust_remote_code):
         if settings.mode == "eval":
             from rollouts.runs.jobs.evaluate import evaluate
@@ -98,7 +102,7 @@ def run(
             return train_phases(resolved, observer, started, home, resume=folder, checkpoint=checkpoint)
         from rollouts.runs.jobs.train import train
 
-        if os.environ.get("RANK", "0") != "0" and has_workers(resolved):  # only rank 0 plays episodes
+        if not is_first and has_workers(resolved):  # only rank 0 plays episodes
             from rollouts.runs.rank import serve_rank
 
             with naming_copies(folder):

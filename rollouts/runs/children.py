@@ -16,6 +16,11 @@ INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 """Exit codes of a command."""
 
 
+def shown_flags(display: str) -> list[str]:
+    """The flags that give a command this display."""
+    return [] if display == "auto" else [f"--display={display}"]
+
+
 def run_command(arguments: Sequence[str]) -> int:
     """Run `rollouts ARGUMENTS`. Returns the exit code; 128 + n if signal n ended it. Ctrl-C ends it as usual.
 

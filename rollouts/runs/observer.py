@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rollouts.plugins.manager import PluginFault
 from rollouts.training.rollout_gen.groups import Group
+from rollouts.types import Episode
+
+GENERATING, TRAINING, SYNCING, SAVING = "generating", "training", "sending weights", "saving a checkpoint"
+PLAYING, JUDGING = "playing episodes", "judging rollouts"
+STEP_PHASES = (GENERATING, TRAINING, SYNCING, SAVING, PLAYING, JUDGING)
+"""What a step or an evaluation consists of, as names of phases. Other phases come before, such as "loading tiny"."""
+
+
+class EngineState(NamedTuple):
+    """An engine now: the version of its weights, and its requests or episodes in flight. `state` says what it does if
+    it does not serve.
+    """
+
+    name: str
+    version: int
+    in_flight: int
+    state: str = ""
 
 
 class Observer(Protocol):
@@ -23,11 +40,24 @@ class Observer(Protocol):
             notes: warnings about the settings, one sentence each
         """
 
+    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Called when the run begins something that takes time, and again when `done` of it is done; the phase before
+        is over. `total` is 0 if it is not known. The phases before the first step also come before `begin`.
+        """
+
+    def engines(self, look: Callable[[], Sequence[EngineState]]) -> None:
+        """Called when the engines serve. `look` returns their states; call it in the run's thread."""
+
+    def rollout(self, episode: Episode) -> None:
+        """Called after each rollout of a training step or of `rollouts eval`, also a failed one."""
+
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
         """Called after an evaluation of a training run. `when` is "before", "after" or "step N"."""
 
     def evaluating(self, when: str, done: int, total: int) -> None:
-        """Called after each episode of an evaluation of a training run: `done` of `total` are finished."""
+        """Called when an evaluation of a training run begins, and after each of its episodes: `done` of `total` are
+        finished.
+        """
 
     def step(self, step: int, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Called after each step (0-based)."""
@@ -61,4 +91,6 @@ class NullObserver:
     def _nothing(self, *arguments: Any) -> None:
         pass
 
-    begin = evaluation = evaluating = step = episode = note = faults = end = finished = _nothing
+    begin = phase = engines = rollout = evaluation = evaluating = step = episode = note = faults = end = finished = (
+        _nothing
+    )

@@ -1,7 +1,8 @@
-"""The display of a running command or program: a progress bar in a terminal, plain lines elsewhere.
+"""The display of a running command or program: a live view in a terminal or a notebook, plain lines elsewhere.
 
 A training run also shows a few sampled conversations, and at its end a table of the scores before and after. An
-evaluation shows a table of its numbers.
+evaluation shows a table of its numbers. Not here: what the live view looks like (`panel`), and where it is drawn
+(`live`).
 """
 
 from __future__ import annotations
@@ -10,65 +11,142 @@ import contextlib
 import math
 import shlex
 import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rollouts.config.settings import Settings
-from rollouts.errors import counted
+from rollouts.errors import ConfigError, counted
 from rollouts.loggers.console import STEP_CHARACTERS_MAX, step_words
+from rollouts.runs.live import NotebookScreen, Screen, TerminalScreen, is_terminal
+from rollouts.runs.observer import GENERATING, STEP_PHASES, EngineState
+from rollouts.runs.panel import Panel, curve_words, panel_lines
 from rollouts.runs.sample_rows import message_words
 from rollouts.runs.streams import silent_when_closed
-from rollouts.types import Trajectory
+from rollouts.terminal_text import visible
+from rollouts.types import Episode, Trajectory
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress as Bar
     from rich.table import Table
+    from rich.text import Text
 
     from rollouts.plugins.manager import PluginFault
+    from rollouts.runs.live import Draw
     from rollouts.training.rollout_gen.groups import Group
 
 CONVERSATIONS = 3  # how many are shown during a run: one at the first step, the others at equal distances
 LINES, EVALUATION_LINES = 24, 10  # the number of plain lines of a whole run, if the output is not a terminal
-SECONDS_BETWEEN = 10.0  # between the plain lines of an evaluation of a training run
+SECONDS_BETWEEN = 10.0  # between the plain lines of an evaluation of a training run, and before one of another wait
 CHARACTERS_MAX = 400  # how much of one message is shown
 TOOL_COUNTS = (("tool calls", "tool_calls"), ("tool failures", "tool_failures"))  # rows of the tables
 
 
+Display = Literal["auto", "live", "lines", "none"]
+"""What a run shows: `auto` is the live view in a terminal or a notebook, and plain lines elsewhere."""
+
+
 @contextlib.contextmanager
-def shown_progress(stream: Literal["stdout", "stderr"]) -> Iterator[Progress]:
-    """The display on a stream of this process. It shows nothing more if the stream is closed."""
+def shown_progress(stream: Literal["stdout", "stderr"], display: Display = "auto") -> Iterator[Progress | None]:
+    """The display on a stream of this process; None if it shows nothing. It shows nothing more if the stream is
+    closed. In a notebook, the stream is standard output. Raises ConfigError for a live view without a terminal.
+    """
     from rich.console import Console
 
+    if display == "none":
+        yield None
+        return
+    is_notebook = Console().is_jupyter
+    stream = "stdout" if is_notebook else stream
     with silent_when_closed(stream):
-        yield Progress(Console(file=getattr(sys, stream), highlight=False, soft_wrap=True))
+        # Rich's own output in a notebook is one display for each line, and would flood the cell.
+        console = Console(file=getattr(sys, stream), highlight=False, soft_wrap=True, force_jupyter=False)
+        is_live = is_notebook or _can_move(console)
+        if display == "live" and not is_live:
+            what = {"stdout": "standard output", "stderr": "standard error"}[stream]
+            raise ConfigError(f"--display live: {what} is no terminal that can redraw lines\ntype: --display lines")
+        progress = Progress(console, _screens(console, is_notebook) if is_live and display != "lines" else None)
+        try:
+            yield progress
+        finally:
+            progress.close()
+
+
+def _can_move(console: Console) -> bool:
+    """Whether the console is a terminal that can redraw lines. FORCE_COLOR makes no pipe one."""
+    return console.is_terminal and console.is_interactive and not console.is_dumb_terminal and is_terminal(console.file)
+
+
+def _screens(console: Console, is_notebook: bool) -> Callable[[Draw], Screen]:
+    def make(draw: Draw) -> Screen:
+        return NotebookScreen(draw) if is_notebook else TerminalScreen(console, draw)
+
+    return make
 
 
 class Progress:
-    """An observer (`rollouts.runs.observer`) that prints to standard output, or to another console."""
+    """An observer (`rollouts.runs.observer`) that prints to standard output, or to another console. With a screen, it
+    has a live view in place of the lines of steps.
+    """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: Console | None = None, make_screen: Callable[[Draw], Screen] | None = None) -> None:
         from rich.console import Console
 
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
-        self._bar: Bar | None = None
+        self._panel = Panel()
+        self._screen = make_screen(self._drawn) if make_screen is not None else None
+        self._look: Callable[[], Sequence[EngineState]] = tuple
+        self._waiting: threading.Timer | None = None
         self._shown_faults: set[str] = set()
         self._total = 0
         self._first: int | None = None  # the first step of this process
         self._started = self._said = time.perf_counter()
         self._folder = Path()
 
+    def _drawn(self, width: int, height: int) -> list[Text]:
+        """The live view. Another thread calls this, and an error here must not end a run."""
+        try:
+            return panel_lines(self._panel, width, height)
+        except Exception as error:
+            from rich.text import Text
+
+            return [Text(f"this view cannot be drawn: {type(error).__name__}")]
+
     def begin(self, title: str, total: int, folder: Path, notes: Sequence[str]) -> None:
         """Print the title, the folder and the notes."""
         self._total, self._folder = total, folder
         self._first, self._started = None, time.perf_counter()  # a run may have a second phase
+        self._panel = Panel(title, total)
         self._say(title)
         self._say(f"writing to {folder}")
         for note in notes:
             self.note(note)
+
+    def phase(self, name: str, done: int = 0, total: int = 0) -> None:
+        """Show it in the live view. Elsewhere, print a line if something before the first step takes long."""
+        self._panel.begin_phase(name, done, total)
+        self._panel.engines = self._look()
+        if self._screen is not None:
+            self._screen.start()
+        elif done == 0:
+            self._wait_no_more()
+            if name not in STEP_PHASES:
+                self._waiting = threading.Timer(SECONDS_BETWEEN, self._say, [f"{name} ..."])
+                self._waiting.daemon = True
+                self._waiting.start()
+
+    def engines(self, look: Callable[[], Sequence[EngineState]]) -> None:
+        """Show them in the live view."""
+        self._look = look
+
+    def rollout(self, episode: Episode) -> None:
+        """Show it in the live view."""
+        self._panel.newest, self._panel.engines = episode, self._look()
+        if self._panel.phase == GENERATING:
+            self._panel.phase_done += 1
 
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
         """Print one line. The table follows at the end."""
@@ -76,17 +154,14 @@ class Progress:
         self._say(f"held-out, {when}: sampled {sampled}, greedy {greedy} ({_tasks(evaluation, 'task')})")
         if when == "before":
             self._started = time.perf_counter()
+            self._panel.began = self._panel.clock()
 
     def evaluating(self, when: str, done: int, total: int) -> None:
-        """Show a separate progress bar, or print a line every `SECONDS_BETWEEN`."""
-        if self._console.is_terminal:
-            bar = self._shown_bar()
-            if done == 1 or len(bar.task_ids) == 1:
-                bar.add_task(f"held-out, {when}", total=total)
-            bar.update(bar.task_ids[-1], completed=done)
-            if done == total:
-                bar.remove_task(bar.task_ids[-1])
-        elif done == 1:
+        """Show it in the live view, or print a line every `SECONDS_BETWEEN`."""
+        if self._screen is not None:
+            self.phase(f"held-out, {when}", done, total)
+        elif done == 0:
+            self._wait_no_more()
             self._said = time.perf_counter()
         elif done < total and time.perf_counter() - self._said >= SECONDS_BETWEEN:
             self._said = time.perf_counter()
@@ -96,10 +171,11 @@ class Progress:
         """Print the numbers of the step, and for some steps a conversation."""
         done = step + 1
         self._first = step if self._first is None else self._first
-        words = step_words(metrics, characters_max=math.inf if done == self._total else STEP_CHARACTERS_MAX)
-        if self._console.is_terminal:
-            self._advance(done, words)
+        self._panel.end_step(done, metrics)
+        if self._screen is not None:
+            self._screen.start()
         elif step == self._first or done == self._total or done % max(1, self._total // LINES) == 0:
+            words = step_words(metrics, characters_max=math.inf if done == self._total else STEP_CHARACTERS_MAX)
             left = int((time.perf_counter() - self._started) / (done - self._first) * (self._total - done))
             self._say(f"step {done}/{self._total}  {words}  {left // 60}:{left % 60:02d} left")
         if groups and step % max(1, self._total // CONVERSATIONS) == 0:
@@ -108,8 +184,9 @@ class Progress:
     def episode(self, done: int, reward_mean: float | None) -> None:
         """Show the progress of an evaluation."""
         words = f"reward {_number(reward_mean)}{'' if done == self._total else ' so far, the quickest episodes first'}"
-        if self._console.is_terminal:
-            self._advance(done, words)
+        if self._screen is not None:
+            self._panel.end_episode(done, words)
+            self._screen.start()
         elif done == self._total or done % max(1, self._total // EVALUATION_LINES) == 0:
             self._say(f"{done}/{self._total}  {words}")
 
@@ -124,11 +201,22 @@ class Progress:
                 self._shown_faults.add(str(fault))
                 self._say(f"plugin fault: {fault}")
 
+    def close(self) -> None:
+        """Remove the live view. Lines can still be printed."""
+        self._wait_no_more()
+        if self._screen is not None:
+            self._screen.stop()
+
+    def _wait_no_more(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
     def end(self, summary: dict[str, Any]) -> None:
         """Print warnings, and the tables of the results."""
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self.close()
+        if self._screen is not None and len(self._panel.values) > 1:
+            self._say(curve_words(self._panel))
         for words in summary.get("warnings", ()):
             self._say(f"warning: {words}")
         if "evaluation" in summary:
@@ -144,28 +232,11 @@ class Progress:
 
     def finished(self, words: str) -> None:
         """Print the words."""
+        self.close()
         self._say(words)
 
     def _say(self, text: str) -> None:
-        self._console.print(text, markup=False)
-
-    def _advance(self, done: int, words: str) -> None:
-        """Move the bar of the run."""
-        bar = self._shown_bar()
-        bar.update(bar.task_ids[0], completed=done, description=words)
-
-    def _shown_bar(self) -> Bar:
-        """The bar of the run. The first call creates it."""
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as Bar
-
-        if self._bar is None:
-            description = TextColumn("{task.description}")
-            columns = (MofNCompleteColumn(), BarColumn(bar_width=24), TimeRemainingColumn(), description)
-            self._bar = Bar(*columns, console=self._console)
-            self._bar.add_task("", total=self._total)
-            self._bar.start()
-        return self._bar
+        self._console.print(visible(text), markup=False)
 
     def _converse(self, done: int, groups: Sequence[Group]) -> None:
         for group in groups:
@@ -301,13 +372,14 @@ def _evaluation_table(summary: dict[str, Any]) -> Table:
 def _table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> Table:
     """A table of labels and numbers. Without `columns`, it has one column of numbers and no header."""
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=title, title_justify="left", show_header=bool(columns))
     table.add_column("")
     for name in columns or [""]:
         table.add_column(name, justify="right")
     for label, values in rows:
-        table.add_row(label, *values)
+        table.add_row(Text(visible(label)), *values)
     return table
 
 

@@ -31,7 +31,7 @@ from rollouts.runs.components import choose, completed
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records, run_name
 from rollouts.runs.held_objects import manager_for
 from rollouts.runs.manifest import MANIFEST, code_files, keep_code, make_manifest
-from rollouts.runs.observer import NullObserver, Observer
+from rollouts.runs.observer import JUDGING, NullObserver, Observer
 from rollouts.runs.plan import config_text, reward_terms
 from rollouts.runs.saved import SavedRun, groups_of_file, open_saved
 from rollouts.runs.session import Session, second_interrupt_at_once
@@ -78,6 +78,7 @@ def rescore(run: str, given: Tree, observer: Observer | None = None) -> dict[str
         keep_code(folder, files)
         title = f"{os.path.relpath(saved.folder)} · {counted(saved.rollouts, 'rollout')}, judged again"
         session.begin(job, title, len(saved.files), saved.notes, {})
+        observer.phase(JUDGING)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
 

@@ -24,7 +24,7 @@ from rollouts.disk import write_whole
 from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, OutputError, RunError
 from rollouts.loggers.jsonl import read_lines
-from rollouts.runs.children import INTERRUPTED, MISTAKE, run_command
+from rollouts.runs.children import INTERRUPTED, MISTAKE, run_command, shown_flags
 from rollouts.runs.folder import SUMMARY, check_out, read_json
 from rollouts.runs.resume import finished
 
@@ -107,13 +107,14 @@ def t_quantile(degrees: int, share: float = 0.95) -> float:
 
 class SeedRuns(NamedTuple):
     """The runs of one command: `command` is "run" or "sft" and its arguments, without seeds and folder. `resolved` are
-    its settings, with any seed.
+    its settings, with any seed. `display` is that of each run.
     """
 
     parent: Path
     command: list[str]
     seeds: list[int]
     resolved: Resolved
+    display: str = "auto"
 
     def folder(self, seed: int) -> Path:
         """The folder of the run with this seed."""
@@ -121,7 +122,8 @@ class SeedRuns(NamedTuple):
 
     def arguments(self, seed: int) -> list[str]:
         """The command line of the run with this seed."""
-        return [*self.command, f"--seed={seed}", f"--out={self.folder(seed)}", "--resume=auto"]
+        own = [f"--seed={seed}", f"--out={self.folder(seed)}", "--resume=auto"]
+        return [*self.command, *own, *shown_flags(self.display)]
 
     def is_finished(self, seed: int) -> bool:
         """Whether the run with this seed is finished."""

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -371,9 +371,15 @@ class Player(NamedTuple):
     chat: ChatFormat | None
     opponents: Mapping[str, Opponent] = NO_OPPONENTS
 
-    def at(self, temperature: float, seed: int) -> Play:
+    def at(
+        self,
+        temperature: float,
+        seed: int,
+        on_begin: Callable[[], None] = lambda: None,
+        on_end: Callable[[Episode], None] | None = None,
+    ) -> Play:
         """A function that plays one episode at this temperature. Random numbers depend on `seed` and the episode's
-        order.
+        order. `on_begin` and `on_end` are called for each episode.
         """
         settings = self.settings
         environments = {env.alias: env for env in self.environments}
@@ -381,6 +387,7 @@ class Player(NamedTuple):
 
         def play(job: EpisodeJob, session: str, inference: SuspendableEngine) -> Coroutine[Any, Any, Episode]:
             environment = environments[job.task.env]
+            on_begin()
             return run_episode(
                 job.task,
                 make_env=environment.make_env,
@@ -396,6 +403,7 @@ class Player(NamedTuple):
                 sandboxes=environment.sandboxes,
                 shared=environment.shared,
                 opponents=self.opponents,
+                on_end=on_end,
             )
 
         return play

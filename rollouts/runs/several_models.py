@@ -19,7 +19,7 @@ from rollouts.config.secrets import command_without_secrets
 from rollouts.disk import write_whole
 from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, OutputError, RunError
-from rollouts.runs.children import INTERRUPTED, MISTAKE, run_command
+from rollouts.runs.children import INTERRUPTED, MISTAKE, run_command, shown_flags
 from rollouts.runs.folder import SUMMARY, check_out, holds_run, numbered, read_json
 from rollouts.runs.jobs.evaluate import model_name
 
@@ -33,12 +33,13 @@ class _Written(msgspec.Struct):
 
 class ModelRuns(NamedTuple):
     """The evaluations of one command: `command` is "eval" and its arguments, without models and folder. `models` are
-    the names of their folders, each with its model.
+    the names of their folders, each with its model. `display` is that of each evaluation.
     """
 
     parent: Path
     command: list[str]
     models: dict[str, str]
+    display: str = "auto"
 
     def is_done(self, name: str) -> bool:
         """Whether every episode of this evaluation was played."""
@@ -49,8 +50,8 @@ class ModelRuns(NamedTuple):
         """The command line that begins this evaluation, or resumes it."""
         folder = self.parent / name
         if holds_run(folder):
-            return ["resume", str(folder)]
-        return [*self.command, f"--model={self.models[name]}", f"--out={folder}"]
+            return ["resume", str(folder), *shown_flags(self.display)]
+        return [*self.command, f"--model={self.models[name]}", f"--out={folder}", *shown_flags(self.display)]
 
 
 def named_models(models: Sequence[str]) -> dict[str, str]:

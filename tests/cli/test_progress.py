@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from rollouts.plugins.manager import PluginFault
+from rollouts.runs.live import TerminalScreen
 from rollouts.runs.plan import title
 from rollouts.runs.progress import CHARACTERS_MAX, Progress, _comparison_table, conversation_lines
 from rollouts.training.rollout_gen.groups import Group
@@ -39,9 +41,10 @@ def groups():
 
 def watch(*, terminal=False, status="done", steps=4, first=0, checkpoint=None, more=None, **changed):
     stream = io.StringIO()
-    console = Console(file=stream, force_terminal=terminal, width=100, highlight=False, soft_wrap=True)
-    progress = Progress(console)
+    console = Console(file=stream, force_terminal=terminal, width=100, height=40, highlight=False, soft_wrap=True)
+    progress = Progress(console, functools.partial(TerminalScreen, console) if terminal else None)
     progress.begin(title(plan(steps=steps, **changed)), steps, Path("runs/x"), ["the template drops thinking"])
+    progress.phase("generating", 0, 64)
     if not first:
         progress.evaluation("before", EVALUATION)
     for step in range(first, steps):
@@ -205,12 +208,12 @@ def test_a_run_that_was_not_finished_has_no_table(status, terminal):
     assert "held-out tasks" not in watch(status=status, terminal=terminal)
 
 
-def test_a_line_that_moves_on_a_terminal():
+def test_a_live_view_in_a_terminal_has_no_lines_of_steps():
     text = watch(terminal=True)
-    assert "\x1b[" in text and "4/4" in text
+    assert "\x1b[" in text and "step 4/4" in text and "reward 0.500 ▁▁▁▁ 0.500 to 0.500 over 4 steps" in text
     assert "\nstep 1/4" not in text
     assert "held-out tasks (16)" in text
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1, "the cursor is shown again"
+    assert text.count("\x1b[?25l") == 1 and text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is shown"
 
 
 def test_sft_has_no_rollouts():
@@ -239,14 +242,15 @@ def test_an_evaluation_of_a_training_run_has_progress(terminal, monkeypatch):
 
     monkeypatch.setattr(progress, "SECONDS_BETWEEN", 0.0)
     output = io.StringIO()
-    shown = progress.Progress(Console(file=output, force_terminal=terminal, width=120))
+    console = Console(file=output, force_terminal=terminal, width=120)
+    shown = progress.Progress(console, functools.partial(TerminalScreen, console) if terminal else None)
     shown.begin("title", 4, Path("runs/x"), [])
-    for done in (1, 2, 3):
+    for done in (0, 1, 2, 3):
         shown.evaluating("before", done, 3)
     shown.end({"status": "failed", "evaluation": {}})
     text = output.getvalue()
-    assert ("held-out, before: 2/3" in text) is not terminal
-    assert "held-out, before" in text
+    assert ("held-out, before: 2/3\n" in text) is not terminal
+    assert bool(re.search(r"3/3 \S*━━━", text)) is terminal and "held-out, before" in text
 
 
 def test_the_closing_table_has_tool_calls_and_the_parts_of_a_score_under_their_rewards():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from pathlib import Path
 
 from rollouts.errors import ConfigError
 from rollouts.runs.components import make_component
@@ -10,12 +12,14 @@ from rollouts.runs.plan import Plan
 from rollouts.training.batches import RankServer, TrainingBackend
 
 
-def make_training(plan: Plan) -> TrainingBackend | RankServer:
-    """The training backend with its model loaded; on a rank above 0 of a distributed backend, the RankServer.
+def make_training(plan: Plan, watch: Callable[[str], None] = lambda name: None) -> TrainingBackend | RankServer:
+    """The training backend with its model loaded; on a rank above 0 of a distributed backend, the RankServer. `watch`
+    is called with the name of this phase.
 
     Raises UserError, also if a launcher started several processes and the backend supports only one.
     """
     settings, chosen = plan.settings, plan.one("training")
+    watch(f"loading {Path(settings.model).name}")
     available = plan.training_arguments() | {"config": plan.config_of_ranks}
     backend: TrainingBackend | RankServer = make_component("training backend", chosen, available)
     if isinstance(backend, RankServer):

@@ -27,6 +27,8 @@ from rollouts.training.datasets.chat_rows import ChatOptions, supervised_rows
 from rollouts.training.datasets.prepared import Preparer, ShuffledSamples, divided, prepare
 from rollouts.types import Sample, Task
 
+ROWS_BETWEEN = 100  # between two words about how many were read
+
 
 class ChatData(NamedTuple):
     """The samples in the order in which the run trains on them, those of which it only computes the loss, notes for
@@ -39,18 +41,27 @@ class ChatData(NamedTuple):
     patience: int = 0
 
 
-def training_data(plan: Plan, held_out: Sequence[Task], chat: ChatFormat) -> ChatData:
+def training_data(
+    plan: Plan, held_out: Sequence[Task], chat: ChatFormat, watch: Callable[[int], None] = lambda count: None
+) -> ChatData:
     """The data of a run of mode sft: conversations of rows, or demonstrations. Empty in mode rl. Demonstrations and
-    conversations of held-out tasks are left out.
+    conversations of held-out tasks are left out. `watch` is called with the number of rows that were read so far.
     """
     if takes_rows(plan.settings.mode, plan.chosen):
-        return chat_data(plan, held_out, chat)
+        return chat_data(plan, held_out, chat, watch=watch)
     is_sft = plan.settings.mode == "sft"
     samples = demonstration_samples(plan.environments, held_out, plan.settings, chat) if is_sft else []
     return ChatData(samples, [], [])
 
 
-def chat_data(plan: Plan, held_out: Sequence[Task], chat: ChatFormat, *, cache: Path | None = None) -> ChatData:
+def chat_data(
+    plan: Plan,
+    held_out: Sequence[Task],
+    chat: ChatFormat,
+    *,
+    cache: Path | None = None,
+    watch: Callable[[int], None] = lambda count: None,
+) -> ChatData:
     """The conversations of the rows that `--data` names. Conversations that answer a held-out task are left out.
 
     With `streaming`, only as many rows are read as the run uses, in their order. Raises ConfigError, for a bad row with
@@ -71,6 +82,7 @@ def chat_data(plan: Plan, held_out: Sequence[Task], chat: ChatFormat, *, cache: 
     given: Iterable[Row] = answers or found
     if rows.streaming:
         given = itertools.islice(given, count)
+    given = _watched(given, watch)
     preparer = Preparer(chat.tokenizer, dict(settings.template), chat_options(plan, rows), chat)
     prepared = prepare(
         given, preparer, processes=rows.processes, skips=rows.bad_rows == "skip", folder=cache, name=component.name
@@ -86,6 +98,14 @@ def chat_data(plan: Plan, held_out: Sequence[Task], chat: ChatFormat, *, cache: 
     )
     own = [prepared.sample(row, number) for number in kept for row in prepared.rows_of(number)]
     return ChatData(samples, own, notes, rows.patience)
+
+
+def _watched(rows: Iterable[Row], watch: Callable[[int], None]) -> Iterator[Row]:
+    """The rows; `watch` is called with their number, now and then."""
+    for count, row in enumerate(rows):
+        if count % ROWS_BETWEEN == 0:
+            watch(count)
+        yield row
 
 
 class _Answers:

@@ -21,6 +21,7 @@ from rollouts.inference.base import InferenceBackend
 from rollouts.runs.clock import Start
 from rollouts.runs.environments import chosen_tasks, few_held_out_notes
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records, run_name
+from rollouts.runs.jobs.watching import Watching
 from rollouts.runs.manifest import (
     MANIFEST,
     code_files,
@@ -29,7 +30,7 @@ from rollouts.runs.manifest import (
     resumed_manifest,
     update_manifest,
 )
-from rollouts.runs.observer import Observer
+from rollouts.runs.observer import PLAYING, Observer
 from rollouts.runs.opponents import entered, make_opponents
 from rollouts.runs.plan import Plan
 from rollouts.runs.played import PLAYED, keep, read_played
@@ -73,6 +74,7 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path, resume:
         folder = open_folder(session, plan.environments, make_folder, parts=("trajectories",))
         played, notes = read_played(folder.path, tasks)
         engine_gets = plan.inference_arguments(None, str(folder.path))
+        observer.phase(f"loading {Path(settings.model).name}")
         inference = make_inference(plan.one("inference"), engine_gets, plan.environments, must_train=False)
         files = code_files(plan.references, plan.resolved.source)
         manifest = make_manifest(settings.seed, plan.references, files)
@@ -117,6 +119,7 @@ class EvaluationJob:
         settings = plan.settings
         samples = settings.samples_per_prompt
         self._plan, self._session, self._player, self._inference = plan, session, player, inference
+        self._watching = Watching(session.observer, plan.one("inference").name, inference)
         orders = [(index, sample) for index in chosen for sample in range(samples)]
         self._jobs = [Job(tasks[order[0]], order) for order in orders if order not in played]
         self.total = len(orders)
@@ -146,11 +149,15 @@ class EvaluationJob:
         settings = self._plan.settings
         with second_interrupt_at_once(interrupt_handler):
             failures = Failures(FailurePolicy(settings.retries, settings.max_failures))
+            if not self._inference.capabilities.in_process:
+                self._session.observer.phase("starting the engine")
             async with self._inference, entered(self._player.opponents):
+                self._session.observer.engines(self._watching.engines)
+                self._session.observer.phase(PLAYING)
                 # The seed of a run's own evaluations: a checkpoint that is evaluated again has the same results.
                 await run_episodes(
                     self._jobs,
-                    self._player.at(settings.temperature, settings.seed + 1),
+                    self._player.at(settings.temperature, settings.seed + 1, self._watching.begin, self._watching.end),
                     self._inference,
                     concurrency=settings.concurrency,
                     failures=failures,

@@ -8,7 +8,6 @@ parts of a session that all runs share (`session`), and the checkpoint from whic
 from __future__ import annotations
 
 import dataclasses
-import functools
 import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,28 +20,30 @@ import trio
 from rollouts.chat.format import ChatFormat
 from rollouts.config.stopping import Ranking, read_ranking
 from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted, suggestion
-from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
+from rollouts.evaluate import evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
 from rollouts.runs.clock import Start
 from rollouts.runs.components import Chosen
-from rollouts.runs.folder import EVALUATED, MakeFolder, episode_records
+from rollouts.runs.folder import MakeFolder
 from rollouts.runs.held_objects import again_command
 from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.backend import make_training
 from rollouts.runs.jobs.chat_data import ChatData, HeldOutLoss, training_data
 from rollouts.runs.jobs.demonstrations import held_out_notes
+from rollouts.runs.jobs.held_out import play_held_out
 from rollouts.runs.jobs.saving import Occasion, Saving, profiled_steps
 from rollouts.runs.jobs.sources import TaskSource, group_source, task_source
 from rollouts.runs.jobs.step_files import write_step, write_times
 from rollouts.runs.jobs.stopping import Stopping, summary_of
+from rollouts.runs.jobs.watching import Watching
 from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
-from rollouts.runs.observer import Observer
+from rollouts.runs.observer import GENERATING, SAVING, SYNCING, TRAINING, Observer
 from rollouts.runs.on_step import FinishedStep, call_on_step
 from rollouts.runs.opponents import entered, make_opponents
 from rollouts.runs.plan import Plan, title
 from rollouts.runs.resume import REVISION, Logged, Resumed, RunState, restore, take_back
-from rollouts.runs.sample_rows import EVAL_SAMPLES, SAMPLES, held_out_rollouts, step_rollouts
+from rollouts.runs.sample_rows import SAMPLES, step_rollouts
 from rollouts.runs.session import (
     Interrupts,
     Player,
@@ -52,7 +53,6 @@ from rollouts.runs.session import (
     make_inference,
     second_interrupt_at_once,
 )
-from rollouts.runs.times import evaluation_times
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.batches import RankServer, TrainingBackend
@@ -63,14 +63,13 @@ from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import Group, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import environment_metrics
-from rollouts.training.rollout_gen.pool import Job
 from rollouts.training.rollout_gen.saved import SavedGroups
 from rollouts.training.weights.store import best_checkpoint
 from rollouts.training.weights.sync import WeightSyncManager
-from rollouts.types import Episode, Sample, Task
+from rollouts.types import Sample, Task
 
 SAVE_SECONDS = 1800.0
-EVALUATION_TEMPERATURES = (1.0, 0.0)  # sampled, greedy
+PREPARING = "preparing rows of data"
 
 
 def train(
@@ -102,9 +101,9 @@ def train(
     run_title, tasks = title(plan), task_source(plan, held_out)
     chat = load_chat(settings, environments, tool_parser=plan.tool_parser)
     of_tasks = held_out_notes(settings, environments, held_out, also_held_out) + tasks.notes(settings, chat.tokenizer)
-    data = training_data(plan, [*held_out, *also_held_out], chat)
+    data = training_data(plan, [*held_out, *also_held_out], chat, lambda rows: observer.phase(PREPARING, rows))
     with Session(observer, started, plan.manager) as session:
-        backend = make_training(plan)
+        backend = make_training(plan, observer.phase)
         if isinstance(backend, RankServer):
             backend.serve()
             return {}
@@ -197,7 +196,12 @@ class Training:
         )
         self._learning = learning.LearningCheck(self.session.observer.note)
         self._parts = learning.PartCounts()
-        self._syncing = WeightSyncManager([self.inference], temperature=settings.temperature)
+        self._watching = Watching(self.session.observer, self.plan.one("inference").name, self.inference)
+        self._syncing = WeightSyncManager(
+            [self.inference],
+            temperature=settings.temperature,
+            on_send=lambda: self.session.observer.phase(SYNCING),
+        )
         self._failures = Failures(FailurePolicy(settings.retries, settings.max_failures))
         self._score_groups = group_scorer(
             self.plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds
@@ -225,7 +229,10 @@ class Training:
         """Evaluate, train, evaluate, save. `interrupt_handler` is the handler of SIGINT outside of trio."""
         self._saving.begin(self._start.step)
         with second_interrupt_at_once(interrupt_handler) as self._interrupts:
+            if not self.inference.capabilities.in_process:
+                self.session.observer.phase("starting the engine")
             async with self.inference, entered(self._opponents):
+                self.session.observer.engines(self._watching.engines)
                 await self._syncing.sync(self.backend)
                 if self._resumes:
                     self._evaluations["before"] = self._start.evaluation.get("before")
@@ -238,6 +245,7 @@ class Training:
 
     async def _steps(self) -> None:
         """Train, from where the run begins to its end."""
+        self._show_step(self._start.step)
         if self._settings.mode == "sft":
             await self._supervised()
         else:
@@ -309,7 +317,9 @@ class Training:
             self.plan,
             self.tasks,
             self._start.rollouts,
-            play=self._player.at(self._settings.temperature, self._settings.seed),
+            play=self._player.at(
+                self._settings.temperature, self._settings.seed, self._watching.begin, self._watching.end
+            ),
             inference=self.inference,
             score_groups=self._score_groups,
             failures=self._failures,
@@ -382,6 +392,7 @@ class Training:
         saved, so that its checkpoint is complete; the rest of a step is short.
         """
         self.session.call_hooks("rollouts_samples", samples=samples, step=step)
+        self.session.observer.phase(TRAINING)
         self._interrupts.is_held = True
 
     def _supervised(self) -> Awaitable[Any]:
@@ -459,6 +470,15 @@ class Training:
             raise KeyboardInterrupt
         self._interrupts.is_held = self._settings.mode == "sft" and done < self._settings.steps and self._stop is None
         await self._profile_before(done)
+        if self._stop is None:
+            self._show_step(done)
+
+    def _show_step(self, done: int) -> None:
+        """Show the observer what the step after `done` steps begins with."""
+        settings = self._settings
+        if done < settings.steps:
+            rollouts = settings.prompts_per_step * settings.samples_per_prompt
+            self.session.observer.phase(*((GENERATING, 0, rollouts) if settings.samples else (TRAINING,)))
 
     async def _serve_newest(self) -> dict[str, float]:
         """Send the newest weights to the engine before an evaluation, even if `sync_every` did not. Returns `sync/`
@@ -477,49 +497,21 @@ class Training:
         if when == "after" and done and self._evaluated is not None and self._evaluated[0] == done:
             evaluation = self._evaluated[1]  # these weights were evaluated just before the run stopped
         else:
-            evaluation = await self._play_held_out(when, done)
+            evaluation = await play_held_out(
+                self.session,
+                self._player,
+                self.held_out,
+                self.inference,
+                self._score_group,
+                self._failures,
+                when,
+                done,
+            )
+            self._evaluated = done, evaluation
         if when in self._evaluations:
             self._evaluations[when] = evaluation
         self.session.observer.evaluation(when, evaluation)
         return loss | evaluation_metrics(evaluation)
-
-    async def _play_held_out(self, when: str, done: int) -> dict[str, Any]:
-        """The results of an evaluation after `done` steps."""
-        reports, total = [], len(self.held_out) * len(EVALUATION_TEMPERATURES)
-        ended: dict[tuple[float, tuple[int, ...]], Episode] = {}  # by (minus the temperature, order)
-
-        def on_end(job: Job, episode: Episode, *, temperature: float) -> None:
-            ended[-temperature, job.order] = episode
-            self.session.observer.evaluating(when, len(ended), total)
-
-        def keep() -> None:
-            played = sorted(ended.items(), key=lambda each: each[0])
-            records = ({"temperature": -t} | line for (t, _), each in played for line in episode_records(each))
-            self._folder.write_trajectories(f"{EVALUATED}{done:06d}", records)
-            self._folder.write_times(f"{EVALUATED}{done:06d}", evaluation_times([each for _, each in played]))
-
-        try:
-            for temperature in EVALUATION_TEMPERATURES:
-                report, episodes = await evaluate(
-                    self.held_out,
-                    play=self._player.at(temperature, self._settings.seed + 1),
-                    inference=self.inference,
-                    score_groups=self._score_groups,
-                    concurrency=self._settings.concurrency,
-                    failures=self._failures.beside(),
-                    on_end=functools.partial(on_end, temperature=temperature),
-                )
-                reports.append(report)
-                ended |= {(-temperature, each.order): each for each in episodes}
-        except Exception:
-            keep()  # the episodes show why the evaluation failed
-            raise
-        keep()
-        self.session.loggers.log_samples(EVAL_SAMPLES, held_out_rollouts(ended), max(done - 1, 0))
-        for words in check_passes(reports, list(ended.values()), when):
-            self.session.observer.note(words)
-        self._evaluated = done, Evaluation(*reports).as_dict()
-        return self._evaluated[1]
 
     async def _save(self, path: Path, done: int, evaluations: Mapping[str, Any], occasion: Occasion) -> bool:
         """Write a checkpoint that transformers loads, tokenizer and template included, with everything that a resume
@@ -528,6 +520,7 @@ class Training:
 
         The files to which it refers are flushed to the disk first, so that a crash of the machine loses none of them.
         """
+        self.session.observer.phase(SAVING)
         state = self._state(done, evaluations, occasion)
         await trio.to_thread.run_sync(self._folder.sync)
         try:

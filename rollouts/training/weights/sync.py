@@ -57,12 +57,18 @@ class WeightSyncManager:
         temperature: the run's sampling temperature; sampled tokens are probed at this temperature and at 1
         tolerance: the allowed difference between an engine's and the trainer's log-probability of a token, in nats.
             None: the engine's own `tolerance` if it is above 0, else a number that depends on the dtype of the weights
+        on_send: called before weights are sent to engines that have a copy of them
     """
 
     def __init__(
-        self, engines: Sequence[InferenceBackend], *, temperature: float = 1.0, tolerance: float | None = None
+        self,
+        engines: Sequence[InferenceBackend],
+        *,
+        temperature: float = 1.0,
+        tolerance: float | None = None,
+        on_send: Callable[[], None] = lambda: None,
     ) -> None:
-        self.engines = tuple(engines)
+        self.engines, self._on_send = tuple(engines), on_send
         self.version = -1
         self._temperature, self._tolerance = temperature, tolerance
         self._memory = probe.Memory()
@@ -81,6 +87,7 @@ class WeightSyncManager:
                 await engine.update_weights(WeightUpdate(version))
         metrics = {"sync/version": float(version)}
         if owners:
+            self._on_send()
             servers = [engine for engine in owners if engine.capabilities.weights_as != "tensors"]
             proof, bound = await self._begin(backend, owners, servers)
             sent = [await _prepare(proof, route, owners) for route in dict.fromkeys(map(_route_of, owners))]
