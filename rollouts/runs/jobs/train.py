@@ -502,7 +502,7 @@ class Training:
                 self._player,
                 self.held_out,
                 self.inference,
-                self._score_group,
+                self._score_groups,
                 self._failures,
                 when,
                 done,
