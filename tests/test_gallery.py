@@ -58,7 +58,9 @@ def test_every_package_with_dynamic_names_has_a_pack(script):
 
 # Only read: what they choose needs an upstream package, a program, a server, or a loss of your own.
 PACKS = "gym|gem|reasoning_gym|textarena|textarena_self|verifiers|verifiers-v0"
-ELSEWHERE = re.compile(rf" ({PACKS})/| --(sandbox|worker|logger|tool|env.url) | --loss ./my_loss| \./my-reward-model")
+ELSEWHERE = re.compile(
+    rf" ({PACKS})/| --(sandbox|worker|logger|tool|env.url) | --env browser_form| --loss ./my_loss| \./my-reward-model"
+)
 
 
 @pytest.mark.slow
