@@ -8,14 +8,17 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import forks
 import pytest
 
 from rollouts import reward
 from rollouts.check import check_environment_class
+from rollouts.check.environments import agents
 from rollouts.check.environments.table import CHECKS
 from rollouts.check.report import FailedError, Report, SkippedError
 from rollouts.check.runner import Check, run_checks
@@ -216,6 +219,35 @@ def test_slow_tasks_are_drawn_for_a_limited_time(monkeypatch):
 
     check_environment_class(Slow, only=["task-ids"])
     assert 0 < len(drawn) < 1000  # without the limit, 1000 of each split
+
+
+def test_a_check_ends_at_its_deadline_only_if_nothing_ends(monkeypatch):
+    """However long all episodes take together, as on a busy machine."""
+    asked, ended = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Thread(threading.Thread):
+        def join(self, timeout):  # the time passes, and one episode ends, or the thread
+            asked.release()
+            ended.acquire()
+
+        def run(self):
+            super().run()
+            ended.release()
+
+    async def five_episodes(are_counted):
+        for _ in range(5):
+            asked.acquire()
+            if are_counted:
+                agents.progressed()
+            ended.release()
+        return "all"
+
+    monkeypatch.setattr(agents, "threading", SimpleNamespace(Thread=Thread))
+    assert agents.in_trio(five_episodes, True) == "all"
+    with pytest.raises(FailedError) as caught:
+        agents.in_trio(five_episodes, False)
+    assert caught.value.seen.startswith("one did not end in 120 seconds")
+    asked.release(9)  # lets the thread end
 
 
 def run_pytest(folder, *arguments):

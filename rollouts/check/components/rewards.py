@@ -10,7 +10,7 @@ import trio
 
 from rollouts.check.components.episodes import REPLIES, TASK, Played, invented_trajectory, unusual_episodes
 from rollouts.check.components.subject import Function, Subject, at, trying
-from rollouts.check.environments.agents import in_trio
+from rollouts.check.environments.agents import in_trio, progressed
 from rollouts.check.environments.subject import make_subject as make_environment
 from rollouts.check.packages import Found
 from rollouts.check.report import FailedError
@@ -51,15 +51,14 @@ def any_reply(subject: Subject) -> str:
     """It judges every reply without an exception: empty, very long, unicode, a failed call, no reply at all."""
     episodes = _episodes(subject)
     values(subject)
-    judged: list[Played] = []
 
     async def each_twice() -> None:  # in one trio run, which keeps the processes of a reward that has some
         for each in episodes:
             with trying(f"judge {each.words}", "return a number for any reply: 0 if it is no answer", subject.function):
                 await _judged(subject, subject.function, [each, each])
-            judged.append(each)
+            progressed()
 
-    in_trio(each_twice, parts=judged)
+    in_trio(each_twice)
     return counted(len(episodes), "episode")
 
 

@@ -42,7 +42,7 @@ Agent = Callable[[ChatRequest], Message | Awaitable[Message]]
 """Chooses the next message from the conversation so far."""
 
 EPISODE_SECONDS = 60.0
-CHECK_SECONDS = 120.0  # how long one check may take inside trio
+CHECK_SECONDS = 120.0  # how long an episode or a call inside trio may take
 TURNS = 8
 CLOSE_SECONDS = 10.0
 
@@ -175,6 +175,8 @@ async def play(
     except RewardError as error:
         message = message_of(error)
         return Played(Episode((0, 0), task, [Trajectory(task, task.messages)], Score(None), {}), message)
+    finally:
+        progressed()
     return Played(episode)
 
 
@@ -232,12 +234,18 @@ def script_for(subject: Subject, task: Task) -> list[Message]:
     return replies or example_script(subject)
 
 
-def in_trio(
-    function: Callable[..., Awaitable[T]], *args: Any, seconds: float = CHECK_SECONDS, parts: Sequence[Any] = ()
-) -> T:
+_ended: list[None] = []  # one for each episode, call or verdict that has ended
+
+
+def progressed() -> None:
+    """Say that an episode, a call or a verdict has ended, so the check is not stuck."""
+    _ended.append(None)
+
+
+def in_trio(function: Callable[..., Awaitable[T]], *args: Any) -> T:
     """The result of an async function, run by trio in a thread of its own. Raises FailedError, with the author's line,
-    if it does not end in time: the environment then blocks the event loop, or ignores its cancellation. If the
-    function appends to `parts`, each part has this time.
+    if there is neither a result nor progress for CHECK_SECONDS: the environment then blocks the event loop, or ignores
+    its cancellation. How long the whole function takes does not matter, as the machine may be slow.
     """
     results: list[outcome.Outcome[T]] = []
     thread = threading.Thread(
@@ -245,15 +253,15 @@ def in_trio(
     )
     thread.start()
     done = -1
-    while thread.is_alive() and len(parts) > done:
-        done = len(parts)
-        thread.join(seconds)
+    while thread.is_alive() and len(_ended) > done:
+        done = len(_ended)
+        thread.join(CHECK_SECONDS)
     if results:
         return results[0].unwrap()
     place = _place_of_thread(thread)
     raise FailedError(
         "play episodes, each with a deadline",
-        f"they did not end in {seconds:g} seconds" + (f"; the event loop waits for {place}" if place else ""),
+        f"one did not end in {CHECK_SECONDS:g} seconds" + (f"; the event loop waits for {place}" if place else ""),
         "do not block in an async method (await trio.sleep, not time.sleep), and do not catch trio.Cancelled",
     )
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.author_code import message_of, place_of_function, shown
-from rollouts.check.environments.agents import done, in_trio, ready, tools_for
+from rollouts.check.environments.agents import done, in_trio, progressed, ready, tools_for
 from rollouts.check.environments.subject import Subject
 from rollouts.check.environments.tokens import chat_formats
 from rollouts.check.environments.traces import Leftovers, own_temporary_folder, writes_outside
@@ -177,6 +177,7 @@ async def _call_each(
             except RolloutsError as error:
                 tried = f"call the tool {tool.name} with {each.words}: {shown(each.arguments)}"
                 raise FailedError(tried, message_of(error), "check the arguments first") from error
+            progressed()
             _judge(own, each, outcome)
             name = outcome.text.removeprefix("Error: ").partition(":")[0].strip()
             if outcome.failure == "exception" and tool.isolate is None and name in ACCIDENTS:
