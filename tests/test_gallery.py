@@ -63,6 +63,25 @@ ELSEWHERE = re.compile(
 )
 
 
+def test_the_page_for_environments_that_you_have_names_every_adapter(script, monkeypatch, capsys):
+    """A row for each plugin with environments, whose commands can be read."""
+    page = (ROOT / "docs" / "which-environments.md").read_text(encoding="utf-8")
+    plugins = [package for package in script["packages"]() if package.folder.parent.name == "plugins"]
+    names = [pack["prefix"] for pack in script["packs"]() if pack["prefix"] != "textarena_self/"]
+    names += [f"--env {name} " for each in plugins for name in each.entry_points.get("rollouts.environments", {})]
+    table = page.partition("\n## ")[0]
+    assert len(names) > 8 and [name for name in names if name not in table] == []
+    seen = []
+    composed = types.ModuleType("rollouts.runs")
+    composed.run = lambda resolved, observer: seen.append(resolved)
+    composed.__path__ = [str(ROOT / "rollouts" / "runs")]
+    monkeypatch.setitem(sys.modules, "rollouts.runs", composed)
+    commands = re.findall(r"\| `(rollouts run [^`]*) --dry-run` \|", table)
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0, command + capsys.readouterr().err
+    assert len(seen) == len(commands) > 8
+
+
 @pytest.mark.slow
 def test_the_commands_are_read_and_compose(monkeypatch, tmp_path, capsys):
     """Their names, flags and settings are right; no model loads, and nothing runs."""

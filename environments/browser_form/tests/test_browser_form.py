@@ -406,17 +406,7 @@ def test_an_episode_in_a_run_whose_browser_dies_fails_and_may_be_played_again(mo
 @needs_chromium
 @pytest.mark.slow
 def test_the_contract() -> None:
-    """The checks that say something of a browser; each of the others plays dozens of episodes."""
-    chosen = [
-        "demonstrations",
-        "task-ids",
-        "episode",
-        "oracle",
-        "no-op",
-        "interleaved",
-        "cancelled",
-        "deadlines",
-        "close",
-    ]
+    """Without the checks that play dozens of episodes; `make test-adapters` has them all."""
+    chosen = ["demonstrations", "task-ids", "episode", "oracle", "no-op", "deadlines", "close"]
     report = check_environment_class(BrowserForm, fields=2, pages=1, tasks=1, only=chosen)
-    assert {result.status for result in report.results} == {"passed", "skipped"}
+    assert {result.name for result in report.results if result.status != "passed"} == {"task-ids"}  # there are no ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import shutil
@@ -324,3 +325,14 @@ def test_the_sandbox_subprocess_is_refused(tmp_path, system, words, capsys):
     shown = capsys.readouterr().err
     assert re.search(words, shown) and "Traceback" not in shown
     assert not Path("/logs").exists() and not Path("/tests").exists()
+
+
+@pytest.mark.adapters
+def test_keeps_the_contract(bubblewrap, tmp_path, capsys):
+    for name in ("a", "b", "c"):
+        text = f"Task {name}: write the word that greets.txt asks for into /app/out.txt.\n"
+        make_task(tmp_path / name, instruction_dot_md=text)
+    system, sandbox = bubblewrap
+    flags = ["--env.path", str(tmp_path), "--env.system", system, "--skip", "wheel", "--tasks", "1"]
+    flags += ["--sandbox.name", sandbox["name"], "--sandbox.folders", json.dumps(sandbox["folders"])]
+    assert main(["check", "harbor", *flags]) == 0, capsys.readouterr().out

@@ -121,6 +121,17 @@ def test_a_server_that_dies_fails_the_episode(tmp_path):
     assert episode.score.value is None and episode.may_retry
 
 
+@pytest.mark.adapters
+def test_keeps_the_contract(url, tmp_path, capsys):
+    """Without the checks that need strange numbers: the imitation hangs or fails at some of them on purpose."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text(imitation.lines(imitation.row(), imitation.row(), imitation.row()))
+    command = ["check", "nemo_gym", "--env.url", url, "--env.data", str(data), "--tasks", "2", "--skip", "wheel"]
+    assert main([*command, "--skip", "tool-arguments,forged-numbers,interleaved,cancelled"]) == 0, (
+        capsys.readouterr().out
+    )
+
+
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
