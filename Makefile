@@ -20,7 +20,9 @@ test-adapters:  ## every environment of the upstream packages, which it installs
 	$(ADAPTERS)/ors/bin/pip install -q ors-sdk==0.1.0
 	$(PYTHON_3_12) -m venv $(ADAPTERS)/nemo-gym
 	$(ADAPTERS)/nemo-gym/bin/pip install -q nemo-gym==0.4.0
-	ROLLOUTS_NEMO_GYM=$(ADAPTERS)/nemo-gym/bin/python \
+	$(PYTHON_3_12) -m venv $(ADAPTERS)/harbor
+	$(ADAPTERS)/harbor/bin/pip install -q harbor==0.25.0
+	ROLLOUTS_NEMO_GYM=$(ADAPTERS)/nemo-gym/bin/python ROLLOUTS_HARBOR=$(ADAPTERS)/harbor/bin/python \
 	ROLLOUTS_MCP_1=$(ADAPTERS)/mcp-1/bin/python ROLLOUTS_ORS=$(ADAPTERS)/ors/bin/python \
 	ROLLOUTS_OPENENV=$(ADAPTERS)/openenv/bin/python \
 	  $(ADAPTERS)/bin/python -m pytest -n 0 -m "not engines" --equal-at-least 300 plugins tests/adapters

@@ -144,6 +144,52 @@ def test_upstream_has_the_messages_that_this_package_uses():
     assert {"CAPACITY_REACHED", *REFUSALS} <= set(codes), now + "the codes of errors"
 
 
+ORS_WRITTEN_FOR = "0.1.0"
+ORS_CONTRACT = """
+import json, sys
+from importlib.metadata import version
+from ors import Server, types
+sys.path.insert(0, sys.argv[1])
+from ors_server import Guessing
+
+names = ("TextBlock", "ImageBlock", "ToolOutput", "RunToolSuccess", "RunToolError", "ToolSpec", "ListToolsOutput",
+         "ToolCall", "CreateSession", "NumTasks", "GetTask", "Split")
+fields = {name: sorted(getattr(types, name).model_fields) for name in names}
+found = [(route.methods, route.path) for route in Server([Guessing]).app.routes if hasattr(route, "methods")]
+routes = [f"{method} {path}" for methods, path in found for method in methods]
+print(json.dumps([version("ors-sdk"), fields, routes]))
+"""
+
+
+def test_ors_has_the_messages_and_requests_that_this_package_uses():
+    command = [python_of("ROLLOUTS_ORS"), "-c", ORS_CONTRACT, HERE]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, f"the names of ors-sdk have changed: {run.stderr.strip().splitlines()[-1]}"
+    version, fields, routes = json.loads(run.stdout)
+    now = f"ors-sdk {version} differs from {ORS_WRITTEN_FOR}, for which this package was written: "
+    expected = {
+        "TextBlock": ["detail", "text", "type"],
+        "ImageBlock": ["data", "detail", "mimeType", "type"],
+        "ToolOutput": ["blocks", "finished", "metadata", "reward"],
+        "RunToolSuccess": ["ok", "output"],
+        "RunToolError": ["error", "ok"],
+        "ToolSpec": ["description", "input_schema", "name"],
+        "ListToolsOutput": ["tools"],
+        "ToolCall": ["input", "name", "task_id"],
+        "CreateSession": ["env_name", "index", "secrets", "split", "task_spec"],
+        "NumTasks": ["split"],
+        "GetTask": ["index", "split"],
+        "Split": ["name", "type"],
+    }
+    for name, wanted in expected.items():
+        assert fields[name] == wanted, f"{now}the fields of {name}"
+    used = "GET /list_environments|GET /{env_name}/splits|POST /{env_name}/num_tasks|POST /{env_name}/task|POST /create"
+    used += "|POST /create_session|GET /{env_name}/prompt|GET /{env_name}/tools|GET /{env_name}/task_tools"
+    used += "|POST /{env_name}/call|POST /ping|POST /delete|POST /delete_session"
+    missing = sorted(set(used.split("|")) - set(routes))
+    assert not missing, f"{now}{', '.join(missing)}"
+
+
 def test_ors():
     with serving("ROLLOUTS_ORS", "ors_server.py") as found:
         check_ors(found)
