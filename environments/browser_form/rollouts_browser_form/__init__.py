@@ -508,15 +508,20 @@ async def _launch(playwright: Playwright, program: str) -> Browser:
     """The browser `program`, or else the one of Playwright, or else one on the PATH. Raises ConfigError."""
     from playwright.async_api import Error
 
-    found = [program] if program else [None, *filter(None, map(shutil.which, BROWSERS))]
+    own = playwright.chromium.executable_path
+    paths = [program] if program else [own, *filter(None, map(shutil.which, BROWSERS))]
     said = []
-    for path in found:
+    for path in paths:
+        found = shutil.which(path)
+        if found is None:
+            said.append(f"{path}: there is no such program")
+            continue
         try:
             # Pages need no network: no name and no address is resolved, also not for the browser itself.
             rules = "--host-resolver-rules=MAP * ~NOTFOUND"
-            return await playwright.chromium.launch(executable_path=path, args=[rules])
+            return await playwright.chromium.launch(executable_path=None if path == own else found, args=[rules])
         except Error as error:
-            said.append(f"{path or 'the one of Playwright'}: {_first_line(error)}")
+            said.append(f"{path}: {_first_line(error)}")
     raise ConfigError(
         "the environment browser_form needs Chromium, and none could be started\n"
         + "\n".join(said)

@@ -127,7 +127,8 @@ def test_settings_that_make_no_sense(settings: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "words"), [(["--env.browser", "/nowhere/chrome"], "/nowhere/chrome"), ([], "Playwright")]
+    ("flags", "words"),
+    [(["--env.browser", "/nowhere/chrome"], "/nowhere/chrome: there is no"), ([], ": there is no such program")],
 )
 def test_a_missing_browser_is_one_clear_error(
     flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -368,6 +369,15 @@ def test_a_browser_that_dies_is_lost_and_the_next_episode_has_another(loop: Loop
     with loop.opened(PLAIN) as env:
         loop.play(env, expert_of(PLAIN, env))
         assert loop.run(env.ordered()).value == 1.0
+
+
+@needs_chromium
+def test_the_browser_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    own = Loop()
+    assert list(tmp_path.iterdir())
+    own.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
