@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import math
 import os
@@ -201,8 +203,36 @@ def test_tasks_of_a_package_are_found_by_its_entry_point(tmp_path, monkeypatch):
     assert [message.text for message in task.messages] == ["Say hi."] and task.answer == "hi"
 
 
-def test_upstream_is_the_version_that_this_package_was_written_for():
-    assert version("inspect-ai") == WRITTEN_FOR, "the private names that `loading` and `playing` use may have changed"
+USED = {
+    "inspect_ai._util.registry:registry_find": "predicate",
+    "inspect_ai._util.registry:registry_info": "o",
+    "inspect_ai._util.registry:registry_lookup": "type name",
+    "inspect_ai._util.registry:is_registry_object": "o",
+    "inspect_ai._eval.loader:load_tasks": "task_specs task_args",
+    "inspect_ai.scorer._scorer:unique_scorer_name": "scorer already_used_names",
+    "inspect_ai.scorer:value_to_float": "",
+    "inspect_ai.scorer:Target": "target",
+    "inspect_ai.solver:TaskState": "model sample_id epoch input messages target choices metadata",
+    "inspect_ai.model._model_output:ChatCompletionChoice": "message stop_reason",
+    "inspect_ai.model:ModelOutput": "model choices",
+    "inspect_ai.model:ModelName": "model",
+    "inspect_ai.model:ChatMessageUser": "content source",
+    "inspect_ai:Task": "dataset setup solver scorer sandbox approval sentinel",
+    "inspect_ai.dataset:Sample": "input target id choices metadata sandbox files setup",
+}
+"""What this package uses of Inspect, some of it private, with the parameters that it passes or reads."""
+
+
+def test_upstream_has_what_this_package_was_written_for():
+    now = f"inspect-ai {version('inspect-ai')} differs from {WRITTEN_FOR}, for which this package was written: "
+    for place, parameters in USED.items():
+        module, _, name = place.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            pytest.fail(f"{now}there is no {place}")
+        missing = [each for each in parameters.split() if each not in inspect.signature(found).parameters]
+        assert not missing, f"{now}{place} takes no {', '.join(missing)}"
 
 
 @pytest.mark.slow

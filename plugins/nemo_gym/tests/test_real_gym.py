@@ -45,11 +45,49 @@ def python():
 
 @pytest.fixture(scope="module")
 def wheel(python):
-    """Where the servers are. They are of the version that this package was written for."""
-    code = "import nemo_gym, importlib.metadata as m; print(nemo_gym.__file__); print(m.version('nemo-gym'))"
-    place, version = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert version == WRITTEN_FOR, f"nemo-gym {version} differs from {WRITTEN_FOR}, for which this package was written"
+    """Where the servers are."""
+    code = "import nemo_gym; print(nemo_gym.__file__)"
+    place = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     return Path(place).parent.parent / "resources_servers"
+
+
+CONTRACT = """
+import json, sys
+from importlib.metadata import version
+from unittest.mock import MagicMock
+import nemo_gym.base_resources_server as base
+from nemo_gym.server_utils import ServerClient
+
+names = ("BaseRunRequest", "BaseSeedSessionRequest", "BaseVerifyRequest", "BaseVerifyResponse")
+fields = {name: sorted(getattr(base, name).model_fields) for name in names}
+
+class Server(base.SimpleResourcesServer):
+    async def verify(self, body):
+        raise NotImplementedError
+
+config = base.BaseResourcesServerConfig(host="127.0.0.1", port=1, entrypoint="app.py", name="a", domain="other")
+app = Server(config=config, server_client=MagicMock(spec=ServerClient)).setup_webserver()
+found = [(route.methods, route.path) for route in app.routes if hasattr(route, "methods")]
+routes = [f"{method} {path}" for methods, path in found for method in methods]
+print(json.dumps([version("nemo-gym"), fields, routes]))
+"""
+
+
+def test_upstream_has_the_requests_that_this_package_uses(python):
+    run = subprocess.run([python, "-c", CONTRACT], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, f"the names of nemo-gym have changed: {run.stderr.strip().splitlines()[-1]}"
+    version, fields, routes = json.loads(run.stdout.splitlines()[-1])
+    now = f"nemo-gym {version} differs from {WRITTEN_FOR}, for which this package was written: "
+    expected = {
+        "BaseRunRequest": ["responses_create_params"],
+        "BaseSeedSessionRequest": [],
+        "BaseVerifyRequest": ["response", "responses_create_params"],
+        "BaseVerifyResponse": ["response", "responses_create_params", "reward"],
+    }
+    for name, wanted in expected.items():
+        assert fields[name] == wanted, f"{now}the fields of {name}"
+    missing = sorted({"POST /seed_session", "POST /verify", "GET /openapi.json"} - set(routes))
+    assert not missing, f"{now}there is no {', '.join(missing)}"
 
 
 @contextlib.contextmanager
