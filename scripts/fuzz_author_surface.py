@@ -240,7 +240,7 @@ async def _step(case: Case, env: Environment, buffer: Any) -> Any:
         play=play_job,
         inference=_Sessions(),
         filters=[Filter("fuzzed", keep, {})],
-        score_group=group_scorer(terms, "drop", timeout_seconds=60.0),
+        score_groups=group_scorer(terms, "drop", timeout_seconds=60.0),
     )
     async with manager:
         step = await manager.generate_batch()
