@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.inference.base import InferenceBackend
+from rollouts.reducers import MEAN, Reducer, pass_at_k, pass_hat_k, stderr
 from rollouts.training.rollout_gen.failures import Failures
 from rollouts.training.rollout_gen.groups import GroupScorer, check_judged
 from rollouts.training.rollout_gen.metrics import reward_metrics
@@ -118,48 +119,41 @@ def check_passes(reports: Sequence[Mapping[str, Any]], episodes: Sequence[Episod
             yield f"held-out, {when}: {without}, so this evaluation has no {name} reward"
 
 
-def numbers_of(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
+def numbers_of(groups: Sequence[Sequence[Episode]], reducer: Reducer = MEAN) -> dict[str, Any]:
     """The results of an evaluation as numbers. A group has the episodes of one task. All groups have the same size,
     unless the evaluation was interrupted. With several environments, the key `environments` has the results of each,
     and with roles the key `roles`. The rewards of all roles together are the means over roles.
 
     `reward_stderr` is the standard error of the mean over tasks, not over episodes, because episodes of one task are
-    not independent. `pass@k` is given if every reward is 0 or 1. The means leave out episodes that failed because of
-    the infrastructure.
+    not independent. `pass@k` and `pass^k` are given if every reward is 0 or 1. The means leave out episodes that failed
+    because of the infrastructure.
+
+    With a `reducer` other than the mean, `reduce` is its name, and `reduced_mean` and `reduced_stderr` are over tasks,
+    each of which has one number. With roles, it is the mean over the roles, each reduced by itself.
     """
     aliases = sorted({episode.task.env for group in groups for episode in group} - {""})
-    found = _numbers(groups)
+    found = _numbers(groups, reducer)
     if aliases:
         found["environments"] = {
-            alias: _numbers([group for group in groups if group and group[0].task.env == alias]) for alias in aliases
+            alias: _numbers([group for group in groups if group and group[0].task.env == alias], reducer)
+            for alias in aliases
         }
     return found
 
 
-def pass_at_k(samples: int, passed: int, k: int) -> float:
-    """An unbiased estimate of the probability that at least one of `k` samples passes, from `samples` samples of which
-    `passed` passed (Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1).
-
-    >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 4), pass_at_k(4, 1, 2)
-    (0.25, 1.0, 0.5)
-    """
-    assert 0 <= passed <= samples and 1 <= k <= samples, (samples, passed, k)
-    return 1.0 - math.comb(samples - passed, k) / math.comb(samples, k)
-
-
-def _numbers(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
+def _numbers(groups: Sequence[Sequence[Episode]], reducer: Reducer) -> dict[str, Any]:
     """The numbers of these groups, and of each role in them."""
-    found = _numbers_of_all(groups)
+    found = _numbers_of_all(groups, reducer)
     roles = dict.fromkeys(result.role for group in groups for episode in group for result in episode.roles)
     if roles:
-        found["roles"] = {
-            role: _numbers_of_all([[e for whole in group for e in whole.by_role if e.role == role] for group in groups])
-            for role in roles
+        own = {
+            role: [[e for each in group for e in each.by_role if e.role == role] for group in groups] for role in roles
         }
+        found["roles"] = {role: _numbers_of_all(of_role, reducer) for role, of_role in own.items()}
     return found
 
 
-def _numbers_of_all(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
+def _numbers_of_all(groups: Sequence[Sequence[Episode]], reducer: Reducer) -> dict[str, Any]:
     episodes = [episode for group in groups for episode in group]
     judged = [[e.score.value for e in group if e.score.value is not None] for group in groups]
     means = [statistics.fmean(rewards) for rewards in judged if rewards]
@@ -171,8 +165,10 @@ def _numbers_of_all(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
     cut = sum(any(each.status is Status.TRUNCATED for each in episode.by_role) for episode in episodes)
     return {
         "reward_mean": metrics.get("reward/mean"),
-        "reward_stderr": statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None,
-        "pass@k": _passes(judged),
+        "reward_stderr": stderr(means),
+        **_reduced_numbers(groups, reducer),
+        "pass@k": _passes(judged, pass_at_k),
+        "pass^k": _passes(judged, pass_hat_k),
         "parts": {name[12:]: value for name, value in metrics.items() if name.startswith("reward_part/")},
         "weights": {name: weight for e in played for name, weight in e.score.weights.items()},
         "metrics": {name[7:]: value for name, value in metrics.items() if name.startswith("metric/")},
@@ -190,14 +186,37 @@ def _numbers_of_all(groups: Sequence[Sequence[Episode]]) -> dict[str, Any]:
     }
 
 
-def _passes(judged: Iterable[Sequence[float]]) -> dict[str, float]:
+def _reduced_numbers(groups: Sequence[Sequence[Episode]], reducer: Reducer) -> dict[str, Any]:
+    """What `reducer` makes of the groups; nothing for the mean, which `reward_mean` is."""
+    if reducer.how == "mean":
+        return {}
+    found = [value for group in groups if (value := _reduced(group, reducer)) is not None]
+    return {
+        "reduce": reducer.how,
+        "reduced_mean": statistics.fmean(found) if found else None,
+        "reduced_stderr": stderr(found),
+    }
+
+
+def _reduced(group: Sequence[Episode], reducer: Reducer) -> float | None:
+    """One number for the judged episodes of a task; None if there are none."""
+    own: dict[str, list[tuple[float, str]]] = {}
+    for each in sorted((e for whole in group for e in whole.by_role), key=lambda each: each.order):
+        if each.score.value is not None:
+            own.setdefault(each.role, []).append((each.score.value, each.trajectory.last_text))
+    reduced = [reducer.reduce(*zip(*pairs, strict=True)) for pairs in own.values()]
+    return statistics.fmean(reduced) if reduced else None
+
+
+def _passes(judged: Iterable[Sequence[float]], estimate: Callable[[int, int, int], float]) -> dict[str, float]:
+    """The mean over tasks of an estimate for k = 1, 2, 4 ... samples; empty if a reward is neither 0 nor 1."""
     """pass@1, pass@2, pass@4 … up to the smallest number of samples of a task; empty if a reward is not 0 or 1."""
     groups = [rewards for rewards in judged if rewards]
     if not groups or any(reward not in (0.0, 1.0) for rewards in groups for reward in rewards):
         return {}
     fewest = min(map(len, groups))
     ks = sorted({2**power for power in range(fewest.bit_length()) if 2**power <= fewest} | {fewest})
-    return {str(k): statistics.fmean(pass_at_k(len(rewards), int(sum(rewards)), k) for rewards in groups) for k in ks}
+    return {str(k): statistics.fmean(estimate(len(each), int(sum(each)), k) for each in groups) for k in ks}
 
 
 def _total(episodes: Iterable[Episode], name: str) -> float:

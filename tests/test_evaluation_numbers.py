@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollouts.evaluate import numbers_of, pass_at_k
+from rollouts.evaluate import numbers_of
+from rollouts.reducers import Reducer, pass_at_k, pass_hat_k
 from rollouts.types import Episode, Message, Score, Status, Task, Trajectory
 
 
@@ -86,3 +87,76 @@ def test_the_weights_of_the_parts_are_those_of_the_reward():
     weighted = weighted._replace(score=Score(0.5, {"own": 1.0, "logged": 2.0}, "", {"own": 0.5}))
     assert numbers_of([[weighted]])["weights"] == {"own": 0.5}
     assert numbers_of([])["weights"] == {}
+
+
+# --- several samples of a task as one number --------------------------------------------------------------------------
+
+
+@given(st.integers(1, 7).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
+def test_pass_hat_k_is_the_share_of_all_choices_that_pass_throughout(case):
+    samples, passed, k = case
+    outcomes = [True] * passed + [False] * (samples - passed)
+    chosen = [all(choice) for choice in itertools.combinations(outcomes, k)]
+    assert pass_hat_k(samples, passed, k) == pytest.approx(statistics.fmean(chosen))
+
+
+def answered(task: int, *samples: tuple[str, float | None]) -> list[Episode]:
+    found = [episode(task, number, value) for number, (_, value) in enumerate(samples)]
+    for each, (text, _) in zip(found, samples, strict=True):
+        each.trajectory.messages[-1] = Message("assistant", text)
+    return found
+
+
+ANSWERS = st.lists(
+    st.tuples(st.sampled_from(["a", "b", " a ", "c", "", "  "]), st.floats(0, 1)), min_size=1, max_size=9
+)
+
+
+@settings(deadline=None)
+@given(st.lists(ANSWERS, min_size=1, max_size=4))
+def test_each_reducer_is_its_formula(tasks):
+    played = [answered(number, *samples) for number, samples in enumerate(tasks)]
+    one_each = {"best": [], "worst": [], "majority": []}
+    for samples in tasks:
+        rewards = [reward for _, reward in samples]
+        one_each["best"].append(sorted(rewards)[-1])
+        one_each["worst"].append(sorted(rewards)[0])
+        texts = [text.strip() for text, _ in samples]
+        voters = [text for text in texts if text] or texts
+        winner = sorted(voters, key=lambda text: (-voters.count(text), voters.index(text)))[0]
+        own = [reward for text, reward in zip(texts, rewards, strict=True) if text == winner]
+        one_each["majority"].append(sum(own) / len(own))
+    for how, values in one_each.items():
+        found = numbers_of(played, Reducer(how))
+        assert (found["reduce"], found["reduced_mean"]) == (how, pytest.approx(statistics.fmean(values)))
+        error = None if len(values) < 2 else pytest.approx(statistics.stdev(values) / math.sqrt(len(values)))
+        assert found["reduced_stderr"] == error
+        assert found["reward_mean"] == numbers_of(played)["reward_mean"], "the mean over episodes stays what it is"
+    assert "reduce" not in numbers_of(played)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts", "value"),
+    [
+        ("", ["It is 7.", "7", "7"], 0.0),
+        (r"-?\d+", ["It is 7.", "6, no: 7", "8"], 0.5),
+        (r"answer: (\w+)", ["answer: x, or the answer: y", "y", "answer: y"], 0.5),
+        (r"(\w+)!|x", ["x", "x", "so!"], 0.0),
+    ],
+)
+def test_what_an_answer_is(pattern, texts, value):
+    rewards = [1.0, 0.0, 0.0]
+    assert Reducer("majority", pattern).reduce(rewards, texts) == value
+
+
+def test_a_tie_does_not_depend_on_the_order_in_which_episodes_ended():
+    first = answered(0, ("x", 1.0), ("y", 0.0))
+    assert numbers_of([first], Reducer("majority"))["reduced_mean"] == 1.0
+    assert numbers_of([first[::-1]], Reducer("majority"))["reduced_mean"] == 1.0
+
+
+def test_what_was_not_judged_has_no_vote():
+    played = [answered(0, ("x", None), ("x", None), ("y", 1.0)), answered(1, ("x", None))]
+    found = numbers_of(played, Reducer("majority"))
+    assert (found["reduced_mean"], found["reduced_stderr"]) == (1.0, None)
+    assert numbers_of(played[1:], Reducer("best"))["reduced_mean"] is None

@@ -33,6 +33,7 @@ FLOORS = {
     "rollouts.plugins": 0,
     # 1: pure functions
     "rollouts.data": 1,
+    "rollouts.reducers": 1,
     "rollouts.env": 1,
     "rollouts.env.agent": 2,  # it holds a sandbox
     "rollouts.env.workers": 2,

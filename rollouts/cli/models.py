@@ -13,8 +13,10 @@ import click
 from rollouts.cli.options import read_settings
 from rollouts.cli.runs import number, paired_words, print_table
 from rollouts.errors import UserError
+from rollouts.runs.progress import reduced_words
 
 if TYPE_CHECKING:
+    from rollouts.runs.comparing import Evaluation
     from rollouts.runs.several_models import ModelRuns
 
 _SAME = ("seed", "eval_tasks")
@@ -77,14 +79,7 @@ def show(runs: ModelRuns) -> None:
     if not rows:
         return
     rows.sort(key=lambda row: -row[0])
-    shown = []
-    for reward, _, model, found, summary in rows:
-        passes = "  ".join(f"{k}: {number(value)}" for k, value in summary.get("pass@k", {}).items())
-        tokens = (summary.get("tokens") or {}).get("completion_tokens")
-        counts = (found.tasks, sum((summary.get("failed") or {}).values()), tokens)
-        error = "" if found.stderr is None else f"± {found.stderr:.3f}"
-        shown.append([model, number(reward), error, passes, *(str(each or "") for each in counts)])
-    print_table("", ("model", "reward", "", "pass@k", "tasks", "failed", "tokens"), shown)
+    print_table("", _HEAD, [_row(*row[2:]) for row in rows])
     rewards = {name: rewards_by_task(runs.parent / name) for _, name, *_ in rows}
     _, best, best_model, *_ = rows[0]
     for _, name, model, *_ in itertools.islice(rows, 1, None):
@@ -96,3 +91,17 @@ def show(runs: ModelRuns) -> None:
         if paired is not None:
             click.echo(paired_words(model, best_model, paired))
     click.echo(f"to look at them: rollouts view {runs.parent}")
+
+
+_HEAD = ("model", "reward", "", "", "pass@k", "pass^k", "tasks", "failed", "tokens")
+
+
+def _row(model: str, found: Evaluation, summary: dict[str, Any]) -> list[str]:
+    error = "" if found.stderr is None else f"± {found.stderr:.3f}"
+    how = reduced_words(summary) if "reduce" in summary else ""
+    both = [summary.get(kind, {}) for kind in ("pass@k", "pass^k")]
+    passes = ["  ".join(f"{k}: {number(value)}" for k, value in each.items()) for each in both]
+    passes[1] *= len(both[1]) > 1  # with one sample, both are the same
+    tokens = (summary.get("tokens") or {}).get("completion_tokens")
+    counts = (found.tasks, sum((summary.get("failed") or {}).values()), tokens)
+    return [model, number(found.reward), error, how, *passes, *(str(each or "") for each in counts)]

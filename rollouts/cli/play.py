@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 HIDDEN = (
     "mode env inference samples_per_prompt max_tokens temperature concurrency episode_seconds turn_seconds retries "
-    "max_failures logger out tasks"
+    "max_failures logger out tasks reduce answer_pattern"
 ).split()
 """The settings of an evaluation that have no flag here, because they belong to an engine or to many episodes."""
 

@@ -139,7 +139,7 @@ sft = SettingsCommand(
 )
 
 _EVAL_DOCS = {
-    "samples_per_prompt": "Episodes per task. More than one gives pass@k.",
+    "samples_per_prompt": "Episodes per task. More than one gives pass@k, and --reduce.",
     "temperature": "The sampling temperature. 0 is greedy.",
     "model": "The model: a path (also to a run, a checkpoint or an adapter), a name on the hub, or `tiny`. Repeat the "
     "flag to compare models.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import sys
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,12 @@ import click
 import msgspec
 
 from rollouts.cli.app import NamedGroup
+from rollouts.config.settings import Settings
 from rollouts.errors import UserError, counted, in_lines, suggestion
 from rollouts.terminal_text import curve, visible
 
 if TYPE_CHECKING:
+    from rollouts.reducers import Reducer
     from rollouts.runs.comparing import Paired
     from rollouts.runs.listing import RunInfo
 
@@ -105,12 +108,13 @@ def _row(run: RunInfo) -> list[str]:
 @runs.command()
 @click.argument("run", nargs=-1, required=True, metavar="RUN RUN...")
 @click.option("--metric", multiple=True, metavar="PATTERN", help="Show these metrics, such as 'rollout/*'. Repeatable.")
+@click.option("--reduce", metavar="HOW", help="Compare by the mean, best, worst or majority of a task's samples.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def compare(run: Sequence[str], metric: Sequence[str], as_json: bool) -> int:
+def compare(run: Sequence[str], metric: Sequence[str], reduce: str | None, as_json: bool) -> int:
     """Show what differs between runs: settings, metrics and evaluations.
 
     Each run's last evaluation is compared with the first run's, task by task. The 95 % interval is a bootstrap over
-    the tasks that both have.
+    the tasks that both have. Several samples of a task are reduced as the evaluation did, or all by --reduce.
     """
     from rollouts.runs import comparing
     from rollouts.runs.listing import METRICS, numbers_of, phases_of, require_run, sampled_lines
@@ -122,7 +126,12 @@ def compare(run: Sequence[str], metric: Sequence[str], as_json: bool) -> int:
     lines = {name: sampled_lines(phases_of(folder)[-1] / METRICS) for name, folder in zip(run, folders, strict=True)}
     metrics = _chosen_metrics(lines, metric)
     evaluations = [comparing.evaluations_of(folder) for folder in folders]
-    rewards = [comparing.rewards_by_task(folder) for folder in folders]
+    reducers = _reducers(folders, run, reduce)
+    rewards = [comparing.rewards_by_task(*each) for each in zip(folders, reducers, strict=True)]
+    if reduce:
+        evaluations = [
+            comparing.reduced_evaluations(*each) for each in zip(evaluations, rewards, reducers, strict=True)
+        ]
     try:
         paired = [comparing.paired_difference(rewards[0], each) for each in rewards[1:]]
     except UserError as error:  # without numpy, all but this can be shown
@@ -150,6 +159,30 @@ def compare(run: Sequence[str], metric: Sequence[str], as_json: bool) -> int:
         elif rewards[0]:
             click.echo(f"{name} against {run[0]}: fewer than two tasks were judged in both, so nothing can be said")
     return 0
+
+
+def _reducers(folders: Sequence[Path], runs: Sequence[str], how: str | None) -> list[Reducer]:
+    """How the samples of a task are reduced in each run. Raises UserError if the runs cannot be compared."""
+    from rollouts.runs.comparing import reducer_of
+
+    choices = typing.get_args(typing.get_type_hints(Settings)["reduce"])
+    if how is not None and how not in choices:
+        raise UserError(in_lines(f"--reduce {how}: expected one of {', '.join(choices)}", suggestion(how, choices)))
+    found = [reducer_of(folder) for folder in folders]
+    if how is not None:
+        return [each._replace(how=how) for each in found]
+    for name, each in zip(runs, found, strict=True):
+        if each != found[0]:
+            raise UserError(
+                f"{runs[0]} reduces the samples of a task to {_reduced_words(found[0])}, and {name} to "
+                f"{_reduced_words(each)}\nto compare all of them by one number, type: --reduce mean"
+            )
+    return found
+
+
+def _reduced_words(reducer: Reducer) -> str:
+    pattern = f" of the answers {reducer.pattern!r}" if reducer.pattern else ""
+    return f"their {reducer.how}{pattern}"
 
 
 def paired_words(name: str, first: str, found: Paired) -> str:
@@ -191,9 +224,11 @@ def _print_evaluations(run: Sequence[str], evaluations: Sequence[Sequence[Any]])
         for each in found:
             error = "" if each.stderr is None else f" ± {each.stderr:.3f}"
             reward = number(each.reward) + error
-            rows.append([name, each.when, info.environment, info.model, reward, number(each.greedy), str(each.tasks)])
+            how = "" if each.reduce == "mean" else each.reduce
+            words = (name, each.when, info.environment, info.model)
+            rows.append([*words, reward, how, number(each.greedy), str(each.tasks)])
     if rows:
-        print_table("held-out tasks", ("run", "", "environment", "model", "reward", "greedy", "tasks"), rows)
+        print_table("held-out tasks", ("run", "", "environment", "model", "reward", "", "greedy", "tasks"), rows)
 
 
 @runs.command()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,7 @@ from rollouts.config.settings import (
     COMPONENT_KINDS,
     EVAL,
     EVAL_DEFAULTS,
+    EVAL_ONLY,
     SAMPLING,
     SFT,
     Setting,
@@ -122,9 +124,7 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
         values = EVAL_DEFAULTS | values
     components = components_of(chosen, COMPONENT_KINDS, source)
     _check_metrics(values, tree, source)
-    if values.get("tasks") and mode != "eval":
-        wrong = "this setting chooses the tasks of an evaluation, and a run trains on all of its tasks"
-        raise refusal(("tasks",), tree["tasks"], source, wrong, "leave it out, or type: rollouts eval")
+    _check_evaluation(values, tree, source, mode)
     settings = Settings(**values, **component_names(components))
     if settings.sft and settings.mode != "sft+rl":
         first = next(iter(settings.sft))
@@ -230,6 +230,20 @@ def _check_metrics(values: Tree, tree: Tree, source: Source) -> None:
         except ConfigError as error:
             raise refusal(("keep_best",), tree["keep_best"], source, str(error)) from error
         _check_metric("keep_best", text, ranking.metric, values, tree, source)
+
+
+def _check_evaluation(values: Tree, tree: Tree, source: Source, mode: str) -> None:
+    """Raise ConfigError for a setting of evaluations in a run that trains, and for a pattern that is none."""
+    wrong = {"tasks": "this setting chooses the tasks of an evaluation, and a run trains on all of its tasks"}
+    for name in EVAL_ONLY:
+        if mode != "eval" and values.get(name, getattr(Settings, name)) != getattr(Settings, name):
+            words = wrong.get(name, "this setting is for evaluations with several samples of each task")
+            raise refusal((name,), tree[name], source, words, "leave it out, or type: rollouts eval")
+    try:
+        re.compile(values.get("answer_pattern", ""))
+    except re.error as error:
+        wrong_pattern = f"{values['answer_pattern']!r} is no regular expression: {error}"
+        raise refusal(("answer_pattern",), tree["answer_pattern"], source, wrong_pattern) from error
 
 
 def _check_metric(key: str, text: str, metric: str, values: Tree, tree: Tree, source: Source) -> None:

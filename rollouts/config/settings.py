@@ -85,10 +85,13 @@ EVAL = tuple(
     samples_per_prompt
     max_tokens max_turns temperature on_invalid_reward concurrency episode_seconds setup_seconds tasks_seconds
     turn_seconds tool_seconds reward_seconds cleanup_seconds retries max_failures pass_env seed eval_tasks tasks
-    logger out
+    reduce answer_pattern logger out
     """.split()
 )
 """The settings of an evaluation (mode eval). It ignores other settings in a file, and refuses them as flags."""
+
+EVAL_ONLY = ("tasks", "reduce", "answer_pattern")
+"""The settings that only an evaluation has."""
 
 EVAL_DEFAULTS = {"samples_per_prompt": 1}
 """Different defaults in mode eval."""
@@ -288,6 +291,10 @@ class Settings:
         eval_every: Training steps between evaluations. 0: only before the first step and after the last.
         eval_tasks: How many tasks to hold out for evaluation.
         tasks: The held-out tasks of an evaluation, if not all: numbers from 0, ranges and ids, such as `0-9,17,gsm-42`.
+        reduce: How the rewards of several samples of a task become one: their mean, the best, the worst, or that of the
+            majority, which is the most common final answer.
+        answer_pattern: What a final answer is: the last match of this regular expression in the last reply, or of its
+            first group. Default: the whole reply.
         checkpoint_every: Training steps between checkpoints. 0: save by time, see checkpoint_seconds.
         checkpoint_seconds: Seconds between checkpoints, if `checkpoint_every` is 0. 0: save only at the end.
         keep_checkpoints: How many of the last checkpoints to keep, besides the best. 0: all of them with
@@ -374,6 +381,8 @@ class Settings:
     eval_every: int = _bounded(0, minimum=0)
     eval_tasks: int = _bounded(512, minimum=0)
     tasks: str = ""
+    reduce: Literal["mean", "best", "worst", "majority"] = "mean"
+    answer_pattern: str = ""
     checkpoint_every: int = _bounded(0, minimum=0)
     checkpoint_seconds: float = _bounded(600.0, minimum=0)
     keep_checkpoints: int = _bounded(0, minimum=0)

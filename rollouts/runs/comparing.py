@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.errors import UserError
+from rollouts.reducers import Reducer, stderr
 from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, read_json
 from rollouts.runs.listing import phases_of, read_settings
 from rollouts.runs.seeds import t_quantile
-from rollouts.types import Task
+from rollouts.types import Message, Task, Trajectory
 
 RESAMPLES = 10_000
 _OWN_TO_A_RUN = ("out",)
@@ -23,7 +24,7 @@ _OWN_TO_A_RUN = ("out",)
 
 class Evaluation(NamedTuple):
     """What a run earned on its held-out tasks, and the standard error; None if nothing could be judged. A run that
-    trains has been evaluated `before` and `after`.
+    trains has been evaluated `before` and `after`. `reduce` says how the samples of a task became one reward.
     """
 
     when: str
@@ -31,6 +32,7 @@ class Evaluation(NamedTuple):
     reward: float | None
     stderr: float | None
     greedy: float | None
+    reduce: str = "mean"
 
 
 class Paired(NamedTuple):
@@ -91,8 +93,20 @@ def evaluations_of(folder: Path) -> list[Evaluation]:
 
 
 def _evaluation(when: str, found: Mapping[str, Any]) -> Evaluation:
-    values = (found.get(name) for name in ("reward_mean", "reward_stderr", "greedy_mean"))
-    return Evaluation(when, found.get("tasks", 0), *values)
+    kind = "reduced" if "reduce" in found else "reward"
+    mean, error, greedy = (found.get(name) for name in (f"{kind}_mean", f"{kind}_stderr", "greedy_mean"))
+    return Evaluation(when, found.get("tasks", 0), mean, error, greedy, found.get("reduce", "mean"))
+
+
+def reduced_evaluations(
+    evaluations: Sequence[Evaluation], rewards: Mapping[str, float], reducer: Reducer
+) -> list[Evaluation]:
+    """A run's evaluations, the last one with the mean of these rewards of its tasks, which `reducer` has reduced."""
+    if not evaluations or not rewards:
+        return list(evaluations)
+    values = list(rewards.values())
+    last = evaluations[-1]._replace(reward=statistics.fmean(values), stderr=stderr(values), reduce=reducer.how)
+    return [*evaluations[:-1], last]
 
 
 class _Line(msgspec.Struct):
@@ -100,20 +114,52 @@ class _Line(msgspec.Struct):
 
     task: Task
     reward: float | None
+    group: int = 0
+    rollout: int = 0
+    role: str = ""
     why: str = ""
     judged: bool | None = None
     temperature: float = 1.0
+    messages: msgspec.Raw = msgspec.Raw(b"[]")
+
+    @property
+    def last_text(self) -> str:
+        """As `Trajectory.last_text`."""
+        return Trajectory(self.task, msgspec.json.decode(self.messages, type=list[Message])).last_text
 
 
 _DECODER = msgspec.json.Decoder(_Line)
 
 
-def rewards_by_task(folder: Path) -> dict[str, float]:
-    """The mean reward of each task in a run's last evaluation, sampled and not greedy, by the task's key.
+def reducer_of(folder: Path) -> Reducer:
+    """How an evaluation reduced the samples of a task. Raises ConfigError for settings that cannot be read."""
+    settings = read_settings(phases_of(folder)[-1])
+    return Reducer(settings.get("reduce", "mean"), settings.get("answer_pattern", ""))
+
+
+def rewards_by_task(folder: Path, reducer: Reducer | None = None) -> dict[str, float]:
+    """The reward of each task in a run's last evaluation, sampled and not greedy, by the task's key. Several samples
+    are reduced by `reducer`; None: as the evaluation did.
 
     Empty if the run has saved no evaluation. Raises UserError for a line that cannot be read.
     """
-    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    reducer = reducer_of(folder) if reducer is None else reducer
+    found: defaultdict[str, defaultdict[tuple[int, str], list[tuple[int, float, str]]]]
+    found = defaultdict(lambda: defaultdict(list))
+    for line in _judged_lines(folder):
+        text = line.last_text if reducer.how == "majority" else ""
+        place = (line.group, line.role)
+        found[f"{line.task.env} {line.task.key}"][place].append((line.rollout, line.reward or 0.0, text))
+    return {key: statistics.fmean(_reduced(each, reducer) for each in own.values()) for key, own in found.items()}
+
+
+def _reduced(samples: list[tuple[int, float, str]], reducer: Reducer) -> float:
+    _, rewards, texts = zip(*sorted(samples, key=lambda each: each[0]), strict=True)
+    return reducer.reduce(rewards, texts)
+
+
+def _judged_lines(folder: Path) -> Iterator[_Line]:
+    """The judged lines of a run's last evaluation. Raises UserError for a line that cannot be read."""
     for path in _evaluated(folder)[-1:]:
         with path.open("rb") as file:
             for row, line in enumerate(file, start=1):
@@ -122,8 +168,7 @@ def rewards_by_task(folder: Path) -> dict[str, float]:
                 except msgspec.DecodeError as error:
                     raise UserError(f"{path}, line {row} cannot be read: {error}") from error
                 if found.temperature and found.reward is not None and found.judged is not False and found.why != OTHERS:
-                    rewards[f"{found.task.env} {found.task.key}"].append(found.reward)
-    return {key: statistics.fmean(each) for key, each in rewards.items()}
+                    yield found
 
 
 def _evaluated(folder: Path) -> list[Path]:

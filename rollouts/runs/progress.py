@@ -13,7 +13,7 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -350,14 +350,19 @@ def _evaluation_table(summary: dict[str, Any]) -> Table:
     several = _several(summary)
     columns = [summary, *several.values()]
     rows = [("reward", [_with_error(each) for each in columns])]
+    if "reduce" in summary:
+        rows.append((f"reward, {reduced_words(summary)}", [_with_error(each, "reduced") for each in columns]))
     for kind, label in (
         ("pass@k", "pass@{}".format),
+        ("pass^k", "pass^{}".format),
         ("parts", partial(_part_label, numbers=summary)),
         ("metrics", str),
     ):
         names = dict.fromkeys(name for each in columns for name in each[kind])
         single = kind == "parts" and len(names) == 1  # a single part is the reward itself
-        shown = _parents_first(names, summary) if kind == "parts" else names
+        shown = (
+            _parents_first(names, summary) if kind == "parts" else [n for n in names if (kind, n) != ("pass^k", "1")]
+        )
         rows += [(label(n), [_number(each[kind].get(n)) for each in columns]) for n in shown if not single]
     counts = (("truncated", "truncated"), *TOOL_COUNTS)
     rows += [(label, [str(each[name]) for each in columns]) for label, name in counts if summary[name]]
@@ -367,6 +372,15 @@ def _evaluation_table(summary: dict[str, Any]) -> Table:
     unjudged = summary["episodes"] - summary["judged"]
     title += f", {unjudged} of them not judged" if unjudged else ""
     return _table(title, ["all", *several] if several else [], rows)
+
+
+def reduced_words(summary: Mapping[str, Any]) -> str:
+    """How the samples of a task became one number.
+
+    >>> reduced_words({"reduce": "best", "samples_per_prompt": 8})
+    'best of 8'
+    """
+    return f"{summary['reduce']} of {summary.get('samples_per_prompt', 1)}"
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> Table:

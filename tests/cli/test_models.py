@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 import rollouts
 from rollouts.cli import main
 from rollouts.runs import several_models
+from rollouts.runs.comparing import rewards_by_task
 
 EVAL = ["eval", "--env", "calculator", "--eval-tasks", "6", "--max-tokens", "24"]
 
@@ -120,3 +123,53 @@ def test_resuming_keeps_the_settings(here, capsys):
     Path("table/models.json").write_text("{")
     assert main(["resume", "table"]) == 2
     assert "models.json cannot be read" in capsys.readouterr().err
+
+
+def test_samples_of_a_task_are_reduced_in_each_table(here, trained, capsys):
+    own = ["eval", "--env", "calculator", "--env.digits", "1", "--eval-tasks", "5", "--max-tokens", "16"]
+    own += ["--samples-per-prompt", "4", "--reduce", "majority", "--answer-pattern", r"-?\d+"]
+    assert main([*own, "--model", "tiny", "--model", trained, "--out", "table"]) == 0
+    out = capsys.readouterr().out
+    assert "reward, majority of 4" in out and out.count("majority of 4") == 4 and "pass^4" in out
+    for name in ("tiny", "first"):
+        summary = json.loads(Path("table", name, "summary.json").read_text())
+        tasks: dict[int, list[tuple[float, str]]] = {}
+        for line in map(json.loads, Path("table", name, "trajectories", "eval.jsonl").read_text().splitlines()):
+            said = [each.get("content", "") for each in line["messages"] if each["role"] == "assistant"]
+            answer = (re.findall(r"-?\d+", said[-1]) or [""])[-1]
+            tasks.setdefault(line["group"], []).append((line["reward"], answer))
+        values = []
+        for samples in tasks.values():
+            votes = [answer for _, answer in samples if answer] or [""]
+            winner = max(votes, key=votes.count)
+            values.append(fmean([reward for reward, answer in samples if answer == winner]))
+        assert summary["reduce"] == "majority" and summary["reduced_mean"] == pytest.approx(fmean(values))
+        by_task = rewards_by_task(Path("table", name))
+        assert sorted(by_task.values()) == pytest.approx(sorted(values))
+    assert main(["runs", "compare", "table/tiny", "table/first"]) == 0
+    shown = capsys.readouterr().out
+    assert f"{summary['reduced_mean']:.3f} ± {summary['reduced_stderr']:.3f}" in shown and "majority" in shown
+    assert main(["runs", "compare", "table/tiny", "table/first", "--reduce", "best"]) == 0
+    best = fmean([max(reward for reward, _ in samples) for samples in tasks.values()])
+    assert f"{best:.3f}" in capsys.readouterr().out
+    assert main(["eval", *own[1:7], "--model", "tiny", "--out", "alone", "--max-tokens", "4"]) == 0
+    capsys.readouterr()
+    assert main(["runs", "compare", "table/tiny", "alone"]) == 2
+    err = capsys.readouterr().err
+    assert "to their majority of the answers" in err and "alone to their mean" in err and "type: --reduce mean" in err
+    assert main(["runs", "compare", "table/tiny", "alone", "--reduce", "bets"]) == 2
+    assert "did you mean: best?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["eval", "--answer-pattern", "("], "--answer-pattern: '(' is no regular expression"),
+        (["eval", "--reduce", "bests"], "best"),
+        (["run", "--reduce", "best"], "evaluations with several samples of each task"),
+        (["run", "--answer-pattern", "x"], "leave it out, or type: rollouts eval"),
+    ],
+)
+def test_mistakes_of_reducing(arguments, words, here, capsys):
+    assert main([*arguments, "--env", "calculator", "--dry-run"]) == 2
+    assert words in capsys.readouterr().err

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from rollouts.config.convert import toml_value
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import resolve
-from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, REQUIRED, SCHEDULED, SFT, SINGLE, Setting, setting_infos
+from rollouts.config.settings import (
+    COMPONENT_KINDS,
+    EVAL_ONLY,
+    MULTIPLE,
+    REQUIRED,
+    SCHEDULED,
+    SFT,
+    SINGLE,
+    Setting,
+    setting_infos,
+)
 from rollouts.config.stopping import OPERATORS
 from rollouts.config.workers import KINDS
 from rollouts.errors import ConfigError
@@ -46,6 +56,8 @@ def core_value(info):
         return st.sampled_from(info.choices)
     if info.name == "tasks":
         return st.sampled_from(["", "0-9,17"])
+    if info.name == "answer_pattern":
+        return st.sampled_from(["", r"-?\d+", "(a)|b"])
     if info.name == "keep_best":
         return st.sampled_from(["", "reward/mean", "min:policy/loss", "max:m"])
     if info.name == "keep_trajectories":
@@ -100,7 +112,7 @@ PHASES = st.fixed_dictionaries(
 def in_its_mode(tree):
     """The supervised phase has settings of its own in one mode only, and only an evaluation chooses tasks."""
     tree = tree | {"mode": "sft+rl"} if tree.get("sft") else tree
-    return {key: value for key, value in tree.items() if key != "tasks" or tree.get("mode") == "eval"}
+    return {key: value for key, value in tree.items() if key not in EVAL_ONLY or tree.get("mode") == "eval"}
 
 
 TREES = st.fixed_dictionaries(

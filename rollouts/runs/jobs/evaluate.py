@@ -15,9 +15,11 @@ from typing import Any
 
 import trio
 
+from rollouts.config.settings import Settings
 from rollouts.errors import counted
 from rollouts.evaluate import numbers_of
 from rollouts.inference.base import InferenceBackend
+from rollouts.reducers import Reducer
 from rollouts.runs.clock import Start
 from rollouts.runs.environments import chosen_tasks, few_held_out_notes
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records, run_name
@@ -97,6 +99,11 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path, resume:
     return job.summary
 
 
+def reducer_of(settings: Settings) -> Reducer:
+    """How an evaluation with these settings reduces the samples of a task."""
+    return Reducer(settings.reduce, settings.answer_pattern)
+
+
 def model_name(model: str) -> str:
     """The name of a model in a folder's name; of a checkpoint, the run's folder and the step."""
     path = Path(model)
@@ -130,6 +137,10 @@ class EvaluationJob:
             f"{settings.temperature:g} · seed {settings.seed}{model_words(settings.model)}"
         )
         self.notes = [*plan.notes, *few_held_out_notes(plan.environments, tasks, settings)]
+        if settings.reduce != "mean" and samples == 1:
+            self.notes.append(
+                f"--reduce {settings.reduce} changes nothing with one sample of a task; type --samples-per-prompt 8"
+            )
         self._scorer = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
         self._episodes = dict(played)  # the finished episodes, by (task, sample)
         self._rewards = [each.score.value for each in played.values() if each.score.value is not None]
@@ -177,7 +188,7 @@ class EvaluationJob:
             unasked = Score(None, {}, f"{status_of(failure)} before the rewards of whole groups were asked")
             asked = [e if e.status.is_infrastructure else e._replace(score=unasked) for e in episodes]
             episodes = [e.with_scores({each.role: e.score for each in e.roles}) if e.roles else e for e in asked]
-        self.summary |= numbers_of(_by_task(episodes))
+        self.summary |= numbers_of(_by_task(episodes), reducer_of(self._plan.settings))
         death_metrics(self._plan.environments, self.summary)
         session = self._session
         session.folder.write_trajectories(TRAJECTORIES, (line for each in episodes for line in episode_records(each)))
@@ -228,7 +239,8 @@ def _by_task(episodes: Sequence[Episode]) -> list[list[Episode]]:
 def _metrics(summary: dict[str, Any]) -> dict[str, float]:
     """The results in the summary as metrics `eval/...` for loggers."""
     flat: dict[str, Any] = {name: value for name, value in summary.items() if not isinstance(value, dict)}
-    flat |= {f"pass@{k}": value for k, value in summary["pass@k"].items()}
+    for sign in "@^":
+        flat |= {f"pass{sign}{k}": value for k, value in summary[f"pass{sign}k"].items()}
     flat |= {f"reward_part/{name}": value for name, value in summary["parts"].items()}
     flat |= {f"metric/{name}": value for name, value in summary["metrics"].items()}
     for alias, own in summary.get("environments", {}).items():
