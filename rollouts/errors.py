@@ -23,6 +23,7 @@
         ├── WorkerError           a worker died; in an episode this becomes Status.ENVIRONMENT_ERROR
         ├── ServiceLostError      a server that an environment or a tool needs was lost; in an episode the same
         ├── WorkersLostError      the workers of an environment die again and again
+        ├── BudgetSpentError      the next request to an API could exceed a limit of dollars or tokens
         └── InferenceError        an engine failed; in an episode this becomes Status.INFERENCE_ERROR
 
 Each message says what was given, what was expected, and what to type next. A failed rollout is not an exception: it is
@@ -152,6 +153,14 @@ class ServiceLostError(RunError):
 
 class WorkersLostError(RunError):
     """The workers of an environment die again and again."""
+
+
+class BudgetSpentError(RunError):
+    """The next request to an API could exceed a limit of dollars or tokens. `flags` are those of higher limits."""
+
+    def __init__(self, message: str = "", *, flags: str = "") -> None:
+        super().__init__(message)
+        self.flags = flags
 
 
 class InferenceError(RunError):

@@ -29,6 +29,7 @@ FLOORS = {
     "rollouts.child_environment": 0,
     "rollouts.supervisor": 0,
     "rollouts.terminal_text": 0,
+    "rollouts.spending": 0,
     "rollouts.config": 0,
     "rollouts.plugins": 0,
     # 1: pure functions

@@ -93,7 +93,7 @@ def show(runs: ModelRuns) -> None:
     click.echo(f"to look at them: rollouts view {runs.parent}")
 
 
-_HEAD = ("model", "reward", "", "", "pass@k", "pass^k", "tasks", "failed", "tokens")
+_HEAD = ("model", "reward", "", "", "pass@k", "pass^k", "tasks", "failed", "tokens", "dollars")
 
 
 def _row(model: str, found: Evaluation, summary: dict[str, Any]) -> list[str]:
@@ -104,4 +104,6 @@ def _row(model: str, found: Evaluation, summary: dict[str, Any]) -> list[str]:
     passes[1] *= len(both[1]) > 1  # with one sample, both are the same
     tokens = (summary.get("tokens") or {}).get("completion_tokens")
     counts = (found.tasks, sum((summary.get("failed") or {}).values()), tokens)
-    return [model, number(found.reward), error, how, *passes, *(str(each or "") for each in counts)]
+    dollars = (summary.get("spent") or {}).get("dollars")
+    paid = "" if dollars is None else f"{dollars:.4f}"
+    return [model, number(found.reward), error, how, *passes, *(str(each or "") for each in counts), paid]

@@ -128,7 +128,7 @@ class Capabilities(NamedTuple):
     `scores_alone`: other requests wait while the engine scores, so it scores only when weights change.
 
     Each of these flags promises the methods of a Protocol: `aborts` (`CanAbort`), `checks` (`CanCheck`), `chats`
-    (`CanChat`), `is_pool` (`EnginePool`) and `waits_for_sessions` (`WaitsForSessions`).
+    (`CanChat`), `is_pool` (`EnginePool`), `waits_for_sessions` (`WaitsForSessions`) and `meters` (`CanMeter`).
     """
 
     trainable: bool = True
@@ -145,6 +145,21 @@ class Capabilities(NamedTuple):
     chats: bool = False
     is_pool: bool = False
     waits_for_sessions: bool = False
+    meters: bool = False
+
+
+class Spending(NamedTuple):
+    """What an API has cost so far, also in earlier processes. Tokens are those that the API reported; `tokens_spent`
+    and `dollars` also count requests whose price is unknown, as the most that they can have cost. `dollars` is None
+    without a price.
+    """
+
+    requests: int
+    cache_hits: int
+    prompt_tokens: int
+    completion_tokens: int
+    tokens_spent: int
+    dollars: float | None
 
 
 class InferenceBackend(Protocol):
@@ -210,6 +225,13 @@ class CanCheck(InferenceBackend, Protocol):
         """Raise UserError if the engine cannot be used with its settings. Starts nothing and leaves nothing open."""
 
 
+class CanMeter(InferenceBackend, Protocol):
+    """An engine that counts what its requests cost."""
+
+    def spending(self) -> Spending | None:
+        """What was spent so far, also after the engine was left; None if nothing has to be counted."""
+
+
 class EnginePool(InferenceBackend, Protocol):
     """Several engines behind one interface. New weights are sent to each of the `members`, and each is probed."""
 
@@ -223,7 +245,7 @@ def members_of(engine: InferenceBackend) -> tuple[InferenceBackend, ...]:
     return cast(EnginePool, engine).members if engine.capabilities.is_pool else (engine,)
 
 
-METHOD_OF = {"aborts": "abort", "checks": "check", "chats": "chat", "is_pool": "members"}
+METHOD_OF = {"aborts": "abort", "checks": "check", "chats": "chat", "is_pool": "members", "meters": "spending"}
 
 
 def check_engine(engine: Any, name: str) -> InferenceBackend:

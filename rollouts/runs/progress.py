@@ -368,10 +368,24 @@ def _evaluation_table(summary: dict[str, Any]) -> Table:
     rows += [(label, [str(each[name]) for each in columns]) for label, name in counts if summary[name]]
     rows += [(f"failed: {s}", [str(each["failed"].get(s, 0)) for each in columns]) for s in summary["failed"]]
     rows.append(("turns", [_number(each["turns_mean"]) for each in columns]))
+    rows += [(label, [value, *[""] * len(several)]) for label, value in _spent_rows(summary)]
     title = f"{counted(summary['tasks'], 'held-out task')}, {counted(summary['episodes'], 'episode')}"
     unjudged = summary["episodes"] - summary["judged"]
     title += f", {unjudged} of them not judged" if unjudged else ""
     return _table(title, ["all", *several] if several else [], rows)
+
+
+def _spent_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """The tokens of an API, and what they cost."""
+    tokens, spent = summary["tokens"], summary.get("spent")
+    if "prompt_tokens" in tokens:
+        yield "tokens in", str(tokens["prompt_tokens"])
+        yield "tokens out", str(tokens.get("completion_tokens", 0))
+    if spent is not None:
+        if spent["dollars"] is not None:
+            yield "dollars spent", f"{spent['dollars']:.4f}"
+        if spent["cache_hits"]:
+            yield "replies from the cache", f"{spent['cache_hits']} of {spent['cache_hits'] + spent['requests']}"
 
 
 def reduced_words(summary: Mapping[str, Any]) -> str:

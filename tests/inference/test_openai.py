@@ -297,7 +297,7 @@ def test_api_keys(monkeypatch):
         assert "variable MY_KEY is refused" in refused(url, "sk-wrong", "MY_KEY")
         monkeypatch.setenv("MY_KEY", "sk-right\n")
         options = OpenAIOptions(url=f"{url}/chat/completions", api_key_env="MY_KEY")
-        engine = create_openai_inference("m1", None, 0, options=options)
+        engine = create_openai_inference("m1", None, 0, "", options=options)
         trio.run(engine.check)
 
 
@@ -341,10 +341,10 @@ def test_what_a_plan_refuses(monkeypatch):
 
 def test_openai_s_key_goes_to_openai_only(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sk-openai")
-    assert create_openai_inference("m", None, 0)._api_key == "sk-openai"
-    assert create_openai_inference("m", None, 0).url == OPENAI_URL
+    assert create_openai_inference("m", None, 0, "")._api_key == "sk-openai"
+    assert create_openai_inference("m", None, 0, "").url == OPENAI_URL
     with started(**FAST) as server:
-        assert create_openai_inference("m", None, 0, options=OpenAIOptions(url=f"{server.url}/v1"))._api_key == ""
+        assert create_openai_inference("m", None, 0, "", options=OpenAIOptions(url=f"{server.url}/v1"))._api_key == ""
 
 
 @pytest.mark.parametrize("wrong", [{"connections": 0}, {"attempts": 0}, {"request_seconds": math.nan}])

@@ -22,10 +22,11 @@ import trio
 from rollouts import Score, Task, Trajectory
 from rollouts.errors import RewardError
 from rollouts.plugins.checks import checked_by
+from rollouts.spending import SpendingStore
 from rollouts_judge import prompts
 from rollouts_judge.api import ChatAPI, Refused, verification
 from rollouts_judge.settings import JudgeSettings, check, require_model_and_key
-from rollouts_judge.store import BudgetSpent, Store, store_of
+from rollouts_judge.store import BudgetSpent, store_of
 from rollouts_judge.votes import Vote, score_of
 
 __all__ = ["JudgeSettings", "judge"]
@@ -59,9 +60,9 @@ async def judge(task: Task, trajectory: Trajectory, *, settings: JudgeSettings =
     return score_of(votes, settings)
 
 
-async def _vote(api: ChatAPI, store: Store, request: prompts.Request) -> Vote:
+async def _vote(api: ChatAPI, store: SpendingStore, request: prompts.Request) -> Vote:
     """The vote of one request: from the cache, or from the model."""
-    cached = await trio.to_thread.run_sync(store.verdict, request.key)
+    cached = await trio.to_thread.run_sync(store.reply, request.key)
     if cached is not None:
         return Vote(prompts.verdict_in(cached, api.settings), cached=True)
     try:

@@ -17,9 +17,10 @@ import httpx
 import msgspec
 import trio
 
+from rollouts.spending import SpendingStore
 from rollouts_judge.prompts import Request, excerpt, tokens_at_most
 from rollouts_judge.settings import JudgeSettings
-from rollouts_judge.store import Store
+from rollouts_judge.store import reserve
 
 RETRYABLE = frozenset({408, 425, 429})
 FIRST_WAIT_SECONDS = 0.5
@@ -71,7 +72,7 @@ class _Failure(Exception):
 class ChatAPI:
     """A chat-completions API with a budget."""
 
-    def __init__(self, client: httpx.AsyncClient, settings: JudgeSettings, store: Store) -> None:
+    def __init__(self, client: httpx.AsyncClient, settings: JudgeSettings, store: SpendingStore) -> None:
         self.settings, self._client, self._store = settings, client, store
         key = os.environ.get(settings.key_name, "").strip() if settings.key_name else ""
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -83,9 +84,8 @@ class ChatAPI:
         most_tokens, most_dollars = sum(most), settings.price(request.model, *most)
         tokens, dollars = 0, 0.0
         for attempt in range(settings.attempts):
-            await trio.to_thread.run_sync(
-                self._store.reserve, most_tokens, most_dollars, settings.tokens_max, settings.dollars_max
-            )
+            limits = settings.tokens_max, settings.dollars_max
+            await trio.to_thread.run_sync(reserve, self._store, most_tokens, most_dollars, *limits)
             try:
                 text, usage = await self._attempt(request)
             except _Failure as failure:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts import Message, Task, Trajectory
+from rollouts.spending import input_tokens_at_most
 from rollouts_judge.settings import JudgeSettings
 
 NO_NONCE = ""
@@ -111,8 +112,8 @@ def excerpt(text: str) -> str:
 
 
 def tokens_at_most(request: Request, settings: JudgeSettings) -> tuple[int, int]:
-    """The most input tokens and output tokens of one attempt: no tokenizer needs more tokens than bytes."""
-    return len(json.dumps(request.body, ensure_ascii=False).encode()) + 256, settings.max_tokens
+    """The most input tokens and output tokens of one attempt."""
+    return input_tokens_at_most(json.dumps(request.body, ensure_ascii=False).encode()), settings.max_tokens
 
 
 def _body(settings: JudgeSettings, model: str, rubric: str, texts: dict[str, str], nonce: str) -> dict[str, Any]:

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from rollouts.errors import ConfigError
+from rollouts.spending import check_file, check_prices, price
+from rollouts_judge.store import TABLE
 
 OPENAI_URL = "https://api.openai.com/v1"
 OWN_KEYS = ("messages", "model", "max_tokens", "max_completion_tokens", "n", "response_format", "stream", "temperature")
@@ -108,8 +110,7 @@ class JudgeSettings:
 
     def price(self, model: str, input_tokens: int, output_tokens: int) -> float:
         """Dollars for this many tokens of a model; 0 if its price is not given."""
-        of_input, of_output = (self.prices or {}).get(model, (0.0, 0.0))
-        return (input_tokens * of_input + output_tokens * of_output) / 1e6
+        return price(self.prices, model, input_tokens, output_tokens)
 
 
 def check(values: Mapping[str, Any]) -> None:
@@ -128,7 +129,9 @@ def check(values: Mapping[str, Any]) -> None:
         )
     for name in sorted(set(settings.body or {}).intersection(OWN_KEYS)):
         raise ConfigError(f"--reward.judge.body.{name}: the judge sets this key; leave it out")
-    _check_money(settings)
+    check_prices("--reward.judge", settings.models, settings.prices, settings.dollars_max)
+    if settings.cache:
+        check_file("--reward.judge.cache", settings.cache, TABLE)
 
 
 def require_model_and_key(settings: JudgeSettings) -> None:
@@ -145,19 +148,3 @@ def require_model_and_key(settings: JudgeSettings) -> None:
             f"the reward judge has no key: the environment variable {settings.key_name} is not set\n"
             f"type export {settings.key_name}=KEY, or name another server: --reward.judge.url http://127.0.0.1:8000/v1"
         )
-
-
-def _check_money(settings: JudgeSettings) -> None:
-    from rollouts_judge.store import check_file
-
-    unpriced = [model for model in settings.models if model not in (settings.prices or {})]
-    if settings.dollars_max is not None and unpriced:
-        raise ConfigError(
-            f"--reward.judge.dollars-max {settings.dollars_max:g}: {unpriced[0]} has no price; type, in dollars for a "
-            f"million input and output tokens, --reward.judge.prices '{{ \"{unpriced[0]}\" = [0.25, 2.0] }}'"
-        )
-    for model, pair in (settings.prices or {}).items():
-        if min(pair) < 0:
-            raise ConfigError(f"--reward.judge.prices: the price of {model} is {list(pair)}; expected 0 or more")
-    if settings.cache:
-        check_file(settings.cache)

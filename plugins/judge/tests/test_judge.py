@@ -17,7 +17,7 @@ import pytest
 import trio
 from rollouts_judge import JudgeSettings, api, judge, prompts
 from rollouts_judge.settings import OPENAI_URL, check
-from rollouts_judge.store import BudgetSpent, Store
+from rollouts_judge.store import BudgetSpent, open_store, reserve
 
 from rollouts import Message, Task, Trajectory
 from rollouts.cli import main
@@ -298,7 +298,7 @@ def test_a_cancelled_judge_leaves_its_request_counted(tmp_path):
                 await judge(TASK, episode(), settings=JudgeSettings(model="m", url=served.url, cache=cache))
 
         trio.run(hurried)
-    assert Store(cache).spent()[0] > 1024
+    assert open_store(cache).spent()[0] > 1024
 
 
 # --- the cache and the budget -----------------------------------------------------------------------------------------
@@ -336,11 +336,11 @@ def test_what_is_no_verdict_is_not_kept(tmp_path):
 
 PROCESS = """
 import sys
-from rollouts_judge.store import BudgetSpent, Store
-store, sent = Store(sys.argv[1]), 0
+from rollouts_judge.store import BudgetSpent, open_store, reserve
+store, sent = open_store(sys.argv[1]), 0
 for number in range(60):
     try:
-        store.reserve(100, 0.0, 3000, None)
+        reserve(store, 100, 0.0, 3000, None)
     except BudgetSpent:
         break
     sent += 1
@@ -357,7 +357,7 @@ def test_processes_share_a_cache_and_never_exceed_its_budget(tmp_path):
         for _ in range(3)
     ]
     sent = [int(process.communicate(timeout=60)[0]) for process in started]
-    tokens, _ = Store(str(cache)).spent()
+    tokens, _ = open_store(str(cache)).spent()
     assert tokens == 60 * sum(sent) and 2900 < tokens <= 3000
 
 
@@ -377,11 +377,11 @@ def test_a_spent_budget_ends_the_run_or_gives_no_verdict(budget, tmp_path):
 
 
 def test_a_later_run_continues_the_budget_of_its_cache(tmp_path):
-    store = Store(str(tmp_path / "cache"))
-    store.reserve(90, 0.5, 100, None)
+    store = open_store(str(tmp_path / "cache"))
+    reserve(store, 90, 0.5, 100, None)
     store.close()
     with pytest.raises(BudgetSpent, match=r"90 of 100 tokens and \$0.5000 of \$9.0000"):
-        Store(str(tmp_path / "cache")).reserve(11, 0.0, 100, 9.0)
+        reserve(open_store(str(tmp_path / "cache")), 11, 0.0, 100, 9.0)
 
 
 def test_prices_are_added_up():
@@ -409,7 +409,7 @@ def test_prices_are_added_up():
         ({"body": {"messages": []}}, "the judge sets this key"),
         ({"dollars_max": 1.0}, "m has no price"),
         ({"prices": {"m": (-1.0, 1.0)}}, "the price of m is"),
-        ({"cache": "/no/such/folder/file"}, "unable to open database file; give the path"),
+        ({"cache": "/no/such/folder/file"}, "there is no folder /no/such/folder; give the path"),
     ],
 )
 def test_wrong_settings_are_refused(settings, message, monkeypatch):
@@ -434,11 +434,11 @@ def test_the_key_is_sent_and_shown_nowhere(monkeypatch, tmp_path):
 
 
 def test_a_store_has_the_tables_that_the_page_names(tmp_path):
-    Store(str(tmp_path / "cache")).close()
+    open_store(str(tmp_path / "cache")).close()
     with sqlite3.connect(tmp_path / "cache") as connection:
         names = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     connection.close()
-    assert names == {"verdicts", "spent"}
+    assert names == {"verdicts", "spent", "counts"}
 
 
 # --- in a run ---------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import random
 import ssl
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import lru_cache
@@ -41,9 +42,7 @@ IDLE_SECONDS = 0.1  # servers close idle connections after seconds; checking thi
 MESSAGE_CHARACTERS_MAX = 500
 RETRYABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 UNREADABLE = (ValueError, RecursionError)
-"""The exceptions of msgspec for bytes that are not JSON. Its DecodeError and UnicodeDecodeError are ValueErrors; JSON
-that is nested too deeply raises RecursionError.
-"""
+"""The exceptions of msgspec for bytes that are not JSON, which are ValueErrors, or that are nested too deeply."""
 
 
 # --- failures ---------------------------------------------------------------------------------------------------------
@@ -209,8 +208,9 @@ class HTTPClient:
         *,
         timeout_seconds: float | None = None,
         attempts_max: int | None = None,
+        each_attempt: AbstractAsyncContextManager[Any] = nullcontext(),  # noqa: B008 - it has no state
     ) -> T:
-        """Send `body` and decode the reply as `reply_type`.
+        """Send `body` and decode the reply as `reply_type`. Each attempt, and its failure, is inside `each_attempt`.
 
         `body` is a struct, a dict, or JSON as bytes; None sends a GET. A `reply_type` of bytes returns the raw reply.
         `timeout_seconds` (None: the client's) covers all attempts and the delays between them, but not the wait for a
@@ -233,7 +233,8 @@ class HTTPClient:
                         if self._is_closed:  # the client was closed while this task waited, perhaps in a shielded scope
                             raise HTTPFailure("reset", "the connection is closed")
                         with trio.fail_after(retries.attempt_seconds):
-                            return _decode(await self._exchange(method, target, data), reply_type)
+                            async with each_attempt:
+                                return _decode(await self._exchange(method, target, data), reply_type)
                     except HTTPFailure as error:
                         failure = error
                     except trio.TooSlowError:
@@ -255,9 +256,8 @@ class HTTPClient:
                 self._failures["timeout"] += 1
             assert failure is not None, "a request without a reply has failed"
             times = f" ({attempt} attempts)" if attempt > 1 else ""
-            words = (
-                str(failure).replace(self._api_key, "***") if self._api_key else str(failure)
-            )  # the server may repeat the key
+            # The server may repeat the key.
+            words = str(failure).replace(self._api_key, "***") if self._api_key else str(failure)
             failure.args, failure.attempts = (f"{method} {self._origin}{target}: {words}{times}",), attempt
             raise failure from failure.__cause__
         finally:
@@ -308,6 +308,9 @@ class HTTPClient:
         return connection
 
 
+_LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
+
+
 class PlainClient(HTTPClient):
     """Like HTTPClient, but over httpx, for rare requests. It also sends GET.
 
@@ -348,9 +351,7 @@ class PlainClient(HTTPClient):
                     timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
                     limits=httpx.Limits(max_connections=None),
                     trust_env=not self._is_direct,
-                    mounts=dict.fromkeys(
-                        ("all://localhost", "all://127.0.0.1", "all://[::1]")
-                    ),  # no proxy for loopback
+                    mounts=dict.fromkeys(_LOOPBACK),  # no proxy for loopback
                     follow_redirects=not self._is_direct,
                 )
             except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:

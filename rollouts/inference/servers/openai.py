@@ -10,22 +10,28 @@ choices, images, and sending earlier reasoning back are not supported.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, Self
 
 import msgspec
+import trio
+from msgspec import Meta
 
 from rollouts.chat.tool_call_formats import read_call
 from rollouts.errors import ConfigError, InferenceError
-from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, WeightUpdate
+from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, Spending, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
 from rollouts.inference.servers.http import HTTPFailure, PlainClient, Retries, message_of, read_url
+from rollouts.inference.servers.meter import Meter
 from rollouts.plugins.checks import checked_by
+from rollouts.spending import SpendingStore, check_file, check_prices
 from rollouts.training.models import BUNDLED
 from rollouts.types import Message, ToolCall
 
@@ -37,6 +43,8 @@ RETRIES = Retries(longest_seconds=30.0)
 UNBOUNDED = 2**31 - 1
 SEEDS = 2**31  # the range that every server accepts
 _TOO_LONG = re.compile(r"context[ _-]?(length|size|window)|prompt is too long", re.IGNORECASE)
+_LENGTHS = ("max_tokens", "max_completion_tokens")
+SPENT = "spent.sqlite"
 _OWN_KEYS = ("messages", "model", "n", "stream", "tools")
 
 
@@ -83,6 +91,10 @@ class OpenAIOptions:
         connections: Requests in flight at the same time. The others wait.
         request_seconds: How long one reply may take, including retries.
         attempts: How many times a request is sent if it fails with a temporary error.
+        prices: Dollars for a million input tokens and a million output tokens, by model.
+        dollars_max: The most dollars that the run may spend.
+        tokens_max: The most tokens that the run may spend, input and output together.
+        cache: A SQLite file for replies, which processes and runs may share. Empty: replies are not kept.
 
     Raises ConfigError for invalid settings.
     """
@@ -96,11 +108,25 @@ class OpenAIOptions:
     connections: int = 64
     request_seconds: float = 600.0
     attempts: int = 6
+    prices: dict[str, tuple[float, float]] | None = None
+    dollars_max: Annotated[float, Meta(ge=0)] | None = None
+    tokens_max: Annotated[int, Meta(ge=0)] | None = None
+    cache: str = ""
+
+    @property
+    def has_limit(self) -> bool:
+        """Whether the run may only spend so much."""
+        return self.dollars_max is not None or self.tokens_max is not None
 
     def __post_init__(self) -> None:
         for key in self.body or {}:
             if key in _OWN_KEYS:
                 raise ConfigError(f"--inference.body.{key}: the run sets this key; leave it out")
+        if self.has_limit and set(_LENGTHS) & set(self.leave_out):
+            raise ConfigError(
+                "--inference.leave-out: without a limit for the tokens of a reply, its price has no limit either; "
+                "leave out either this, or --inference.dollars-max and --inference.tokens-max"
+            )
         if self.connections < 1 or self.attempts < 1 or not self.request_seconds > 0:
             raise ConfigError(
                 "--inference.connections, --inference.attempts and --inference.request-seconds must be at least 1; got "
@@ -109,16 +135,24 @@ class OpenAIOptions:
 
 
 class OpenAIInference:
-    """Implements InferenceBackend and CanChat for one chat-completions API. `key_name` is the environment variable of
-    the key, for messages ("": no key).
+    """Implements InferenceBackend, CanChat and CanMeter for one chat-completions API. `key_name` is the environment
+    variable of the key, for messages ("": no key). What is spent is counted in a file of `folder` ("": in memory), if
+    there are prices, limits or a cache.
     """
 
-    capabilities = Capabilities(trainable=False, checks=True, chats=True)
+    capabilities = Capabilities(trainable=False, checks=True, chats=True, meters=True)
     context_tokens_max = UNBOUNDED  # the server checks the length
     vocabulary_size = version = 0
 
     def __init__(
-        self, model: str, options: OpenAIOptions, *, api_key: str = "", key_name: str = "", seed: int = 0
+        self,
+        model: str,
+        options: OpenAIOptions,
+        *,
+        api_key: str = "",
+        key_name: str = "",
+        seed: int = 0,
+        folder: str = "",
     ) -> None:
         self.model, self._options, self._api_key, self._key_name = model, options, api_key, key_name
         self._client = PlainClient(
@@ -132,6 +166,10 @@ class OpenAIInference:
         self.url = self._client.url
         self._limit_name = "max_tokens"
         self._numbers = itertools.count()
+        self._folder = folder
+        self._meter: Meter | None = None  # opened by the first request: a dry run writes nothing
+        self._cache: SpendingStore | None = None
+        self._spending: Spending | None = None
 
     def __repr__(self) -> str:
         return f"{self.model} at {self.url}"
@@ -142,15 +180,44 @@ class OpenAIInference:
 
     async def __aexit__(self, *exc: Any) -> None:
         await self._client.aclose()
+        self._spending = self.spending()
+        if self._meter is not None:
+            self._meter.close()
+            self._meter = None
+        if self._cache is not None:
+            self._cache.close()
+            self._cache = None
+
+    # --- what it costs ------------------------------------------------------------------------------------------------
+
+    def spending(self) -> Spending | None:
+        """What was spent so far, also in earlier processes of the run; None without prices, limits and a cache."""
+        return self._spending if self._meter is None else self._meter.spending()
+
+    def _open_files(self) -> None:
+        """Open the file of the spending, and that of the replies. Raises RunError."""
+        options = self._options
+        if self._cache is None and options.cache:
+            self._cache = SpendingStore(options.cache)
+        if self._meter is None and (options.prices or options.has_limit or options.cache):
+            store = SpendingStore(str(Path(self._folder) / SPENT) if self._folder else "")
+            self._meter = Meter(
+                store, self.model, options.prices, tokens_max=options.tokens_max, dollars_max=options.dollars_max
+            )
 
     # --- chat ---------------------------------------------------------------------------------------------------------
 
     async def chat(self, request: ChatRequest) -> ChatReply:
-        """The reply to a conversation.
+        """The reply to a conversation, from the cache or from the API.
 
         Raises InferenceError if there is no usable reply after all attempts (`is_transient` is False if a retry cannot
-        help), or if the first turn exceeds the model's context.
+        help), or if the first turn exceeds the model's context; BudgetSpentError before a request that could exceed a
+        limit; and RunError if the cache cannot be read or written.
         """
+        self._open_files()
+        key = self._key_of(request) if self._cache is not None else ""
+        if (known := await self._kept(key)) is not None:
+            return known
         try:
             completion = await self._post(self._client, request, self._options.request_seconds)
         except HTTPFailure as failure:
@@ -158,12 +225,33 @@ class OpenAIInference:
             if failure.status == 400 and has_spoken and _TOO_LONG.search(str(failure)):
                 return ChatReply(Message("assistant"), "context", detail=str(failure))
             raise InferenceError(str(failure), is_transient=failure.retryable) from failure
-        return self._read(completion)
+        reply = self._read(completion)
+        if self._cache is not None:
+            await trio.to_thread.run_sync(self._cache.keep, key, msgspec.json.encode(reply).decode())
+        return reply
+
+    async def _kept(self, key: str) -> ChatReply | None:
+        """The reply of an earlier request; None if there is none."""
+        if self._cache is None or self._meter is None:
+            return None
+        found = await trio.to_thread.run_sync(self._cache.reply, key)
+        if found is None:
+            return None
+        self._meter.hit()
+        return msgspec.json.decode(found, type=ChatReply)
+
+    def _key_of(self, request: ChatRequest) -> str:
+        """What identifies a request: all that is sent, and its seed, which depends on the task, the sample and the
+        turn. The API key is not part of it.
+        """
+        identity = [self.url, request.seed, self._body(request)]
+        return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()
 
     async def check(self, tools: Sequence[dict[str, Any]] = (), temperature: float = 1.0) -> None:
         """Request a few tokens, as the run does. Raises ConfigError, with advice on what to type, if the request
-        fails.
+        fails, and BudgetSpentError if nothing may be requested.
         """
+        self._open_files()
         request = ChatRequest([Message("user", "Say hello.")], list(tools), CHECK_TOKENS, 0, temperature)
         async with PlainClient(self.url, is_direct=False, api_key=self._api_key, connections_max=1) as client:
             try:
@@ -181,6 +269,26 @@ class OpenAIInference:
                 raise ConfigError(f"{self!r} cannot be used: {error}") from error
 
     async def _post(self, client: PlainClient, request: ChatRequest, seconds: float) -> _Completion:
+        """The completion of a request, within the limits. Raises HTTPFailure, BudgetSpentError."""
+        body = self._body(request)
+        if self._meter is None:
+            return await client.post(COMPLETIONS, body, _Completion, timeout_seconds=seconds)
+        longest = max((int(body[name]) for name in _LENGTHS if name in body), default=0)
+        metered = self._meter.request(msgspec.json.encode(body), longest)
+        await metered.reserve()  # before the deadline of the request begins
+        try:
+            completion = await client.post(
+                COMPLETIONS, body, _Completion, timeout_seconds=seconds, each_attempt=metered
+            )
+        except BaseException:  # also a cancellation, for example before the first attempt
+            metered.give_back()
+            raise
+        usage = completion.usage or _Usage()
+        metered.settle(usage.prompt_tokens, usage.completion_tokens)
+        return completion
+
+    def _body(self, request: ChatRequest) -> dict[str, Any]:
+        """The body of a request."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [_message_body(message) for message in request.messages],
@@ -193,8 +301,7 @@ class OpenAIInference:
         if self._options.stop:
             body["stop"] = self._options.stop
         body |= self._options.body or {}
-        body = {key: value for key, value in body.items() if key not in self._options.leave_out}
-        return await client.post(COMPLETIONS, body, _Completion, timeout_seconds=seconds)
+        return {key: value for key, value in body.items() if key not in self._options.leave_out}
 
     def _read(self, completion: _Completion) -> ChatReply:
         """The single choice as a message. Raises InferenceError."""
@@ -313,6 +420,7 @@ def create_openai_inference(
     model: str,
     training: Any,
     seed: int,
+    folder: str,
     *,
     options: OpenAIOptions = OpenAIOptions(),
 ) -> OpenAIInference:
@@ -328,7 +436,11 @@ def create_openai_inference(
             "type --inference hf to train, or `rollouts eval` to evaluate"
         )
     key, name = _key_of(options.api_key_env, _url_of(options))
-    return OpenAIInference(options.served_model or model, options, api_key=key, key_name=name, seed=seed)
+    served = options.served_model or model
+    check_prices("--inference", [served], options.prices, options.dollars_max)
+    if options.cache:
+        check_file("--inference.cache", options.cache)
+    return OpenAIInference(served, options, api_key=key, key_name=name, seed=seed, folder=folder)
 
 
 def _message_body(message: Message) -> dict[str, Any]:

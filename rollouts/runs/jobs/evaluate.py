@@ -11,14 +11,14 @@ import signal
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import trio
 
 from rollouts.config.settings import Settings
-from rollouts.errors import counted
+from rollouts.errors import BudgetSpentError, counted
 from rollouts.evaluate import numbers_of
-from rollouts.inference.base import InferenceBackend
+from rollouts.inference.base import CanMeter, InferenceBackend
 from rollouts.reducers import Reducer
 from rollouts.runs.clock import Start
 from rollouts.runs.environments import chosen_tasks, few_held_out_notes
@@ -189,6 +189,8 @@ class EvaluationJob:
             asked = [e if e.status.is_infrastructure else e._replace(score=unasked) for e in episodes]
             episodes = [e.with_scores({each.role: e.score for each in e.roles}) if e.roles else e for e in asked]
         self.summary |= numbers_of(_by_task(episodes), reducer_of(self._plan.settings))
+        if self._inference.capabilities.meters and (spent := cast(CanMeter, self._inference).spending()) is not None:
+            self.summary["spent"] = spent._asdict()
         death_metrics(self._plan.environments, self.summary)
         session = self._session
         session.folder.write_trajectories(TRAJECTORIES, (line for each in episodes for line in episode_records(each)))
@@ -206,7 +208,8 @@ class EvaluationJob:
         """How many episodes are done, and what to type to play the others."""
         path = self._session.folder.shown
         where = f"{len(self._episodes)} of {counted(self.total, 'episode')} are done, {path} keeps them"
-        again = f"to go on, type: {resume_command(path)}"
+        more = failure.flags if isinstance(failure, BudgetSpentError) else ""
+        again = f"to go on, type: {resume_command(path, more=more)}"
         if isinstance(failure, KeyboardInterrupt):
             return f"interrupted: {where}; {again}"
         return f"{failure}\n{where}; {again}"
