@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import shlex
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,11 @@ from rollouts.terminal_text import curve, visible
 
 if TYPE_CHECKING:
     from rollouts.reducers import Reducer
-    from rollouts.runs.comparing import Paired
+    from rollouts.runs.comparing import Evaluation, Paired
     from rollouts.runs.listing import RunInfo
 
 CURVE_WIDTH = 16
+RUN_COLUMNS_MAX = 4
 SORTS = ("started", "name", "reward", "steps", "size")
 _SHOWN_METRICS = (
     "reward/mean",
@@ -113,8 +115,9 @@ def _row(run: RunInfo) -> list[str]:
 def compare(run: Sequence[str], metric: Sequence[str], reduce: str | None, as_json: bool) -> int:
     """Show what differs between runs: settings, metrics and evaluations.
 
-    Each run's last evaluation is compared with the first run's, task by task. The 95 % interval is a bootstrap over
-    the tasks that both have. Several samples of a task are reduced as the evaluation did, or all by --reduce.
+    Each run's last evaluation is compared, task by task, with that of the first run that has the same tasks. The 95 %
+    interval is a bootstrap over the tasks that both have. Several samples of a task are reduced as the evaluation did,
+    or all by --reduce.
     """
     from rollouts.runs import comparing
     from rollouts.runs.listing import METRICS, numbers_of, phases_of, require_run, sampled_lines
@@ -132,33 +135,62 @@ def compare(run: Sequence[str], metric: Sequence[str], reduce: str | None, as_js
         evaluations = [
             comparing.reduced_evaluations(*each) for each in zip(evaluations, rewards, reducers, strict=True)
         ]
+    against = comparing.opponents_of(rewards)
     try:
-        paired = [comparing.paired_difference(rewards[0], each) for each in rewards[1:]]
+        paired = [
+            None if other is None else comparing.paired_difference(rewards[other], own)
+            for other, own in zip(against, rewards, strict=True)
+        ]
     except UserError as error:  # without numpy, all but this can be shown
         click.echo(f"note: {error}", err=True)
-        paired, rewards = [None] * (len(run) - 1), [{}] * len(run)
+        paired, rewards = [None] * len(run), [{}] * len(run)
     if as_json:
         found: dict[str, Any] = {
             "runs": run,
             "settings": settings,
             "metrics": {name: [numbers_of(lines[each], name) for each in run] for name in metrics},
             "evaluations": [[one._asdict() for one in each] for each in evaluations],
-            "paired": [each and {**each._asdict(), "verdict": each.verdict} for each in paired],
+            "paired": [
+                each and {**each._asdict(), "verdict": each.verdict, "against": run[other or 0]}
+                for each, other in zip(paired[1:], against[1:], strict=True)
+            ],
         }
         click.echo(json.dumps(found, indent=2, default=str))
         return 0
     rows = [[name, *("–" if value is None else str(value) for value in row)] for name, row in settings.items()]
-    print_table("settings that differ", ("", *run), rows) if rows else click.echo("the settings are the same")
+    _print_by_run("settings that differ", run, rows) if rows else click.echo("the settings are the same")
     rows = [[name, *(_last_with_curve(numbers_of(lines[each], name)) for each in run)] for name in metrics]
     if rows:
-        print_table("metrics at the last step", ("", *run), rows)
+        _print_by_run("metrics at the last step", run, rows)
     _print_evaluations(run, evaluations)
-    for name, each in zip(run[1:], paired, strict=True):
-        if each is not None:
-            click.echo(paired_words(name, run[0], each))
-        elif rewards[0]:
-            click.echo(f"{name} against {run[0]}: fewer than two tasks were judged in both, so nothing can be said")
+    for name, other, each in zip(run, against, paired, strict=True):
+        if each is not None and other is not None:
+            click.echo(paired_words(name, run[other], each))
+    for words in _not_compared(run, rewards, settings):
+        click.echo(words)
     return 0
+
+
+TASK_SETTINGS = ("env", "worker", "data", "seed", "eval-tasks", "tasks", "system")
+"""The settings that determine the held-out tasks; also those inside of `env` and `data`."""
+
+
+def _not_compared(
+    runs: Sequence[str], rewards: Sequence[Mapping[str, float]], settings: Mapping[str, Any]
+) -> Iterator[str]:
+    """One line for each run that was judged on tasks which no other run has."""
+    judged = [(name, own) for name, own in zip(runs, rewards, strict=True) if own]
+    for name, own in judged:
+        others = [each for each in judged if each[1] is not own]
+        if not others or any(len(own.keys() & tasks.keys()) >= 2 for _, tasks in others):
+            continue
+        shared = max(len(own.keys() & tasks.keys()) for _, tasks in others)
+        differ = [each for each in settings if each.partition(".")[0].partition("[")[0] in TASK_SETTINGS]
+        what = f", because they differ in {', '.join(differ)}" if differ else ""
+        yield (
+            f"{name} cannot be compared by task: it shares {counted(shared, 'task')} of its {len(own)} with the others"
+            f"{what}; evaluate all models on the same tasks, with one --env, --seed and --eval-tasks"
+        )
 
 
 def _reducers(folders: Sequence[Path], runs: Sequence[str], how: str | None) -> list[Reducer]:
@@ -215,20 +247,58 @@ def _last_with_curve(values: Sequence[float]) -> str:
     return f"{number(values[-1])}  {curve(values, CURVE_WIDTH)}" if values else "–"
 
 
-def _print_evaluations(run: Sequence[str], evaluations: Sequence[Sequence[Any]]) -> None:
+def _print_evaluations(run: Sequence[str], evaluations: Sequence[Sequence[Evaluation]]) -> None:
+    """The rewards on held-out tasks; of several models and several environments, also as a leaderboard."""
     from rollouts.runs.listing import read_run
 
-    rows = []
+    rows, cells = [], dict[str, dict[str, tuple[float | None, float | None]]]()
     for name, found in zip(run, evaluations, strict=True):
         info = read_run(Path(name))
         for each in found:
-            error = "" if each.stderr is None else f" ± {each.stderr:.3f}"
-            reward = number(each.reward) + error
             how = "" if each.reduce == "mean" else each.reduce
             words = (name, each.when, info.environment, info.model)
-            rows.append([*words, reward, how, number(each.greedy), str(each.tasks)])
+            counts = str(each.tasks), str(each.failed or "")
+            greedy = "" if each.greedy is None else number(each.greedy)
+            rows.append([*words, _with_error(each.reward, each.stderr), how, greedy, *counts])
+        for each in found[-1:]:
+            own = each.environments or {info.environment: (each.reward, each.stderr)}
+            cells.setdefault(info.model, {}).update(own)
     if rows:
-        print_table("held-out tasks", ("run", "", "environment", "model", "reward", "", "greedy", "tasks"), rows)
+        head = ("run", "", "environment", "model", "reward", "", "greedy", "tasks", "failed")
+        print_table("held-out tasks", head, rows)
+    for name, found in zip(run, evaluations, strict=True):
+        if found and found[-1].failed and not found[-1].when:
+            click.echo(f"to play the failed episodes of {name} again, type: rollouts resume {shlex.quote(name)}")
+    _print_leaderboard(cells)
+
+
+def _print_leaderboard(cells: Mapping[str, Mapping[str, tuple[float | None, float | None]]]) -> None:
+    """The rewards of several models in several environments: a row for each model, the best mean first. A model that
+    lacks an environment has no mean, and comes last.
+    """
+    environments = list(dict.fromkeys(env for own in cells.values() for env in own))
+    if len(cells) < 2 or len(environments) < 2:
+        return
+    rows = []
+    for model, own in cells.items():
+        rewards = [reward for env in environments if (reward := own.get(env, (None, None))[0]) is not None]
+        mean = sum(rewards) / len(rewards) if len(rewards) == len(environments) else None
+        rows.append((mean, [model, *(_with_error(*own.get(env, (None, None))) for env in environments), number(mean)]))
+    rows.sort(key=lambda row: float("inf") if row[0] is None else -row[0])
+    print_table("leaderboard", ("model", *environments, "mean"), [words for _, words in rows])
+
+
+def _print_by_run(title: str, run: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table with a column for each run; with many runs, a row for each."""
+    if len(run) <= RUN_COLUMNS_MAX:
+        print_table(title, ("", *run), rows)
+        return
+    head, *columns = zip(*rows, strict=True)
+    print_table(title, ("run", *head), [[name, *column] for name, column in zip(run, columns, strict=True)])
+
+
+def _with_error(reward: float | None, error: float | None) -> str:
+    return number(reward) + ("" if reward is None or error is None else f" ± {error:.3f}")
 
 
 @runs.command()

@@ -24,7 +24,8 @@ _OWN_TO_A_RUN = ("out",)
 
 class Evaluation(NamedTuple):
     """What a run earned on its held-out tasks, and the standard error; None if nothing could be judged. A run that
-    trains has been evaluated `before` and `after`. `reduce` says how the samples of a task became one reward.
+    trains has been evaluated `before` and `after`. `reduce` says how the samples of a task became one reward. `failed`
+    episodes have no reward. With several environments, `environments` has the reward and the standard error of each.
     """
 
     when: str
@@ -33,6 +34,8 @@ class Evaluation(NamedTuple):
     stderr: float | None
     greedy: float | None
     reduce: str = "mean"
+    failed: int = 0
+    environments: Mapping[str, tuple[float | None, float | None]] = {}
 
 
 class Paired(NamedTuple):
@@ -94,8 +97,11 @@ def evaluations_of(folder: Path) -> list[Evaluation]:
 
 def _evaluation(when: str, found: Mapping[str, Any]) -> Evaluation:
     kind = "reduced" if "reduce" in found else "reward"
-    mean, error, greedy = (found.get(name) for name in (f"{kind}_mean", f"{kind}_stderr", "greedy_mean"))
-    return Evaluation(when, found.get("tasks", 0), mean, error, greedy, found.get("reduce", "mean"))
+    both = f"{kind}_mean", f"{kind}_stderr"
+    mean, error, greedy = (found.get(name) for name in (*both, "greedy_mean"))
+    own = {env: (each.get(both[0]), each.get(both[1])) for env, each in found.get("environments", {}).items()}
+    failed = sum((found.get("failed") or {}).values())
+    return Evaluation(when, found.get("tasks", 0), mean, error, greedy, found.get("reduce", "mean"), failed, own)
 
 
 def reduced_evaluations(
@@ -175,6 +181,21 @@ def _evaluated(folder: Path) -> list[Path]:
     """The files of a run's evaluations, the last one last."""
     trajectories = phases_of(folder)[-1] / "trajectories"
     return sorted([*trajectories.glob("eval.jsonl"), *trajectories.glob(f"{EVALUATED}*.jsonl")])
+
+
+def opponents_of(rewards: Sequence[Mapping[str, float]]) -> list[int | None]:
+    """For each run, by its rewards of tasks: the first other run that was judged on two or more of the same tasks. So
+    evaluations of several environments are compared within each of them. None for a run that is the first one of its
+    tasks, or the only one.
+
+    >>> opponents_of([{"a": 1, "b": 0}, {"c": 1, "d": 1}, {"a": 0, "b": 0}, {"c": 0, "d": 1}, {}])
+    [None, None, 0, 1, None]
+    """
+    found: list[int | None] = []
+    for place, own in enumerate(rewards):
+        earlier = range(place)
+        found.append(next((each for each in earlier if len(own.keys() & rewards[each].keys()) >= 2), None))
+    return found
 
 
 def paired_difference(

@@ -46,9 +46,11 @@ def make_run(folder, summary=None, config='mode = "rl"\nsteps = 9\nmodel = "tiny
     return folder
 
 
-def judged(folder, rewards):
+def judged(folder, rewards, config=None, **more):
     """An evaluation that earned these rewards, by task."""
-    make_run(folder, {"status": "done", "reward_mean": float(np.mean([each or 0 for each in rewards.values()]))})
+    mean = float(np.mean([each or 0 for each in rewards.values()]))
+    own = {} if config is None else {"config": config}
+    make_run(folder, {"status": "done", "reward_mean": mean, "tasks": len(rewards), **more}, **own)
     (folder / "trajectories").mkdir()
     rows = [{"task": {"prompt": "?", "id": key}, "reward": value} for key, value in rewards.items()]
     (folder / "trajectories" / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -153,6 +155,7 @@ def test_runs_are_compared(real, monkeypatch, capsys):
     assert code == 0 and found["settings"]["mode"] == ["rl", "eval"] and "steps" not in found["settings"]
     assert found["paired"] == [
         {"difference": 0.0, "low": 0.0, "high": 0.0, "tasks": 4, "left_out": 0, "verdict": "no difference shown"}
+        | {"against": "runs/trained"}
     ]
     assert [each["when"] for each in found["evaluations"][0]] == ["before", "after"]
     code, out = said(capsys, "compare", "runs/trained", "runs/judged", "--metric", "rollout/t*")
@@ -183,6 +186,73 @@ def test_a_better_run_is_called_better(runs, capsys):
     (runs / "a" / "trajectories" / "eval.jsonl").write_text("{}\n")
     code, out = said(capsys, "compare", "runs/b", "runs/a")
     assert code == 2 and "eval.jsonl, line 1 cannot be read" in out
+
+
+def leaderboard(runs, rng):
+    """Evaluations of four models in two environments."""
+    for env in ("toys", "sums"):
+        easy = {f"{env} {task}": rng.random() for task in range(50)}
+        for place, model in enumerate(("small", "medium", "large", "huge")):
+            skill = (2, 0.2, 3, 0.3)[place] if env == "toys" else (0.1, 1, 4, 0.6)[place]
+            rewards = {task: float(rng.random() < ease ** (1 / skill)) for task, ease in easy.items()}
+            config = f'mode = "eval"\nmodel = "{model}"\n[env]\nname = "{env}"\n'
+            yield judged(runs / f"{model}-{env}", rewards, config, reward_stderr=0.05, failed={"timeout": place // 3})
+
+
+def test_models_in_environments_are_a_leaderboard(runs, capsys):
+    folders = list(leaderboard(runs, np.random.default_rng(1)))
+    names = [f"runs/{folder.name}" for folder in folders]
+    code, out = said(capsys, "compare", *names)
+    assert code == 0, out
+    board = out[out.index("leaderboard") :].splitlines()[1:6]
+    assert board[0].split() == ["model", "toys", "sums", "mean"]
+    means = {folder.name: json.loads((folder / "summary.json").read_text())["reward_mean"] for folder in folders}
+    expected = {
+        each: (means[f"{each}-toys"] + means[f"{each}-sums"]) / 2 for each in ("small", "medium", "large", "huge")
+    }
+    assert [row.split()[0] for row in board[1:]] == sorted(expected, key=lambda each: -expected[each])
+    for row in board[1:]:
+        model, *words = row.split()
+        cells = f"{means[f'{model}-toys']:.3f} ± 0.050 {means[f'{model}-sums']:.3f} ± 0.050 {expected[model]:.3f}"
+        assert words == cells.split()
+    lines = [line for line in out.splitlines() if " against " in line]
+    assert [line.split()[:3] for line in lines] == [
+        [f"runs/{model}-{env}", "against", f"runs/small-{env}:"]
+        for env in ("toys", "sums")
+        for model in ("medium", "large", "huge")
+    ]
+    assert "cannot be compared" not in out
+    assert "to play the failed episodes of runs/huge-toys again, type: rollouts resume runs/huge-toys" in out
+    found = json.loads(said(capsys, "compare", *names, "--json")[1])
+    assert [each and each["against"] for each in found["paired"]] == [
+        *["runs/small-toys"] * 3, None, *["runs/small-sums"] * 3
+    ]  # fmt: skip
+
+
+def test_an_evaluation_of_several_environments_is_a_row(runs, capsys):
+    for model, rewards in (("a", (0.25, 0.5)), ("b", (0.75, 0.25)), ("c", (0.5, None))):
+        own = {env: {"reward_mean": reward, "reward_stderr": 0.1} for env, reward in zip("xy", rewards, strict=True)}
+        config = f'mode = "eval"\nmodel = "{model}"\n[[env]]\nname = "x"\n[[env]]\nname = "y"\n'
+        judged(runs / model, {f"{model} {task}": 1.0 for task in range(3)}, config, environments=own)
+    _, out = said(capsys, "compare", "runs/a", "runs/b", "runs/c")
+    board = [line.split() for line in out[out.index("leaderboard") :].splitlines()[1:5]]
+    assert board[1:] == [
+        ["b", "0.750", "±", "0.100", "0.250", "±", "0.100", "0.500"],
+        ["a", "0.250", "±", "0.100", "0.500", "±", "0.100", "0.375"],
+        ["c", "0.500", "±", "0.100", "–", "–"],
+    ]
+
+
+def test_evaluations_of_different_tasks(runs, capsys):
+    config = 'mode = "eval"\nseed = {seed}\nmodel = "m"\n[env]\nname = "toy"\ndigits = {digits}\n'
+    judged(runs / "a", {f"a {task}": 1.0 for task in range(20)}, config.format(seed=0, digits=2))
+    judged(runs / "b", {f"b {task}": 0.0 for task in range(30)} | {"a 0": 1.0}, config.format(seed=1, digits=3))
+    code, out = said(capsys, "compare", "runs/a", "runs/b")
+    assert code == 0 and "better" not in out and "worse" not in out
+    assert (
+        "runs/b cannot be compared by task: it shares 1 task of its 31 with the others, because they differ in seed, "
+        "env.digits; evaluate all models on the same tasks, with one --env, --seed and --eval-tasks"
+    ) in out
 
 
 @pytest.mark.parametrize("tasks", [12, 40])
