@@ -1,20 +1,24 @@
 """Does an evaluation survive kill -9? Kill one of 1,000 episodes 20 times, resume it, and compare the results.
 
     python benchmarks/kill_and_resume_eval.py
+    python benchmarks/kill_and_resume_eval.py --engine openai             # a chat API, whose server is in this script
     python benchmarks/kill_and_resume_eval.py --episodes 200 --kills 5 --out kills.json
 
-The embedded model plays the calculator. Each kill comes at a random time: some while the process still loads, the
-others after a random number of further episodes. Then the evaluation is resumed, until it ends by itself. The result is
-compared with that of an unbroken one: every episode (messages, tokens, rewards, the order of the file) and every number
-of summary.json that does not depend on the clock. Logprobs may differ in the last digits, because the episodes that
-share a batch differ. No episode may be played again that was finished before a kill.
+The embedded model, or a chat API, plays the calculator. Each kill comes at a random time: some while the process still
+loads, the others after a random number of further episodes. Then the evaluation is resumed, until it ends by itself.
+The result is compared with that of an unbroken one: every episode (messages, tokens, rewards, the order of the file)
+and every number of summary.json that does not depend on the clock. Logprobs may differ in the last digits, because the
+episodes that share a batch differ. No episode may be played again that was finished before a kill.
 
-It takes about ten minutes on one core, most of them for starting processes.
+With the embedded model it takes about ten minutes on one idle core, most of them for starting processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
+import http.server
 import itertools
 import json
 import operator
@@ -22,8 +26,9 @@ import random
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--engine", choices=("hf", "openai"), default="hf")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     parser.add_argument("--out", default="", help="a file for what was found")
     arguments = parser.parse_args(argv)
     rng = random.Random(arguments.seed)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, _server() as url:
         whole, killed = Path(scratch) / "whole", Path(scratch) / "killed"
-        command = ["eval", "--env", "calculator", "--model", "tiny", "--max-tokens", "24"]
+        command = ["eval", "--env", "calculator", "--max-tokens", "24"]
+        api = ["--model", "any", "--inference", "openai", "--inference.url", url]
+        command += api if arguments.engine == "openai" else ["--model", "tiny"]
         command += ["--eval-tasks", str(arguments.episodes // 2), "--samples-per-prompt", "2", "--concurrency", "32"]
         _finish([*command, "--out", str(whole)])
         played = [0]
@@ -68,6 +76,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.out:
         Path(arguments.out).write_text(json.dumps(found, indent=1) + "\n")
     return 1 if faults else 0
+
+
+@contextlib.contextmanager
+def _server() -> Iterator[str]:
+    """A chat API whose reply depends on the request alone, after up to 50 ms."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            asked = self.rfile.read(int(self.headers["Content-Length"]))
+            number = int.from_bytes(hashlib.sha256(asked).digest()[:4], "big")
+            time.sleep(number % 50 / 1000)
+            choice = {"message": {"role": "assistant", "content": f"It is {number % 97}."}, "finish_reason": "stop"}
+            usage = {"prompt_tokens": len(asked), "completion_tokens": 4}
+            content = json.dumps({"choices": [choice], "usage": usage}).encode()
+            with contextlib.suppress(ConnectionError):  # the client was killed
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    class Server(http.server.ThreadingHTTPServer):
+        daemon_threads, request_queue_size = True, 128
+
+        def handle_error(self, *_: Any) -> None:
+            """A client that was killed is no error."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/v1"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def _kill(command: list[str], folder: Path, episodes: int, rng: random.Random) -> bool:

@@ -43,6 +43,7 @@ COMPONENT_KINDS = {
     "training": "training",
     "optimizer": "optimizers",
     "logger": "loggers",
+    "eval_inference": "inference",
 }
 """The settings that name components, with the kind of component."""
 
@@ -291,6 +292,8 @@ class Settings:
         eval_every: Training steps between evaluations. 0: only before the first step and after the last.
         eval_tasks: How many tasks to hold out for evaluation.
         tasks: The held-out tasks of an evaluation, if not all: numbers from 0, ranges and ids, such as `0-9,17,gsm-42`.
+        eval_inference: Another inference backend, for the evaluations between steps: it serves the weights of its step
+            while training goes on. Default: they use the run's own, and training waits.
         reduce: How the rewards of several samples of a task become one: their mean, the best, the worst, or that of the
             majority, which is the most common final answer.
         answer_pattern: What a final answer is: the last match of this regular expression in the last reply, or of its
@@ -381,6 +384,7 @@ class Settings:
     eval_every: int = _bounded(0, minimum=0)
     eval_tasks: int = _bounded(512, minimum=0)
     tasks: str = ""
+    eval_inference: str = ""
     reduce: Literal["mean", "best", "worst", "majority"] = "mean"
     answer_pattern: str = ""
     checkpoint_every: int = _bounded(0, minimum=0)

@@ -75,6 +75,17 @@ class SampleLogger(MetricsLogger, Protocol):
         """
 
 
+@runtime_checkable
+class AddsToSteps(MetricsLogger, Protocol):
+    """A logger that can also add metrics to an earlier step."""
+
+    def add(self, metrics: dict[str, float], step: int) -> None:
+        """Add metrics to a step that was logged before. With `--eval-inference`, an evaluation ends while later steps
+        are logged. A logger without this method gets its metrics together with those of the next step, and
+        `eval/step`, the step whose weights were evaluated.
+        """
+
+
 def plain_settings(settings: Any) -> dict[str, Any]:
     """The settings of a run as plain dicts, lists, text and numbers, for trackers that show them.
 

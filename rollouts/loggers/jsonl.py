@@ -64,6 +64,18 @@ class JSONLLogger:
             self._stream.flush()
         self._last = line
 
+    def add(self, metrics: dict[str, float], step: int) -> None:
+        """Add metrics to the line of an earlier step. The file is written anew and renamed. Raises TypeError for a
+        value that is not a number.
+        """
+        new = {name: _number(name, value) for name, value in metrics.items()}
+        if self._last.get("step") == step:
+            self._last |= new
+        lines = [(line | new if at == step else line) for at, line, _ in read_lines(self.path)]
+        self._stream.close()
+        write_whole(self.path, b"".join(map(_encoded, lines)))
+        self._stream = self.path.open("ab")
+
     def close(self) -> None:
         """Close the file. A second call does nothing."""
         self._stream.close()

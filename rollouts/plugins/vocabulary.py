@@ -158,6 +158,7 @@ VOCABULARY: dict[str, dict[str, str]] = {
         "concurrency": "the number of episodes that run at the same time",
         "lora_rank": "the rank of LoRA adapters; 0: all weights are trained",
         "lora_roles": "the names of the roles with a LoRA adapter of their own; empty: there is one policy",
+        "pinned": "whether training goes on while the engine serves weights of one step, so it needs its own copy",
     },
     "datasets": {
         "source": "what `--data` names, as text, without the name of the loader; may be empty",

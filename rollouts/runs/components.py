@@ -16,7 +16,7 @@ from rollouts.config.files import Source, where
 from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
 from rollouts.config.resolving import Resolved
-from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting
+from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting, Settings
 from rollouts.data.source import OF_SFT, RowSettings, find_loader, loader_signature
 from rollouts.env.added_tools import added_tool
 from rollouts.env.authoring import tools_of
@@ -30,6 +30,7 @@ from rollouts.errors import (
     UnknownComponentError,
     said_of,
 )
+from rollouts.inference.chatting import is_evaluation_only
 from rollouts.plugins.index import HELD, KIND_WORDS, ComponentRef
 from rollouts.plugins.making import make
 from rollouts.plugins.manager import PluginManager
@@ -178,6 +179,25 @@ def chosen_optimizer(chosen: Mapping[str, list[Chosen]]) -> Any:
             check_optimizer(make, f"the optimizer {each.name}")
         return make
     return None
+
+
+def check_pinned(chosen: Sequence[Chosen], settings: Settings) -> list[str]:
+    """Notes about `--eval-inference`. Raises ConfigError if the engine cannot get the weights of the run."""
+    for engine in chosen:
+        what = f"--eval-inference {engine.name}"
+        if is_evaluation_only(engine.component):
+            raise ConfigError(
+                f"{what}: a chat API has its own weights, and not those of the run; type --eval-inference hf, vllm or "
+                "sglang"
+            )
+        if settings.role:
+            raise ConfigError(
+                f"{what}: other models play roles of the environment, and training would share them with the "
+                "evaluation; leave it out"
+            )
+        if not settings.eval_every:
+            return [f"{what} is not used: it is for evaluations between steps; type --eval-every 10"]
+    return []
 
 
 def chosen_sampler(chosen: Mapping[str, list[Chosen]]) -> Callable[..., TaskSampler]:

@@ -145,6 +145,7 @@ def make_opponents(
             "concurrency": settings.concurrency,
             "lora_rank": 0,
             "lora_roles": (),
+            "pinned": False,
         }
         try:
             engine = make_inference(each.engine, available, environments, must_train=False)

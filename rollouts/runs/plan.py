@@ -41,6 +41,7 @@ from rollouts.runs.components import (
     Chosen,
     added_tools,
     bind_each,
+    check_pinned,
     check_tool_names,
     choose,
     chosen_optimizer,
@@ -50,6 +51,7 @@ from rollouts.runs.components import (
 )
 from rollouts.runs.earlier_run import overlap_notes, run_of, trained_before, unused_of_run
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments
+from rollouts.runs.evaluated import evaluated
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
 from rollouts.runs.opponents import PlannedOpponent, plan_lora_roles, plan_opponents
@@ -217,8 +219,12 @@ class Plan(NamedTuple):
             "make_optimizer": self.make_optimizer,
         }
 
-    def inference_arguments(self, training: TrainingBackend | None, folder: str) -> dict[str, Any]:
-        """The arguments that the factory of an engine may name. `training` is None if there is no training backend."""
+    def inference_arguments(
+        self, training: TrainingBackend | None, folder: str, *, pinned: bool = False
+    ) -> dict[str, Any]:
+        """The arguments that the factory of an engine may name. `training` is None if there is no training backend.
+        `pinned`: for an engine of `--eval-inference`.
+        """
         settings = self.settings
         return {
             "model": settings.model,
@@ -229,6 +235,7 @@ class Plan(NamedTuple):
             "concurrency": settings.concurrency,
             "lora_rank": settings.lora_rank,
             "lora_roles": self.lora_roles,
+            "pinned": pinned,
         }
 
     def eval_tasks(self) -> list[Task]:
@@ -277,7 +284,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     (inference,) = chosen["inference"]
     _check_parser(chosen["tool_parser"][0], inference)
     if is_evaluation:
-        settings, notes = _evaluated(settings, inference)
+        settings, notes = evaluated(settings, inference)
         composed = Composed((), (), (), None, notes)
     else:
         _check_trainable(inference, chosen["training"][0], resolved)
@@ -292,7 +299,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     environments = _of_run(environments, chosen, settings)
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
-    notes = composed.notes if is_evaluation else (*notes, *composed.notes, *_unused(resolved, filters))
+    notes = composed.notes if is_evaluation else (*notes, *composed.notes, *_unused(resolved, filters, chosen))
     resolved = resolved._replace(settings=settings, components=components)
     notes += unused_sandbox(chosen["sandbox"][0], environments)
     notes += () if is_evaluation else trained_before(manager, environments, resolved)
@@ -335,8 +342,8 @@ def _run_checks(plan: Plan) -> None:
     if plan.settings.mode != "eval":
         training = plan.one("training")
         run_check(training.component, plan.training_arguments(), training.settings)
-    inference = plan.one("inference")
-    run_check(inference.component, plan.inference_arguments(None, ""), inference.settings)
+    for inference in (plan.one("inference"), *plan.chosen.get("eval_inference", ())):
+        run_check(inference.component, plan.inference_arguments(None, ""), inference.settings)
     for reward in plan.chosen["reward"]:
         if reward.component is not None:  # not the environment's own rewards
             run_check(reward.component, {}, reward.settings)
@@ -509,14 +516,17 @@ def _critic_lr(settings: Settings) -> float:
     return settings.critic_lr if settings.critic_lr is not None else _lr(settings) * LR_CRITIC_FACTOR
 
 
-def _unused(resolved: Resolved, filters: Sequence[Filter]) -> list[str]:
-    """Notes about settings for LoRA or filters in a training run without LoRA or filters."""
-    settings, notes = resolved.settings, []
+def _unused(resolved: Resolved, filters: Sequence[Filter], chosen: Mapping[str, list[Chosen]]) -> list[str]:
+    """Notes about settings that a training run does not use, such as those for filters without filters. Raises
+    ConfigError for an engine of `--eval-inference` that cannot be used.
+    """
+    settings = resolved.settings
+    notes = check_pinned(chosen["eval_inference"], settings)
     if not settings.lora_rank:
         of_lora = {"lora_alpha": (None, "none"), "lora_targets": ("all-linear",)}
         settings_of_backend = plain(resolved.components["training"][0].settings)
         given = [n for n, defaults in of_lora.items() if settings_of_backend.get(n, defaults[0]) not in defaults]
-        notes = [
+        notes += [
             f"--training.{name.replace('_', '-')} is not used: every weight is trained; type --lora-rank 16"
             for name in given
         ]
@@ -546,55 +556,3 @@ def _check_settings(settings: Settings, lacks_environment: bool) -> None:
                 f"--system {system}: this is the text of a system prompt, and {system} is a file\n"
                 f'type: --system "$(cat {shlex.quote(system)})"'
             )
-
-
-def _evaluated(settings: Settings, inference: Chosen) -> tuple[Settings, tuple[str, ...]]:
-    """The settings of an evaluation, with the checkpoint's path as the model, and notes about what will be evaluated.
-    Raises ConfigError.
-    """
-    if is_evaluation_only(inference.component):  # only the server knows its models
-        if settings.template:
-            name = next(iter(settings.template))
-            raise ConfigError(
-                f"--template.{name.replace('_', '-')}: with --inference {inference.name} the server applies "
-                "the chat template, not rollouts; vLLM and SGLang take the argument in the request: "
-                f"--inference.body '{{chat_template_kwargs = {{{name} = ...}}}}'"
-            )
-        return settings, ()
-    given = settings.model
-    path = Path(given).expanduser()
-    if not path.is_dir():  # not a folder but a name, which the engine resolves
-        return settings, _check_served(given, given, inference, of_run=False)
-    from rollouts.runs.export import find_checkpoint, is_written_by_run
-    from rollouts.training.weights.store import STATE, check_folder
-
-    found = find_checkpoint(given)
-    if (found / STATE).exists():
-        check_folder(str(found))
-    model = given if found == path else str(found)
-    notes = [] if found == path else [f"{given} is a run's folder: its newest checkpoint is used, {found.name}"]
-    served = _check_served(given, model, inference, of_run=found != path or is_written_by_run(path))
-    return dataclasses.replace(settings, model=model), (*notes, *served)
-
-
-def _check_served(given: str, model: str, inference: Chosen, *, of_run: bool) -> tuple[str, ...]:
-    """Check that a server at a URL serves --model, and note what cannot be checked. An evaluation sends no weights, so
-    the server keeps the weights that it loaded at its start. If a run wrote the model, the user must confirm that the
-    server loaded it.
-
-    Raises ConfigError.
-    """
-    url, name = inference.settings.get("url"), inference.settings.get("served_model")
-    if not url or name is None:
-        return ()
-    if name:
-        place = url if isinstance(url, str) else ",".join(url)
-        return (f"what is evaluated is what {place} serves as {name!r}; that this is {model} is not checked",)
-    if not of_run:
-        return ()
-    raise ConfigError(
-        f"--model {given} with --inference.url: an evaluation sends no weights to a running server, so "
-        "the results would be those of the model that the server has loaded. Leave --inference.url out, and a server "
-        f"is started with {given}; or export it (`rollouts export {shlex.quote(given)} FOLDER`), start the server with "
-        "the exported folder, and type --inference.served-model NAME with the server's name for the model"
-    )

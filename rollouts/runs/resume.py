@@ -67,8 +67,9 @@ class RunState(msgspec.Struct):
     `step` steps are done. `data`, `rollouts` and `loop` are the states of the buffer, the manager and the loop (mode
     rl); `evaluation` has the results `before`, and at the end `after`; `metric` ranks checkpoints: name, value,
     higher_is_better. `by_clock`: the next checkpoint replaces this one. `stopped`: why the run ends after this step, as
-    summary.json has it. `patience` is the state of an early stop by the held-out loss. `revision` is the REVISION that
-    wrote it; 0 for older checkpoints.
+    summary.json has it. `patience` is the state of an early stop by the held-out loss. `evaluating`: the weights after
+    so many steps were still being evaluated (`--eval-inference`); 0: none. `revision` is the REVISION that wrote it; 0
+    for older checkpoints.
     """
 
     step: int
@@ -82,6 +83,7 @@ class RunState(msgspec.Struct):
     by_clock: bool = False
     stopped: dict[str, str] | None = None
     patience: dict[str, float] = {}
+    evaluating: int = 0
     revision: int = 0
 
 

@@ -44,7 +44,7 @@ from rollouts.errors import (
 from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
 from rollouts.inference.chatting import CanChat
 from rollouts.inference.suspend import SuspendableEngine
-from rollouts.loggers.base import MetricsLogger, SampleLogger, SampleSettings
+from rollouts.loggers.base import AddsToSteps, MetricsLogger, SampleLogger, SampleSettings
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.plugins.manager import PluginFault, PluginManager
 from rollouts.runs.clock import Start
@@ -224,6 +224,7 @@ class Loggers:
         self.faults: list[PluginFault] = []
         self._loggers: dict[str, MetricsLogger] = {}
         self._next: dict[str, float] = {}
+        self._late: dict[str, float] = {}
 
     def open(self, chosen: Sequence[Chosen], folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
         """Make the loggers of the run that do not exist yet. Raises UserError."""
@@ -237,9 +238,27 @@ class Loggers:
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Log with each logger; each gets its own copy. Raises RunError, which names the logger, if one fails."""
         metrics, self._next = self._next | metrics, {}
+        late, self._late = self._late, {}
+        clashes = bool(late.keys() & metrics.keys())  # this step has an evaluation of its own
         for name, logger in self._loggers.items():
+            own = dict(metrics)
+            if late and not isinstance(logger, AddsToSteps):
+                if clashes:
+                    with _named_errors(name):
+                        logger.log(dict(late), step)
+                own = {"eval/step": float(step), **own} if clashes else late | own
             with _named_errors(name):
-                logger.log(dict(metrics), step)
+                logger.log(own, step)
+
+    def add(self, metrics: Mapping[str, float], step: int) -> None:
+        """Add metrics to an earlier step. A logger that cannot do this gets them with the next step, and `eval/step`.
+        Raises RunError, which names the logger, if one fails.
+        """
+        for name, logger in self._loggers.items():
+            if isinstance(logger, AddsToSteps):
+                with _named_errors(name):
+                    logger.add(dict(metrics), step)
+        self._late = {**metrics, "eval/step": float(step)}
 
     def log_samples(self, table: str, rollouts: Sequence[Judged], step: int) -> None:
         """Send rows of some rollouts to each logger that takes them, if it is time: those of training, the table

@@ -22,7 +22,9 @@ from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, installed_co
 TEMPLATES = Path(__file__).parent / "templates"
 
 KIND_NAMES = {
-    {"env": "environment", "data": "dataset"}.get(key, key): kind for key, kind in COMPONENT_KINDS.items()
+    {"env": "environment", "data": "dataset"}.get(key, key): kind
+    for key, kind in COMPONENT_KINDS.items()
+    if key != "eval_inference"
 } | {
     "curriculum": "curricula",
     "worker": "workers",

@@ -330,5 +330,5 @@ def test_every_setting_has_its_words():
     from rollouts.plugins.signature import read_signature
 
     signature = read_signature(create_hf_inference, "inference")
-    assert signature.requests == ("model", "training", "seed", "lora_roles")
+    assert signature.requests == ("model", "training", "seed", "lora_roles", "pinned")
     assert all(setting.doc and "\n" not in setting.doc and len(setting.doc) < 120 for setting in signature.settings)

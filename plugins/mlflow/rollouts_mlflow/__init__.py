@@ -118,9 +118,15 @@ class MLflowLogger:
         """The metrics of one step."""
         if step < self._next_step:
             return
+        self._send(metrics, step, [self._entities.RunTag(NEXT_STEP, str(step + 1))])
+
+    def add(self, metrics: dict[str, float], step: int) -> None:
+        """Metrics of an earlier step."""
+        self._send(metrics, step, [])
+
+    def _send(self, metrics: Mapping[str, float], step: int, tags: list[Any]) -> None:
         now = int(time.time() * 1000)
         values = [self._entities.Metric(_named(name), float(value), now, step) for name, value in metrics.items()]
-        tags = [self._entities.RunTag(NEXT_STEP, str(step + 1))]
         for at in range(0, max(len(values), 1), METRICS_MAX):
             self._client.log_batch(self._id, metrics=values[at : at + METRICS_MAX], tags=tags)
 

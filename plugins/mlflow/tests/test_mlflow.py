@@ -28,13 +28,14 @@ for first, last in ((0, 2), (1, 4)):  # the second time the same folder is conti
         logger.log({"reward/mean": step / 8, "policy/loss": float("nan"), "odd=name": 1.0}, step=step)
         logger.log_samples("samples", [{"conversation": f"user: {step}", "reward": None}], step)
     logger.log({"eval/reward_mean": 0.5}, step=last - 1)
+    logger.add({"eval/greedy_mean": 0.25}, step=last - 2)  # of an evaluation that ended later
     logger.close()
 from mlflow import MlflowClient
 client = MlflowClient()
 (experiment,) = [each for each in client.search_experiments() if each.name == os.environ["MLFLOW_EXPERIMENT_NAME"]]
 (run,) = client.search_runs([experiment.experiment_id])
 history = {name: [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)]
-           for name in ("reward/mean", "eval/reward_mean", "odd_name")}
+           for name in ("reward/mean", "eval/reward_mean", "eval/greedy_mean", "odd_name")}
 tables = {table["path"]: json.loads((Path(run.info.artifact_uri[7:]) / table["path"]).read_text())
           for table in json.loads(run.data.tags["mlflow.loggedArtifacts"])}
 found = {"tables": tables, "name": run.info.run_name, "status": run.info.status, "params": run.data.params}
@@ -66,6 +67,7 @@ def test_a_run_is_written_and_continued(tmp_path):
         "columns": ["conversation", "reward"],
         "data": [["user: 3", None]],
     }
+    assert found["eval/greedy_mean"] == [[0, 0.25], [2, 0.25]]
     params = found["params"]
     assert (params["env.digits"], params["lr"], len(params["note"])) == ("2", "0", 6000)
 

@@ -49,6 +49,10 @@ class TensorBoardLogger:
         for name, value in metrics.items():
             self._writer.add_scalar(name, float(value), step)
 
+    def add(self, metrics: dict[str, float], step: int) -> None:
+        """Write scalars of an earlier step."""
+        self.log(metrics, step)
+
     def log_samples(self, name: str, rows: Sequence[Row], step: int) -> None:
         """Write each row as a text: the conversation, and a list of the other columns."""
         for place, row in enumerate(rows):

@@ -33,9 +33,11 @@ def test_scalars_and_settings_come_back(tmp_path):
     assert isinstance(logger, MetricsLogger)
     logger.log({"reward/mean": 0.5, "policy/loss": float("nan")}, step=3)
     logger.log({"reward/mean": 0.75}, step=4)
+    logger.add({"eval/reward_mean": 0.25}, step=3)  # of an evaluation that ended later
     logger.close()
     events = read_events(tmp_path / "tensorboard")
     assert [(step, value) for step, tag, value in events if tag == "reward/mean"] == [(3, 0.5), (4, 0.75)]
+    assert [(step, value) for step, tag, value in events if tag == "eval/reward_mean"] == [(3, 0.25)]
     assert [math.isnan(value) for _, tag, value in events if tag == "policy/loss"] == [True]
     assert any(b"calculator" in value for _, tag, value in events if tag.startswith("settings"))
 

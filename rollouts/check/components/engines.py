@@ -211,6 +211,7 @@ def _new_engine(subject: Subject) -> Any:
         "concurrency": 2,
         "lora_rank": 0,
         "lora_roles": (),
+        "pinned": False,
     }
     try:
         with trying("make the engine"):

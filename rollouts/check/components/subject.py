@@ -33,7 +33,7 @@ Function = Callable[..., Any]
 WORDS = {**KIND_WORDS, HOOKS: "hook plugin"}
 """The name of one component of each kind."""
 
-KEYS = {kind: key for key, kind in COMPONENT_KINDS.items()} | {"curricula": "curriculum", "workers": "worker"}
+KEYS = {kind: key for key, kind in reversed(COMPONENT_KINDS.items())} | {"curricula": "curriculum", "workers": "worker"}
 """The first part of the flags of a kind's settings: `--loss.clip-high`."""
 
 NO_SIGNATURE = Signature((), ())

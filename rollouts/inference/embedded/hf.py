@@ -40,8 +40,9 @@ class HFInference:
     """Implements InferenceBackend over a transformers causal LM.
 
     With a training backend it uses the backend's `thread`, `model` and `version`. With a sharded backend, `model` is a
-    copy, and every update writes new weights into it. Without a backend the engine has its own thread, which ends when
-    you leave the context manager. `adapter` is the PeftModel around this copy if updates bring only the adapter.
+    copy, and every update writes new weights into it. A `pinned` engine has no backend, but such a copy. Without a
+    backend the engine has its own thread, which ends when you leave the context manager. `adapter` is the PeftModel
+    around this copy if updates bring only the adapter.
     `roles` are those with an adapter of their own in the model: each request then names its role. If `generate` is
     cancelled, its row leaves the batch at the next step.
     """
@@ -56,6 +57,7 @@ class HFInference:
     wait_seconds: float = 1800.0
     adapter: Any = None
     roles: tuple[str, ...] = ()
+    pinned: bool = False
 
     def __post_init__(self) -> None:
         from rollouts.inference.embedded.decode import Decoder
@@ -63,8 +65,8 @@ class HFInference:
         shares, model = self.training is not None, self.model
         self.capabilities = Capabilities(
             waits_for_sessions=True,
-            in_process=shares,
-            owns_weights=shares and self.training.model is not model,
+            in_process=shares or self.pinned,
+            owns_weights=self.pinned or (shares and self.training.model is not model),
             weights_kind="full" if self.adapter is None else "adapter",
             aborts=True,
         )
@@ -308,6 +310,7 @@ def create_hf_inference(
     training: Any,
     seed: int,
     lora_roles: tuple[str, ...] | None = None,
+    pinned: bool | None = None,
     *,
     rows_max: int = 256,
     cache_gib: float = 4.0,
@@ -317,7 +320,8 @@ def create_hf_inference(
     dtype: str = "auto",
     device: str = "auto",
 ) -> HFInference:
-    """The embedded engine. It uses the trainer's model, or loads `model` if there is no trainer or a sharded one.
+    """The embedded engine. It uses the trainer's model, or loads `model` if there is no trainer or a sharded one. A
+    `pinned` engine has a copy of the trainer's model, to which updates bring the weights, and a thread of its own.
 
     `seed` is not used, because every request has its own seed. `lora_roles` are the roles with an adapter of their own
     in the checkpoint `model`; a trainer says which ones its model has. Raises ModelError if the model cannot be loaded,
@@ -339,7 +343,7 @@ def create_hf_inference(
         ("--inference.context-tokens", context_tokens, context_tokens >= 0, "0 (the model's own limit) or more"),
         ("--inference.wait-seconds", wait_seconds, wait_seconds > 0, "a number above 0"),
     )
-    from rollouts.training.backends.lora import load_role_adapters, wrap_in_adapter
+    from rollouts.training.backends.lora import load_role_adapters
     from rollouts.training.models import base_of, load_hf_model, role_adapters
 
     adapter, roles = None, tuple(lora_roles or ())
@@ -350,20 +354,15 @@ def create_hf_inference(
         if folders:
             load_role_adapters(network, folders)
     else:
-        for name, value in (("dtype", dtype), ("device", device)):
-            if value != "auto":
-                raise ConfigError(
-                    f"--inference.{name} {value}: this engine shares the trainer's parameters; "
-                    f"type --training.{name} {value}"
-                )
+        _refuse(dtype=dtype, device=device)
         network, roles = training.model, training.model_files.roles if training.model_files else ()
-        if network is None:  # sharded: rank 0 samples with its own copy
-            network = load_hf_model(model, dtype=training.compute_dtype, device=training.device)
-            if training.model_files.adapter_config is not None:
-                adapter = wrap_in_adapter(network, training.model_files.adapter_config)
+        if pinned and roles:
+            raise ConfigError("--eval-inference hf: it serves one adapter at a time; leave out --lora-per-role or this")
+        if pinned or network is None:  # sharded: rank 0 samples with its own copy
+            network, adapter = _copy(model, training)
     return HFInference(
         network,
-        training,
+        None if pinned else training,
         rows_max=rows_max,
         cache_gib=cache_gib,
         prefill_tokens_max=prefill_tokens_max,
@@ -371,7 +370,29 @@ def create_hf_inference(
         wait_seconds=wait_seconds,
         adapter=adapter,
         roles=roles,
+        pinned=bool(pinned) and training is not None,
     )
+
+
+def _refuse(**given: str) -> None:
+    """Raise ConfigError for a setting that the trainer decides."""
+    for name, value in given.items():
+        if value != "auto":
+            raise ConfigError(
+                f"--inference.{name} {value}: this engine shares the trainer's parameters; "
+                f"type --training.{name} {value}"
+            )
+
+
+def _copy(model: str, training: Any) -> tuple[Any, Any]:
+    """A model like the trainer's, to which updates bring the weights; with LoRA, also the PeftModel around it."""
+    from rollouts.training.backends.lora import wrap_in_adapter
+    from rollouts.training.models import load_hf_model
+
+    network, adapter_config = load_hf_model(model, dtype=training.compute_dtype, device=training.device), None
+    if training.model_files is not None:
+        adapter_config = training.model_files.adapter_config
+    return network, None if adapter_config is None else wrap_in_adapter(network, adapter_config)
 
 
 def _generation(row: DecodeRow, version: int) -> Generation:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rollouts.config.settings import Settings
+from rollouts.config.stopping import Ranking, read_ranking
+from rollouts.errors import suggestion
 from rollouts.runs.folder import RunFolder
 from rollouts.runs.manifest import update_manifest
 from rollouts.training.weights.store import complete_checkpoints, prune_checkpoints, remove_checkpoint
@@ -26,13 +28,15 @@ Occasion = Literal["", "steps", "clock"]
 @dataclass
 class Saving:
     """Saves the checkpoints of one run. `bytes_each` is the size of a checkpoint, None while it is unknown. `by_clock`
-    is the last checkpoint if the next one replaces it. `warn` gets notes for the user.
+    is the last checkpoint if the next one replaces it. `evaluates`: the run also evaluates between steps. `warn` gets
+    notes for the user.
     """
 
     folder: RunFolder
     settings: Settings
     bytes_each: int | None
     by_clock: Path | None
+    evaluates: bool
     warn: Callable[[str], None]
     _saved_at: float = field(default_factory=time.monotonic)
     _has_warned: bool = False
@@ -75,20 +79,38 @@ class Saving:
             )
         self._has_warned = lacks
 
-    def saved(self, path: Path, occasion: Occasion) -> None:
-        """Record a written checkpoint in the run's manifest, then remove checkpoints that are not kept. Raises
-        OutputError, CheckpointError.
+    def saved(self, path: Path, occasion: Occasion, pending: Path | None = None) -> None:
+        """Record a written checkpoint in the run's manifest, then remove checkpoints that are not kept. The weights of
+        a `pending` one are being evaluated, so it may become the best. Raises OutputError, CheckpointError.
         """
         folder, keep = self.folder, self.settings.keep_checkpoints
         for note in update_manifest(folder, lambda before: before | {"checkpoint": folder.relative(path)}):
             self.warn(note)
         if keep:
-            prune_checkpoints(folder.checkpoints, keep)
+            prune_checkpoints(folder.checkpoints, keep, pending)
         elif self.by_clock is not None and self.by_clock != path and self.by_clock.exists():
             remove_checkpoint(self.by_clock)
         self.by_clock = path if occasion == "clock" else None
         self.bytes_each = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         self._saved_at = time.monotonic()
+
+    @property
+    def ranking(self) -> Ranking:
+        """What makes a checkpoint the best."""
+        if self.settings.keep_best:
+            return read_ranking(self.settings.keep_best)
+        is_supervised = self.settings.mode == "sft"
+        name = "policy/loss" if is_supervised else "eval/reward_mean" if self.evaluates else "reward/mean"
+        return Ranking(name, not is_supervised)
+
+    def metric(self, metrics: Mapping[str, float]) -> dict[str, Any] | None:
+        """The metric of a step that ranks its checkpoint; None if the step does not have it, or not yet."""
+        ranking = self.ranking
+        is_due = "eval/" not in ranking.metric or any(name.startswith("eval/") for name in metrics)
+        if self.settings.keep_best and is_due and ranking.metric not in metrics:
+            hint = suggestion(ranking.metric, metrics) or f"it has: {', '.join(sorted(metrics))}"
+            self.warn(f"warning: --keep-best {ranking.metric}: this step has no such metric; {hint}")
+        return ranking.value(metrics)
 
     def unsaved(self, saved: int, steps: int) -> str:
         """The beginning of a message: of `steps` steps, only the first `saved` are in a checkpoint. "" if all are."""

@@ -7,6 +7,7 @@ parts of a session that all runs share (`session`), and the checkpoint from whic
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 import time
@@ -18,8 +19,7 @@ import msgspec
 import trio
 
 from rollouts.chat.format import ChatFormat
-from rollouts.config.stopping import Ranking, read_ranking
-from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted, suggestion
+from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted
 from rollouts.evaluate import evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger, read_lines
@@ -31,7 +31,7 @@ from rollouts.runs.jobs import learning
 from rollouts.runs.jobs.backend import make_training
 from rollouts.runs.jobs.chat_data import ChatData, HeldOutLoss, training_data
 from rollouts.runs.jobs.demonstrations import held_out_notes
-from rollouts.runs.jobs.held_out import play_held_out
+from rollouts.runs.jobs.evaluating import HeldOutTasks, PinnedEvaluations, make_engines, resume_evaluation
 from rollouts.runs.jobs.saving import Occasion, Saving, profiled_steps
 from rollouts.runs.jobs.sources import TaskSource, group_source, task_source
 from rollouts.runs.jobs.step_files import write_step, write_times
@@ -50,7 +50,6 @@ from rollouts.runs.session import (
     Session,
     chat_notes,
     load_chat,
-    make_inference,
     second_interrupt_at_once,
 )
 from rollouts.runs.workers import death_metrics, open_folder
@@ -64,7 +63,7 @@ from rollouts.training.rollout_gen.groups import Group, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import environment_metrics
 from rollouts.training.rollout_gen.saved import SavedGroups
-from rollouts.training.weights.store import best_checkpoint
+from rollouts.training.weights.store import best_checkpoint, write_metric
 from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Sample, Task
 
@@ -111,9 +110,8 @@ def train(
         folder = open_folder(session, environments, make_folder)
         loggers, code = plan.chosen["logger"], code_files(plan.references, plan.resolved.source)
         manifest = make_manifest(settings.seed, plan.references, code) | tasks.as_manifest
-        engine_gets = plan.inference_arguments(backend, str(folder.path))
-        inference = make_inference(plan.one("inference"), engine_gets, environments, must_train=settings.samples)
-        session.backends = [(plan.one("training"), backend), (plan.one("inference"), inference)]
+        engines = make_engines(plan, backend, folder.path)
+        session.backends = [(plan.one("training"), backend), (plan.one("inference"), engines[0])]
         own, resumed, first = [each for each in loggers if each.component is JSONLLogger], None, 0
         if resumes:
             resumed = restore(backend, folder, settings, plan.flat, _logged(folder.path, own), checkpoint)
@@ -136,7 +134,7 @@ def train(
             folder.forget_steps(first)
         before = resumed.state.patience if resumed is not None else {}
         stopping = Stopping(settings, (hours_from or started).wall, observer.note, data.patience, before)
-        job = Training(plan, session, chat, backend, inference, held_out, tasks, data, resumed, stopping, advice)
+        job = Training(plan, session, chat, backend, *engines, held_out, tasks, data, resumed, stopping, advice)
         notes = [*plan.notes, *chat_notes(chat), *backend.notes, *data.notes, *of_tasks]
         notes += resumed.notes if resumed else ()
         session.begin(job, run_title, settings.steps, notes, plan.plain)
@@ -164,6 +162,7 @@ class Training:
     chat: ChatFormat
     backend: TrainingBackend
     inference: InferenceBackend
+    pinned: InferenceBackend | None
     held_out: Sequence[Task]
     tasks: TaskSource
     data: ChatData
@@ -192,6 +191,7 @@ class Training:
             settings,
             bytes_each=self.backend.checkpoint_bytes,
             by_clock=resumed.checkpoint if resumed is not None and resumed.is_own and self._start.by_clock else None,
+            evaluates=bool(settings.eval_every and self.held_out),
             warn=self.session.observer.note,
         )
         self._learning = learning.LearningCheck(self.session.observer.note)
@@ -206,6 +206,14 @@ class Training:
         self._score_groups = group_scorer(
             self.plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds
         )
+        own = HeldOutTasks(self.held_out, self.session, self._player, self._score_groups, self._failures)
+        self._play_held_out, self._pinned, self._late = own.play, None, dict[str, float]()
+        if self.pinned is not None:
+            self._pinned = PinnedEvaluations(
+                self.pinned,
+                lambda done, engine: own.play(f"step {done}", done, engine, shows=False),
+                temperature=settings.temperature,
+            )
         self._profiled = profiled_steps(self._start.step, settings.steps, settings.profile)
         self.summary: dict[str, Any] = {"status": "done", "steps": self._start.step, "evaluation": self._evaluations}
         self.summary["eval_tasks"] = settings.eval_tasks
@@ -231,16 +239,22 @@ class Training:
         with second_interrupt_at_once(interrupt_handler) as self._interrupts:
             if not self.inference.capabilities.in_process:
                 self.session.observer.phase("starting the engine")
-            async with self.inference, entered(self._opponents):
+            background = self._pinned.entered() if self._pinned is not None else contextlib.nullcontext()
+            async with self.inference, entered(self._opponents), background:
                 self.session.observer.engines(self._watching.engines)
                 await self._syncing.sync(self.backend)
                 if self._resumes:
                     self._evaluations["before"] = self._start.evaluation.get("before")
                 else:
                     self.session.loggers.add_to_next(await self._evaluate("before", 0))
+                if lost := await resume_evaluation(self._pinned, self.backend, self._start, self._folder.path):
+                    self.session.observer.note(lost)
                 await self._profile_before(self._start.step)
                 if self._stop is None:
                     await self._steps()
+                if self._pinned is not None:
+                    await self._pinned.wait()
+                    self._take_pinned()
                 await self._finish()
 
     async def _steps(self) -> None:
@@ -266,7 +280,7 @@ class Training:
             self._folder.sync()
             self.backend.save(str(path), state).wait(SAVE_SECONDS)
             self._saved = done
-            self._saving.saved(path, "clock")
+            self._saving.saved(path, "clock", self._pending_checkpoint())
         except (RolloutsError, TimeoutError) as error:
             self.session.observer.note(f"warning: the checkpoint was not written: {error}")
         else:
@@ -429,9 +443,10 @@ class Training:
         extra: dict[str, float] = {}
         if self._save_seconds is not None:
             extra["time/save"], self._save_seconds = self._save_seconds, None
+        self._take_pinned()
         # The end of the run always evaluates.
         if settings.eval_every and done % settings.eval_every == 0 and done < settings.steps:
-            extra |= await self._serve_newest()
+            extra |= await self._serve_newest() if self._pinned is None else {}
             extra |= await self._evaluate_between(done)
         extra |= await call_on_step(self.plan.on_step, FinishedStep(step, metrics | extra, groups))
         self.session.observer.step(step, metrics | extra, groups)
@@ -442,7 +457,11 @@ class Training:
         """Evaluate after a step that is not logged yet. Ctrl-C ends the evaluation; the step is still logged."""
         self._interrupts.is_held, has_asked = False, self._interrupts.is_asked
         try:
-            return {} if has_asked else await self._evaluate(f"step {done}", done)
+            if has_asked:
+                return {}
+            if self._pinned is not None:
+                return await self._evaluate_pinned(self._pinned, done)
+            return await self._evaluate(f"step {done}", done)
         except BaseException as error:
             if not isinstance(cause_of(error), KeyboardInterrupt):
                 raise
@@ -452,13 +471,36 @@ class Training:
         finally:
             self._interrupts.is_held = True
 
+    async def _evaluate_pinned(self, pinned: PinnedEvaluations, done: int) -> dict[str, float]:
+        """Begin an evaluation that plays while training goes on, after the one before. Returns metrics of this step."""
+        waited = await pinned.wait()
+        self._take_pinned()
+        loss = await self._held_out_loss.measure(done, self._settings.prompts_per_step)
+        if not self.held_out or not self.plan.rewards:
+            return loss
+        return {**loss, "time/eval_wait": waited, **await pinned.start(self.backend, done)}
+
+    def _take_pinned(self) -> None:
+        """Log the results of an evaluation that has ended under its step, and rank its checkpoint by them."""
+        if self._pinned is None or (found := self._pinned.take()) is None:
+            return
+        self._evaluated = found
+        metrics = evaluation_metrics(found.evaluation)
+        self._late |= metrics
+        self.session.observer.evaluation(f"step {found.done}", found.evaluation)
+        self.session.loggers.add(metrics, found.done - 1)
+        path, ranked = self._folder.checkpoint_path(found.done), self._saving.ranking.value(metrics)
+        if ranked is not None and path.exists():
+            write_metric(path, ranked)
+
     async def _after(self, step: int, metrics: dict[str, float]) -> None:
         """Called after a step (0-based) is logged: saves if it is time. Raises a KeyboardInterrupt that was held."""
         done = step + 1
         self._logged, self._logged_version = done, self.backend.version
         self._metrics = dict(metrics)
         if done < self._settings.steps:
-            self._stop = self.stopping.reason(done, metrics)
+            self._stop = self.stopping.reason(done, self._late | metrics)
+            self._late = {}
         self._saving.watch()
         occasion = "" if self._stop is not None else self._saving.occasion(done)  # the end of the run always saves
         if occasion:
@@ -497,16 +539,7 @@ class Training:
         if when == "after" and done and self._evaluated is not None and self._evaluated[0] == done:
             evaluation = self._evaluated[1]  # these weights were evaluated just before the run stopped
         else:
-            evaluation = await play_held_out(
-                self.session,
-                self._player,
-                self.held_out,
-                self.inference,
-                self._score_groups,
-                self._failures,
-                when,
-                done,
-            )
+            evaluation = await self._play_held_out(when, done, self.inference)
             self._evaluated = done, evaluation
         if when in self._evaluations:
             self._evaluations[when] = evaluation
@@ -535,7 +568,7 @@ class Training:
                 raise
             self._saving.failed_by_clock(error)
             return False
-        await trio.to_thread.run_sync(self._saving.saved, path, occasion)
+        await trio.to_thread.run_sync(self._saving.saved, path, occasion, self._pending_checkpoint())
         self._saved = done
         return True
 
@@ -547,28 +580,20 @@ class Training:
             self.plan.flat,
             **self._loop,
             evaluation=dict(evaluations),
-            metric=self._metric(),
+            metric=self._saving.metric(self._metrics),
             by_clock=occasion == "clock",
             stopped=None if self._stop is None else self._stop._asdict(),
             patience=self.stopping.state,
+            evaluating=self._pinned.pending if self._pinned is not None else 0,
             revision=REVISION,
         )
         state_dict: dict[str, Any] = msgspec.to_builtins(state)
         return state_dict
 
-    def _metric(self) -> dict[str, Any] | None:
-        """The metric that ranks the run's checkpoints; None if this step does not have it."""
-        if not self._settings.keep_best:
-            is_supervised = self._settings.mode == "sft"
-            evaluates = self._settings.eval_every and self.held_out
-            name = "policy/loss" if is_supervised else "eval/reward_mean" if evaluates else "reward/mean"
-            return Ranking(name, not is_supervised).value(self._metrics)
-        ranking = read_ranking(self._settings.keep_best)
-        is_due = "eval/" not in ranking.metric or any(name.startswith("eval/") for name in self._metrics)
-        if is_due and ranking.metric not in self._metrics:
-            hint = suggestion(ranking.metric, self._metrics) or f"it has: {', '.join(sorted(self._metrics))}"
-            self._saving.warn(f"warning: --keep-best {ranking.metric}: this step has no such metric; {hint}")
-        return ranking.value(self._metrics)
+    def _pending_checkpoint(self) -> Path | None:
+        """The checkpoint whose weights are being evaluated."""
+        pending = self._pinned.pending if self._pinned is not None else 0
+        return self._folder.checkpoint_path(pending) if pending else None
 
     async def _profile_before(self, step: int) -> None:
         """Start the profiler if the next step is the first one to profile."""

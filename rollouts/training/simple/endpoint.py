@@ -60,6 +60,7 @@ class Endpoint:
             "concurrency": concurrency,
             "lora_rank": 0,
             "lora_roles": (),
+            "pinned": False,
         }
         address = {"url": self.api_base} if self.api_base else {}
         make = load_component(find_component("inference", self.provider))

@@ -17,18 +17,19 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from rollouts.disk import HIDDEN_NAME, MANIFEST, new_folder, remove_folder
+from rollouts.disk import HIDDEN_NAME, MANIFEST, new_folder, remove_folder, write_whole
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, first_line
 
 FORMAT = 2
 STATE = "state.json"
 TRAINER = "trainer"
+RANKED = "metric.json"
 
 _CHUNK_BYTES = 1 << 22
 _OF_A_RUN = "give a folder that a run wrote, such as checkpoints/step_000010"
@@ -280,12 +281,13 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return found[-1] if found else None
 
 
-def prune_checkpoints(folder: Path, keep: int) -> list[Path]:
-    """Remove all checkpoints but the last `keep` and the best one. Returns those that were removed. 0 keeps all.
+def prune_checkpoints(folder: Path, keep: int, pending: Path | None = None) -> list[Path]:
+    """Remove all checkpoints but the last `keep`, the best one, and one whose metric is `pending`. Returns those that
+    were removed. 0 keeps all.
 
     Raises CheckpointError if one cannot be removed.
     """
-    removed = checkpoints_to_prune(folder, keep)
+    removed = [path for path in checkpoints_to_prune(folder, keep) if path != pending]
     for path in removed:
         remove_checkpoint(path)
     return removed
@@ -356,14 +358,23 @@ def remove_leftovers(folder: Path) -> None:
             raise CheckpointError(f"{what}; rename it yourself") from error
 
 
-def _metric(path: Path) -> dict[str, Any] | None:
-    """The metric in a checkpoint's state: `name`, `value` and `higher_is_better`."""
+def write_metric(path: Path, metric: Mapping[str, Any]) -> None:
+    """Add the metric that ranks a checkpoint, which was not known yet when it was saved. Raises CheckpointError."""
     try:
-        metric = read_state(path)["run"]["metric"]
+        write_whole(path / RANKED, json.dumps(metric).encode())
+    except OSError as error:
+        raise CheckpointError(f"{path / RANKED} cannot be written: {error.strerror or error}") from error
+
+
+def _metric(path: Path) -> dict[str, Any] | None:
+    """The metric in a checkpoint's state, or the one that was added later: `name`, `value` and `higher_is_better`."""
+    try:
+        added = path / RANKED
+        metric = json.loads(added.read_bytes()) if added.exists() else read_state(path)["run"]["metric"]
         value, higher = float(metric["value"]), bool(metric["higher_is_better"])
         found = {"name": str(metric["name"]), "value": value, "higher_is_better": higher}
         return found if math.isfinite(value) else None
-    except (ConfigError, KeyError, TypeError, ValueError):
+    except (ConfigError, KeyError, OSError, TypeError, ValueError):
         return None  # it has no metric, or an unreadable state, so it cannot be the best
 
 

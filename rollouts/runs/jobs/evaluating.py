@@ -1,0 +1,200 @@
+"""The evaluations of a training run: how the held-out tasks are played, and evaluations while training goes on.
+
+With `--eval-inference`, an evaluation between two steps has an engine of its own, which gets the weights of that step.
+Training goes on while it plays, and at most one plays at a time: the next one waits for it. Not here: when a run
+evaluates, and what the run does with the results (`train`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import trio
+
+from rollouts.errors import ConfigError, cause_of
+from rollouts.evaluate import Evaluation, check_passes, evaluate
+from rollouts.inference.base import InferenceBackend
+from rollouts.loggers.jsonl import read_lines
+from rollouts.runs.folder import EVALUATED, episode_records
+from rollouts.runs.listing import METRICS
+from rollouts.runs.plan import Plan
+from rollouts.runs.resume import RunState
+from rollouts.runs.sample_rows import EVAL_SAMPLES, held_out_rollouts
+from rollouts.runs.session import Player, Session, make_inference
+from rollouts.runs.times import evaluation_times
+from rollouts.training.batches import TrainingBackend
+from rollouts.training.rollout_gen.failures import Failures
+from rollouts.training.rollout_gen.groups import GroupScorer
+from rollouts.training.rollout_gen.pool import Job
+from rollouts.training.weights.sync import WeightSyncManager
+from rollouts.types import Episode, Task
+
+TEMPERATURES = (1.0, 0.0)  # sampled, greedy
+
+
+@dataclass(frozen=True)
+class HeldOutTasks:
+    """The held-out tasks of a run, and how they are played."""
+
+    tasks: Sequence[Task]
+    session: Session
+    player: Player
+    score_groups: GroupScorer | None
+    failures: Failures
+
+    async def play(self, when: str, done: int, inference: InferenceBackend, *, shows: bool = True) -> dict[str, Any]:
+        """The results of an evaluation after `done` steps, in the form of summary.json. The episodes are kept in
+        `trajectories/eval_*.jsonl`. `shows`: the observer and the loggers see the episodes.
+
+        Raises RewardError, RunError.
+        """
+        settings, observer, folder = self.player.settings, self.session.observer, self.session.folder
+        reports, total = [], len(self.tasks) * len(TEMPERATURES)
+        ended: dict[tuple[float, tuple[int, ...]], Episode] = {}  # by (minus the temperature, order)
+        if shows:
+            observer.evaluating(when, 0, total)
+
+        def on_end(job: Job, episode: Episode, *, temperature: float) -> None:
+            ended[-temperature, job.order] = episode
+            if shows:
+                observer.evaluating(when, len(ended), total)
+
+        def keep() -> None:
+            played = sorted(ended.items(), key=lambda each: each[0])
+            records = ({"temperature": -t} | line for (t, _), each in played for line in episode_records(each))
+            folder.write_trajectories(f"{EVALUATED}{done:06d}", records)
+            folder.write_times(f"{EVALUATED}{done:06d}", evaluation_times([each for _, each in played]))
+
+        try:
+            for temperature in TEMPERATURES:
+                report, episodes = await evaluate(
+                    self.tasks,
+                    play=self.player.at(temperature, settings.seed + 1),
+                    inference=inference,
+                    score_groups=self.score_groups,
+                    concurrency=settings.concurrency,
+                    failures=self.failures.beside(),
+                    on_end=functools.partial(on_end, temperature=temperature),
+                )
+                reports.append(report)
+                ended |= {(-temperature, each.order): each for each in episodes}
+        except Exception:
+            keep()  # the episodes show why the evaluation failed
+            raise
+        keep()
+        if shows:
+            self.session.loggers.log_samples(EVAL_SAMPLES, held_out_rollouts(ended), max(done - 1, 0))
+        for words in check_passes(reports, list(ended.values()), when):
+            observer.note(words)
+        return Evaluation(*reports).as_dict()
+
+
+# --- while training goes on -------------------------------------------------------------------------------------------
+
+
+def make_engines(
+    plan: Plan, backend: TrainingBackend, folder: Path
+) -> tuple[InferenceBackend, InferenceBackend | None]:
+    """The run's engine, and that of `--eval-inference` (None: there is none), not entered. Raises UserError."""
+    environments, gets = plan.environments, plan.inference_arguments(backend, str(folder))
+    inference = make_inference(plan.one("inference"), gets, environments, must_train=plan.settings.samples)
+    for chosen in plan.chosen["eval_inference"]:
+        gets = plan.inference_arguments(backend, str(folder / "eval_inference"), pinned=True)
+        pinned = make_inference(chosen, gets, environments, must_train=True)
+        if not pinned.capabilities.owns_weights:
+            raise ConfigError(
+                f"--eval-inference {chosen.name}: it shares the weights of the trainer, which change while it "
+                "evaluates; an engine that names `pinned` in its factory can make a copy (docs/inference.md)"
+            )
+        return inference, pinned
+    return inference, None
+
+
+class Finished(NamedTuple):
+    """The results of an evaluation of the weights after `done` steps."""
+
+    done: int
+    evaluation: dict[str, Any]
+
+
+Evaluate = Callable[[int, InferenceBackend], Awaitable[dict[str, Any]]]
+"""Evaluates after so many steps, with this engine."""
+
+
+class PinnedEvaluations:
+    """Evaluations with an engine of their own, while training goes on. Use `entered` first.
+
+    `pending` is the number of steps of the evaluation that plays, or whose results were not taken yet; 0: there is
+    none.
+    """
+
+    def __init__(self, engine: InferenceBackend, evaluate: Evaluate, *, temperature: float) -> None:
+        self._engine, self._evaluate = engine, evaluate
+        self._syncing = WeightSyncManager([engine], temperature=temperature)
+        self._nursery: trio.Nursery | None = None
+        self._finished: list[Finished] = []
+        self._ended = trio.Event()
+        self.pending = 0
+
+    @contextlib.asynccontextmanager
+    async def entered(self) -> AsyncIterator[None]:
+        """Start the engine. The end of the block waits for the evaluation that plays; an error ends it."""
+        async with self._engine:
+            try:
+                async with trio.open_nursery() as self._nursery:
+                    yield
+            except BaseExceptionGroup as group:
+                cause = cause_of(group)
+                raise cause from cause.__cause__
+
+    async def start(self, backend: TrainingBackend, done: int) -> dict[str, float]:
+        """Give the engine the weights after `done` steps, and begin to evaluate them. No other evaluation may play.
+        Returns `time/` metrics. Raises InferenceError.
+        """
+        assert self._nursery is not None and not self.pending, f"the evaluation after step {self.pending} is pending"
+        synced = await self._syncing.sync(backend)
+        self.pending, self._ended = done, trio.Event()
+        self._nursery.start_soon(self._run, done)
+        return {"time/eval_sync": synced["sync/seconds"]}
+
+    async def wait(self) -> float:
+        """Wait until the evaluation that plays has ended, if there is one. Returns the seconds."""
+        began = time.perf_counter()
+        if self.pending:
+            await self._ended.wait()
+        return time.perf_counter() - began
+
+    def take(self) -> Finished | None:
+        """The results of the evaluation that has ended; None if there are no new ones."""
+        if not self._finished:
+            return None
+        self.pending = 0
+        return self._finished.pop()
+
+    async def _run(self, done: int) -> None:
+        self._finished.append(Finished(done, await self._evaluate(done, self._engine)))
+        self._ended.set()
+
+
+async def resume_evaluation(
+    pinned: PinnedEvaluations | None, backend: TrainingBackend, state: RunState, folder: Path
+) -> str:
+    """Begin again with the evaluation that was pending when a checkpoint was written, if it has these weights. Returns
+    a note if the results are lost, else "". They are not lost if metrics.jsonl has them: the run went on before it
+    ended.
+    """
+    if not state.evaluating:
+        return ""
+    if pinned is not None and state.evaluating == state.step:
+        await pinned.start(backend, state.step)
+        return ""
+    lines = read_lines(folder / METRICS)
+    if any(step == state.evaluating - 1 and any(name.startswith("eval/") for name in line) for step, line, _ in lines):
+        return ""
+    return f"the evaluation after step {state.evaluating} was not finished, and is left out"
