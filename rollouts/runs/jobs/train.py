@@ -560,9 +560,8 @@ class Training:
             with trio.fail_after(SAVE_SECONDS):
                 await self.backend.save(str(path), state)
         except trio.TooSlowError as error:
-            raise CheckpointError(
-                f"the checkpoint {path} was not written in {SAVE_SECONDS:g} s; check the disk"
-            ) from error
+            words = f"the checkpoint {path} was not written in {SAVE_SECONDS:g} s; check the disk"
+            raise CheckpointError(words) from error
         except CheckpointError as error:
             if occasion != "clock" or not error.is_full:
                 raise
