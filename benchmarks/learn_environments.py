@@ -4,11 +4,11 @@
     python benchmarks/learn_environments.py --only countdown --seeds 0 1
 
 The embedded model knows nothing of these environments, so a short supervised phase on the environment's own
-demonstrations comes first. For FrozenLake these are of a lake without holes. Three arms begin with that model. `grpo`
-trains on the environment's reward, `coin` on the result of a coin, and `entropy` has a loss that lowers the entropy and
-knows no reward. Tic-tac-toe, against random moves, has `grpo` alone. The table has the reward on held-out tasks,
-sampled at temperature 1, at the start and after each arm. The script exits with 1 if `grpo` rises by less than 0.2 in a
-seed, or a control by 0.1 or more.
+demonstrations comes first. For FrozenLake these are of a lake without holes, and for twenty questions of a beginner,
+who does not use the answers. Three arms begin with that model. `grpo` trains on the environment's reward, `coin` on the
+result of a coin, and `entropy` has a loss that lowers the entropy and knows no reward. Tic-tac-toe, against random
+moves, has `grpo` alone. The table has the reward on held-out tasks, sampled at temperature 1, at the start and after
+each arm. The script exits with 1 if `grpo` rises by less than 0.2 in a seed, or a control by 0.1 or more.
 
 An environment whose package is not installed is left out, and named.
 """
@@ -37,7 +37,7 @@ WARM_UP = "--prompts-per-step 32 --eval-tasks 0 --lr 1e-3".split()
 
 class Case(NamedTuple):
     """An environment: its module, its flags, its reward, the steps of the two phases, the tokens of an episode, the
-    flags of the supervised phase alone and of the arms alone, and the arms.
+    flags of the supervised phase alone and of the arms alone, which come after the common ones, and the arms.
     """
 
     module: str
@@ -65,11 +65,13 @@ CASES = {
     "countdown": Case("rollouts_countdown", "--env countdown --env.numbers 2 --env.largest 20", "solved", 90, 60, 16),
     "twenty_questions": Case(
         "rollouts_twenty_questions",
-        "--env twenty_questions --env.things 4 --env.questions 3",
+        "--env twenty_questions --env.things 5 --env.pool 5 --env.questions 4 --env.hints false",
         "guessed",
-        200,
+        120,
         40,
-        64,
+        80,
+        "--env.expert false --prompts-per-step 16 --lr 2e-3",
+        "--lr 5e-4",
     ),
     "reasoning_gym": Case(
         "reasoning_gym",
@@ -121,9 +123,8 @@ def train(case: Case, seed: int, folder: Path) -> dict[str, tuple[float, float]]
     """Each arm's held-out reward before and after."""
     env, seeded = case.env.split(), ["--seed", str(seed)]
     warm_up = folder / "warm-up"
-    rollouts(
-        "sft", *env, *case.only_warm_up.split(), *seeded, *WARM_UP, "--steps", str(case.warm_up), "--out", str(warm_up)
-    )
+    length = ["--steps", str(case.warm_up)]
+    rollouts("sft", *env, *seeded, *WARM_UP, *length, *case.only_warm_up.split(), "--out", str(warm_up))
     found = {}
     for arm in case.arms:
         out = folder / arm

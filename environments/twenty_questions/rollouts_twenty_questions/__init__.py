@@ -7,7 +7,7 @@ not win.
 
 The user is the method `reply`. It keeps nothing: it reads the messages of the trajectory.
 
-    rollouts run --env twenty_questions --env.things 8 --env.questions 4 --mode sft+rl
+    rollouts run --env twenty_questions --model Qwen/Qwen3-0.6B
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ THINGS = {
     "whale": "alive animal large wet",
 }
 PROPERTIES = sorted({word for words in THINGS.values() for word in words.split()})
+HINT = "Ask about one word."
 
 
 @dataclass
@@ -59,6 +60,8 @@ class TwentyQuestions:
     things: int = 24  # how many things there are to choose from
     questions: int = 20  # how many messages the model has, guesses included
     pool: int = 24  # the things of a game are chosen from the first so many in the alphabet
+    expert: bool = True  # demonstrations are of an expert, else of a beginner, who does not use the answers
+    hints: bool = True  # an unclear message is answered with a hint, else it ends the game
 
     reward_range = (0.0, 1.0)
 
@@ -71,31 +74,29 @@ class TwentyQuestions:
             raise ConfigError(f"--env.questions {self.questions}: expected at least 1")
 
     def tasks(self, split: str, rng: random.Random) -> Iterator[Task]:
-        """Endless games, each with another selection of things. Both splits have the same distribution."""
+        """Endless games, each with other things, or in another order. Both splits have the same distribution."""
         while True:
             yield self._draw(rng)
 
     def demonstrations(self, split: str, rng: random.Random) -> Iterator[list[Message]]:
-        """Endless games of an expert, who asks the question that divides what is left most evenly."""
+        """Endless games that an expert wins, or games that a beginner wins or loses.
+
+        The expert asks about the word that divides what is left most evenly, and guesses what is left. The beginner
+        asks about the same words and guesses any thing of the list. So the beginner shows how to write a question and
+        a guess, and not what to do with the answers.
+        """
         while True:
             task = self._draw(rng)
-            left, messages = list(task.info["things"]), list(task.messages)
-            for _ in range(self.questions):
-                question = _best_question(left)
-                messages.append(Message("assistant", question))
-                answer = answer_to(question, task.answer)
-                if len(left) == 1:
-                    break
-                left = [each for each in left if answer_to(question, each) == answer]
-                messages.append(Message("user", answer))
-            if messages[-1].role == "assistant":
+            messages = self._demonstrate(task, rng)
+            if not self.expert or _named(messages[-1].text) == [task.answer]:
                 yield messages
 
     def reply(self, trajectory: Trajectory) -> str | None:
-        """Yes or no. The game ends with a right guess, or with the last question."""
+        """Yes or no. The game ends with a right guess or with the last question; without hints, with an unclear one."""
         if self.guessed(trajectory.task, trajectory) or trajectory.turns >= self.questions:
             return None
-        return answer_to(trajectory.last_text, trajectory.task.answer)
+        answer = answer_to(trajectory.last_text, trajectory.task.answer)
+        return answer if self.hints or answer != HINT else None
 
     def state(self) -> None:
         """Nothing is kept beside the messages, so an unfinished game can continue from a checkpoint."""
@@ -113,8 +114,23 @@ class TwentyQuestions:
         """How many messages the model wrote."""
         return float(trajectory.turns)
 
+    def _demonstrate(self, task: Task, rng: random.Random) -> list[Message]:
+        """A whole game. It ends with a message of the player: the right guess, or the last question."""
+        things: list[str] = task.info["things"]
+        left, messages = things, list(task.messages)
+        for number in range(1, self.questions + 1):
+            word = _best_word(left) if number < self.questions else None
+            question = f"Is it {word or (left[0] if self.expert else rng.choice(things))}?"
+            messages.append(Message("assistant", question))
+            if number == self.questions or _named(question) == [task.answer]:
+                break
+            answer = answer_to(question, task.answer)
+            left = [each for each in left if answer_to(question, each) == answer]
+            messages.append(Message("user", answer))
+        return messages
+
     def _draw(self, rng: random.Random) -> Task:
-        things = sorted(rng.sample(sorted(THINGS)[: self.pool], self.things))
+        things = rng.sample(sorted(THINGS)[: self.pool], self.things)
         words = [word for word in PROPERTIES if 0 < sum(word in THINGS[each].split() for each in things) < self.things]
         thing = rng.choice(things)
         prompt = (
@@ -132,7 +148,7 @@ def answer_to(question: str, thing: str) -> str:
     """
     named = _named(question) + [word for word in PROPERTIES if word in _words(question)]
     if len(named) != 1:
-        return "Ask about one word."
+        return HINT
     return "Yes." if named[0] == thing or named[0] in THINGS[thing].split() else "No."
 
 
@@ -145,8 +161,10 @@ def _named(text: str) -> list[str]:
     return [thing for thing in THINGS if thing in _words(text)]
 
 
-def _best_question(left: list[str]) -> str:
-    """A guess if no property divides the things that are left, else the property that divides them most evenly."""
+def _best_word(left: list[str]) -> str | None:
+    """The property that divides the things that are left most evenly, the first in the alphabet if several do. None if
+    no property divides them.
+    """
     counts = {word: sum(word in THINGS[each].split() for each in left) for word in PROPERTIES}
     word = min(PROPERTIES, key=lambda word: abs(2 * counts[word] - len(left)))
-    return f"Is it {word}?" if 0 < counts[word] < len(left) else f"Is it {left[0]}?"
+    return word if 0 < counts[word] < len(left) else None
