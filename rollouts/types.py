@@ -366,11 +366,13 @@ def are_whole_streams(mask: Sequence[float], logprobs: Sequence[float], versions
     """A fast check of a sample's or segment's lists, without a Python loop over tokens. True: the lists are valid.
     False: unknown.
     """
-    is_binary = mask.count(0.0) + mask.count(1.0) == len(mask)
-    live = mask if is_binary else map(operator.gt, mask, itertools.repeat(0.0))
-    sampled = list(itertools.compress(logprobs, live))
-    if sampled and not (max(sampled) <= 0 and math.isfinite(sum(sampled))):
+    sampled = list(itertools.compress(logprobs, mask))
+    if mask.count(1.0) != len(sampled):  # not all of the others are 0
+        sampled = list(itertools.compress(logprobs, map(operator.gt, mask, itertools.repeat(0.0))))
+    highest = max(sampled, default=-1.0)
+    if not (highest <= 0 and math.isfinite(sum(sampled))):
         return False
-    if versions is None or len(logprobs) - logprobs.count(0.0) == len(sampled) - sampled.count(0.0):
+    zeros = sampled.count(0.0) if highest == 0 else 0
+    if versions is None or len(logprobs) - logprobs.count(0.0) == len(sampled) - zeros:
         return True  # every token with a logprob other than 0 was sampled
     return not any(itertools.compress(logprobs, map(operator.eq, versions, itertools.repeat(-1))))

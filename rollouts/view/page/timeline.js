@@ -53,6 +53,6 @@ export function timeline(found, pick) {
     ...(episodes.length ? [[0, `requests to the model: ${Math.round((100 * model) / (all || 1))} % of the episodes' time`, 1], [0, "environment, tools, rewards, and waiting for a turn", 0.25]] : [])];
   const isEarly = phases.length > 0 && episodes.some((each) => each[3] < phases[0][1] - 0.05);
   return [svg, h("div", { class: "legend" }, parts.map(([index, text, opacity]) => h("span", {}, h("i", { style: `background:${color(index)};opacity:${opacity}` }), text))), words,
-    isEarly && h("p", { class: "quiet" }, "What is left of 0 was sampled while an earlier step was trained."),
+    isEarly && h("p", { class: "quiet" }, "Everything left of 0 was sampled while an earlier step was trained."),
     found.total > episodes.length && h("p", { class: "quiet" }, `The first ${episodes.length.toLocaleString("en")} of ${counted(found.total, "episode")}.`)];
 }
