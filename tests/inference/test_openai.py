@@ -315,6 +315,7 @@ def make(**values: Any) -> None:
         "model": "m",
         "training": None,
         "seed": 0,
+        "folder": "",
         **{k: v for k, v in values.items() if k in ("model", "training")},
     }
     run_check(create_openai_inference, given, {k: v for k, v in values.items() if k not in given})

@@ -65,15 +65,15 @@ def test_a_rule_ends_the_run_where_it_holds_and_resume_leaves_it(capsys):
 
 def test_the_evaluation_of_the_last_step_is_not_played_again(capsys, monkeypatch):
     played = []
-    from rollouts.runs.jobs import held_out
+    from rollouts.runs.jobs import evaluating
 
-    evaluate = held_out.evaluate
+    evaluate = evaluating.evaluate
 
     async def counted(tasks, **given):
         played.append(len(tasks))
         return await evaluate(tasks, **given)
 
-    monkeypatch.setattr(held_out, "evaluate", counted)
+    monkeypatch.setattr(evaluating, "evaluate", counted)
     _, summary = run(["--steps", "9", "--eval-every", "1", "--stop-when", RULE], capsys)
     assert summary["steps"] == 1 and len(played) == 4, "sampled and greedy, before and after one step"
     last = json.loads(Path("r/metrics.jsonl").read_text().splitlines()[-1])
