@@ -70,6 +70,10 @@ class ConsoleLogger:
             total = f"/{self._total}" if isinstance(self._total, int) else ""
             self._print(f"step {step + 1}{total}  {words}")
 
+    def add(self, metrics: dict[str, float], step: int) -> None:
+        """Print a line of an earlier step: of an evaluation that ended while later steps were trained."""
+        self.log(metrics, step)
+
     def _chosen(self, metrics: Mapping[str, float]) -> str:
         """The metrics that fit a pattern, in the order of the patterns."""
         found: dict[str, float] = {}

@@ -96,3 +96,10 @@ def test_flags_are_settings():
 def test_never_is_refused():
     with pytest.raises(ConfigError, match="every 0: expected 1 or more"):
         ConsoleLogger({}, every=0)
+
+
+def test_an_evaluation_that_ended_later_has_a_line_of_its_step(capsys):
+    logger = ConsoleLogger({"steps": 9})
+    logger.log({"reward/mean": 0.5}, step=3)
+    logger.add({"eval/reward_mean": 0.25}, step=1)
+    assert capsys.readouterr().out.splitlines()[-1] == "step 2/9  held-out 0.250"
