@@ -230,7 +230,7 @@ class IncrementalRenderer:
         }
         try:
             return "".join(self._template.root_render_func(self._template.new_context(names)))
-        except Exception:
+        except Exception:  # a template may raise anything; rendering the whole conversation then reports it
             return None
 
 
