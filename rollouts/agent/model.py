@@ -524,8 +524,8 @@ class ChatModel:
             shown_only = len(turn.context)
             append(trajectory.segments[-1], turn.context, 0.0, [0.0] * shown_only, [-1] * shown_only)
             logprobs = [min(logprob, 0.0) for logprob in answer.logprobs]
+            reply = readable_message(self._chat.parse(answer.tokens, turn.schemas, trajectory.segments[-1].tokens))
             append(trajectory.segments[-1], answer.tokens, 1.0, logprobs, answer.versions)
-            reply = readable_message(self._chat.parse(answer.tokens, turn.schemas))
             conversation.sampled = list(answer.tokens)
             self._state.sampled_count += len(answer.tokens)
             cut = f"{cut} after {len(answer.tokens)} tokens"

@@ -30,16 +30,18 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import msgspec
 
 from rollouts.chat.control_tokens import CUT, ControlTokens, plain
-from rollouts.chat.preflight import TemplateReport, find_closers, inspect_template
+from rollouts.chat.preflight import TemplateReport, find_ends, inspect_template
 from rollouts.chat.template_style import (
     PROBE_TOOL,
     USER,
     Tools,
+    compared_literals,
     probe_call,
     probe_template_style,
     template_message,
     tool_reply,
 )
+from rollouts.chat.token_texts import decode, plain_backend, safe_cuts
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, Parsed, detect_tool_call_format, parse_reply
 from rollouts.chat.tool_parsers import ToolParser, as_text, parse_with
 from rollouts.errors import ConfigError, ModelError, near_misses
@@ -101,7 +103,10 @@ class ChatFormat:
 
     Attributes: `tokenizer`; `stop_ids`, the sorted ids that end a turn; `tool_call_format`, a name; `report`, the
     template's behavior; `closers`, the special tokens that end an assistant turn in the template (text to id);
-    `cuts`, those of them before which a text can be split and encoded in two parts (text to id).
+    `cuts`, those of them before which a text can be split and encoded in two parts (text to id); `reads_calls`, whether
+    a call that the template writes can be read back; `literals`, the texts that the template looks for in messages;
+    `shapes`, the shapes of conversations whose masks were shown to be right, each with the fields that are in no row
+    (`rollouts.chat.masks.check_masks`).
     """
 
     def __init__(
@@ -115,7 +120,8 @@ class ChatFormat:
         probe, refusal = probe_template_style(self._render, text)
         self._style = probe.style
         added = {str(token): int(index) for index, token in tokenizer.added_tokens_decoder.items()}
-        self.closers = find_closers(probe, added, tokenizer.eos_token)
+        self._ends = find_ends(probe, added, tokenizer.eos_token)
+        self.closers = {token: added[token] for token in self._ends.tokens}
         call = probe(USER, probe_call(), tool_reply(), tools=True) if not refusal else None
         self.tool_call_format = detect_tool_call_format(_tail(call, probe(USER, tools=True, prompt=True)), text)
         call_format = TOOL_CALL_FORMATS[self.tool_call_format]
@@ -129,9 +135,11 @@ class ChatFormat:
         self._heads: _Cache[list[int]] = _Cache()
         self._incremental = _incremental_renderer(tokenizer, self._arguments)
         self._compared: set[Any] = set()  # the kinds of neighboring messages whose texts were compared
-        self.cuts = _safe_cuts(tokenizer, self.closers)
+        self.literals = compared_literals(text)
+        self.shapes: dict[Any, list[str] | None] = {}
+        self.cuts = safe_cuts(tokenizer, self.closers)
         self._cut = next(iter(self.cuts), "")
-        self._backend = _plain_backend(tokenizer, self.closers)
+        self._backend = plain_backend(tokenizer, self.closers)
         self._anchor = self._find_anchor()
         compiled = _compiled(tokenizer, call_format.response_template, call_format.example)
         self._read: Callable[..., Parsed] = functools.partial(
@@ -145,11 +153,12 @@ class ChatFormat:
         self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal)
         if tool_parser is not None:
             self._read = functools.partial(parse_with, tool_parser, thinking_prefix=self._thinking, keeps_text=False)
-            if not (self.report.tools and self._reads_own_calls()):
-                self._writes_calls = True
-                self._read = functools.partial(parse_with, tool_parser, thinking_prefix=self._thinking, keeps_text=True)
-                self.report = msgspec.structs.replace(self.report, calls_as_text=True)
-        elif self.report.tools and not self._reads_own_calls():
+        self.reads_calls = self.report.tools and self._reads_own_calls()
+        if tool_parser is not None and not self.reads_calls:
+            self._writes_calls = True
+            self._read = functools.partial(parse_with, tool_parser, thinking_prefix=self._thinking, keeps_text=True)
+            self.report = msgspec.structs.replace(self.report, calls_as_text=True)
+        elif self.report.tools and not self.reads_calls:
             unread = (
                 f"it shows tool calls in a format that cannot be read back (the nearest known one is "
                 f"{self.tool_call_format}); give the tokenizer a response_template"
@@ -160,6 +169,18 @@ class ChatFormat:
     def can_write_calls(self) -> bool:
         """Whether calls that the model did not write can be shown: by the template, or by the tool parser."""
         return not self._writes_calls or (self._parser is not None and self._parser.write is not None)
+
+    @property
+    def opened_thought(self) -> str:
+        """The end of the generation prompt that opens a thought, or ""."""
+        return "" if "</think>" in self._thinking else self._thinking
+
+    @functools.cached_property
+    def quiet(self) -> ChatFormat | None:
+        """The same template in its own mode without thoughts; None if it has none."""
+        words = set(re.findall(r"[A-Za-z_]\w*", _template_text(self.tokenizer)))
+        modes = {name: False for name in ("enable_thinking", "thinking") if name in words - set(self._arguments)}
+        return ChatFormat(self.tokenizer, {**self._arguments, **modes}, self._parser) if modes else None
 
     @functools.cached_property
     def characters_per_token_max(self) -> int:
@@ -354,7 +375,7 @@ class ChatFormat:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of ids, with special tokens, and without removing spaces (transformers' clean-up)."""
-        return _decode(self.tokenizer if self._backend is None else self._backend, tokens)
+        return decode(self.tokenizer if self._backend is None else self._backend, tokens)
 
     def extend(
         self, before: list[Message], reply: Message, new: list[Message], tools: Tools, sampled: list[int]
@@ -380,7 +401,7 @@ class ChatFormat:
         text = self.decode(sampled[:-1] if ended else sampled)
         shown = plain(turn.reply)
         # If the reply contains a closing token as text, the end of the turn is not certain.
-        if any(token in shown for token in self.closers) or not self._shows(shown, text, tools):
+        if any(token in shown for token in self.closers) or not self.shows(shown, text, tools):
             return None
         ids = self.encode_marked(turn.rest)
         assert ids[:1] == [turn.closer], f"the rest begins with {turn.rest[:20]!r} but encodes to {ids[:3]}"
@@ -402,8 +423,21 @@ class ChatFormat:
         at, token = min(places)
         return RenderedTurn(rest[:at], rest[at:], self.closers[token])
 
-    def _shows(self, shown: str, sampled: str, tools: Tools) -> bool:
-        """Whether history shows the sampled text, except for spelling."""
+    def end_of_turn(self, text: str, message: Message) -> RenderedTurn | None:
+        """A reply as the last message, split at the token that ends it; None if it has no such token. If only the next
+        message shows the end, because the end is the token of the next role, the usual token for this reply is added.
+        """
+        turn = self.split_turn("", text)
+        token = self._ends.after_call if message.tool_calls else self._ends.after_text
+        return RenderedTurn(text, token, self.closers[token]) if turn is None and token else turn
+
+    def mark_reply(self, text: str) -> str:
+        """A text that the assistant wrote, for `encode_marked`."""
+        marked: str = self._control_tokens.message({"role": "assistant", "content": text})["content"]
+        return marked
+
+    def shows(self, shown: str, sampled: str, tools: Tools) -> bool:
+        """Whether history shows the text of a reply, except for spelling."""
         if shown == sampled:
             return True
         if ("</think>" in shown) != ("</think>" in sampled):
@@ -419,8 +453,10 @@ class ChatFormat:
         one, other = self._read(first, tools=tools), self._read(second, tools=tools)
         return one.faithful and other.faithful and _meaning(one.message) == _meaning(other.message)
 
-    def parse(self, tokens: Sequence[int], tools: Tools) -> Message:
+    def parse(self, tokens: Sequence[int], tools: Tools, context: Sequence[int] | None = None) -> Message:
         """Read sampled ids [K] (with or without the stop id) as the assistant's message. Never raises.
+
+        `context` are the ids before them, which decide whether the prompt has opened a thought; None: the usual prompt.
 
         A malformed call becomes a ToolCall whose `error` is a text for the model. In this case the message's content is
         the raw text.
@@ -429,7 +465,11 @@ class ChatFormat:
         while body and body[-1] in self.stop_ids:
             body.pop()
         text = self.decode(body)
-        message = self._read(text, tools=tools).message
+        opened = self.opened_thought
+        if opened and context is not None and not self.decode(context[-len(opened) :]).endswith(opened):
+            message = self._read(text, tools=tools, thinking_prefix="").message
+        else:
+            message = self._read(text, tools=tools).message
         shows_one = self.report.tools and not self.report.parallel_calls and not self.report.calls_as_text
         if len(message.tool_calls) > 1 and shows_one:
             return _one_call_only(message, text)
@@ -523,42 +563,6 @@ def _tail(text: str | None, head: str | None) -> str:
     if text is None or head is None or not text.startswith(head):
         return text or ""
     return text[len(head) :]
-
-
-def _safe_cuts(tokenizer: Any, closers: Mapping[str, int]) -> dict[str, int]:
-    """The closers before which a text can be split and encoded in two parts, without a change of the ids."""
-    if not getattr(tokenizer, "is_fast", False):
-        return {}
-    encode: Callable[..., list[int]] = functools.partial(tokenizer.encode, add_special_tokens=False)
-    cuts = {}
-    for text, index in closers.items():
-        token = tokenizer.added_tokens_decoder[index]
-        if not (token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized)):
-            continue
-        probe = f"one two \n {text}\n three  {text} four"
-        head, rest = probe.split(text, 1)
-        if encode(probe) == encode(head) + encode(text + rest):
-            cuts[text] = index
-    return cuts
-
-
-def _plain_backend(tokenizer: Any, closers: Mapping[str, int]) -> Any:
-    """The Rust tokenizer, which halves the time; None if the tokenizer has none, or if its results differ."""
-    backend = getattr(tokenizer, "backend_tokenizer", None) if getattr(tokenizer, "is_fast", False) else None
-    if backend is None:
-        return None
-    probe = f" one  two \n three\té{''.join(closers)} four\n"
-    ids = backend.encode(probe, add_special_tokens=False).ids
-    same = tokenizer.encode(probe, add_special_tokens=False) == ids
-    same = same and backend.encode_batch_fast([probe], add_special_tokens=False)[0].ids == ids
-    return backend if same and _decode(tokenizer, ids) == _decode(backend, ids) else None
-
-
-def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """The text of ids without clean-up. The Rust tokenizer never cleans up and has no such argument."""
-    arguments = {"clean_up_tokenization_spaces": False} if hasattr(tokenizer, "chat_template") else {}
-    text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, **arguments)
-    return text
 
 
 def _compiled(tokenizer: Any, template: Any, example: str) -> Any:

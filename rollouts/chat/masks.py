@@ -1,20 +1,22 @@
 """Loss masks for supervised conversations: only the assistant's tokens are trained.
 
 Rows are built like those of a rollout. The prompt is encoded. The assistant's text, with its closing token, is encoded
-separately, as a model would sample it. The text after the closing token is encoded and appended. So templates need no
-generation marks. If the template rewrites history, a new row starts. Each turn is trained in one row only.
+separately, as a model would sample it: in the form that the template gives the last message. The text after the closing
+token is encoded and appended. So templates need no generation marks. If the template rewrites history, a new row
+starts. Each turn is trained in one row only.
 
-`supervised_texts` finds the texts of the rows, and `encode_rows` encodes those of many conversations at once.
+`supervised_texts` finds the texts of the rows, `encode_rows` encodes those of many conversations at once, and
+`check_masks` shows that the result is right.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.chat.control_tokens import plain
 from rollouts.chat.format import ChatFormat, RenderedTurn
+from rollouts.chat.shown import CUT_PROMPT, check_rows, is_plausible, lost_fields, sentinels, shape
 from rollouts.errors import ModelError
 from rollouts.types import Message
 
@@ -71,41 +73,104 @@ def tokenize_supervised(
     weights: Sequence[float] | None = None,
 ) -> list[SupervisedRow]:
     """The rows of one conversation: one row if the template is append-only, else one per segment. `weights` has the
-    weight of each message in place of 1.0; only those of the assistant count.
+    weight of each message in place of 1.0; only those of the assistant count, and a turn with weight 0 is context.
 
-    Messages after the last assistant turn are left out. A conversation without an assistant turn has no rows. Raises
-    ModelError if the template refuses the conversation or does not show a reply.
+    Messages after the last trained turn are left out. A conversation without a trained turn has no rows. Raises
+    ModelError if the template refuses the conversation, or if its mask cannot be shown to be right
+    (`rollouts.chat.shown`).
     """
-    return [row.masked(weights) for row in encode_rows(supervised_texts(messages, tools, chat), chat)]
+    trained = trained_turns(messages, weights)
+    texts = supervised_texts(messages, tools, chat, trained)
+    rows = encode_rows(texts, chat)
+    check_masks(messages, tools, chat, trained, texts, rows)
+    return [row.masked(weights) for row in rows]
 
 
-def supervised_texts(messages: list[Message], tools: Sequence[dict[str, Any]], chat: ChatFormat) -> list[RowText]:
-    """The texts of the rows of one conversation, as `tokenize_supervised` has them. Raises ModelError as it does."""
-    turns = [place for place, message in enumerate(messages) if message.role == "assistant"]
-    if not turns:
+def trained_turns(messages: Sequence[Message], weights: Sequence[float] | None = None) -> list[int]:
+    """The numbers of the assistant's messages with a weight. A first message has no prompt, so it is context."""
+    return [
+        place
+        for place, message in enumerate(messages)
+        if place and message.role == "assistant" and (weights is None or weights[place])
+    ]
+
+
+def supervised_texts(
+    messages: list[Message],
+    tools: Sequence[dict[str, Any]],
+    chat: ChatFormat,
+    trained: Sequence[int] | None = None,
+) -> list[RowText]:
+    """The texts of the rows of one conversation. `trained` are the numbers of the turns to train, in order; None: all.
+    Raises ModelError if the template refuses the conversation, or does not show how a turn ends.
+    """
+    trained = trained_turns(messages) if trained is None else trained
+    if not trained:
         return []
-    messages = messages[: turns[-1] + 1]
-    asked = [each for place in turns for each in ((place, True), (place + 1, False))]
+    messages = messages[: trained[-1] + 1]
+    asked = [each for place in trained for each in ((place, True), (place + 1, False))]
     texts = chat.prefixes(messages, tools, asked) or _Apart(messages, tools, chat)
     is_shared = bool(tools) or messages[0].role == "system"
     rows: list[RowText] = []
     is_open = False
-    for place, next_place in zip(turns, [*turns[1:], None], strict=True):
-        turn, missing = _turn_alone(texts, place, chat)
-        following = chat.split_turn(*texts.pair(place, next_place, True)) if next_place else None
-        if following is not None and following.reply != turn.reply:
-            # The history may change this turn (drop its thinking, for example). Then its row ends here.
-            is_same = chat.same_message(plain(following.reply), plain(turn.reply), tools)
-            following = following if is_same else None
-        if following is not None:
-            turn, missing = following, 0
+    for place, next_place in zip(trained, [*trained[1:], None], strict=True):
+        turn, missing = _own_turn(texts, place, _Talk(messages, tools, chat))
         if not is_open or missing:
             prompt = texts.text(place, True)
             prompt = prompt[: len(prompt) - missing]
             rows.append(RowText(*(chat.split_head(prompt) if is_shared else ("", prompt)), []))
+        following = chat.split_turn(*texts.pair(place, next_place, True)) if next_place else None
+        # The history may show this turn otherwise (drop its thinking, for example). Then its row ends here.
+        is_open = (
+            following is not None
+            and not missing
+            and following.closer == turn.closer
+            and chat.shows(plain(following.reply), plain(turn.reply), tools)
+        )
+        if following is not None and is_open:
+            turn = turn._replace(rest=following.rest)
         rows[-1].turns.append(TurnText(*turn, place))
-        is_open = following is not None
     return rows
+
+
+def check_masks(
+    messages: list[Message],
+    tools: Sequence[dict[str, Any]],
+    chat: ChatFormat,
+    trained: Sequence[int],
+    texts: Sequence[RowText],
+    rows: Sequence[TurnsRow],
+) -> list[str]:
+    """The fields of a conversation that are in none of its rows, each as often as it occurs. Raises ModelError if the
+    rows cannot be shown to be right. Each shape of conversation is checked in full once, also with unmistakable texts.
+    """
+    if not trained:
+        return []
+    key = shape(messages, tools, chat.literals, trained)
+    known = chat.shapes.get(key)
+    replies = (plain(turn.reply) for text in texts for turn in text.turns)
+    if known is not None and all(is_plausible(row, replies, messages, chat.stop_ids) for row in rows):
+        return known
+    lost = check_rows(rows, messages, tools, trained, chat)
+    if key not in chat.shapes:
+        chat.shapes[key] = _lost_in_shape(messages, tools, chat, trained)
+    known = chat.shapes[key]
+    return lost if known is None else known
+
+
+def _lost_in_shape(
+    messages: list[Message], tools: Sequence[dict[str, Any]], chat: ChatFormat, trained: Sequence[int]
+) -> list[str] | None:
+    """`check_masks` with unmistakable texts. None if the template wants texts of its own choice: then each conversation
+    of this shape is checked in full.
+    """
+    made, fields = sentinels(messages[: trained[-1] + 1], chat.literals)
+    try:
+        rows = encode_rows(supervised_texts(made, tools, chat, trained), chat)
+        cut = [field for field in check_rows(rows, made, tools, trained, chat) if field == CUT_PROMPT]
+        return cut + lost_fields(rows, fields, chat)
+    except ModelError:
+        return None
 
 
 def encode_rows(rows: Sequence[RowText], chat: ChatFormat) -> list[TurnsRow]:
@@ -149,35 +214,55 @@ class _Apart(NamedTuple):
         return self.chat.render_pair(self.messages[:before], self.messages[before:count], self.tools, generation_prompt)
 
 
-def _turn_alone(texts: Prefixes | _Apart, place: int, chat: ChatFormat) -> tuple[RenderedTurn, int]:
-    """The reply as the last message, which is the form that the model must write, and the number of characters of the
-    prompt that this form drops.
+class _Talk(NamedTuple):
+    """A conversation, its tools, and the format that renders it."""
+
+    messages: list[Message]
+    tools: Sequence[dict[str, Any]]
+    chat: ChatFormat
+
+
+def _own_turn(texts: Prefixes | _Apart, place: int, talk: _Talk) -> tuple[RenderedTurn, int]:
+    """The reply as the last message, which is the form that the model must write, and the number of characters at the
+    end of the prompt that this form does without.
     """
+    message = talk.messages[place]
     prompt, whole = texts.pair(place, place + 1, False)
-    # DeepSeek: the generation prompt opens a thought. A reply without a thought starts at the first difference of the
-    # two texts.
-    same = prompt if whole.startswith(prompt) else _common_start(prompt, whole, chat)
-    turn = chat.split_turn(same, whole)
+    reply, missing = whole[len(prompt) :], 0
+    if not whole.startswith(prompt):
+        reply, missing = _reply_elsewhere(prompt, whole, place, talk)
+    turn = talk.chat.end_of_turn(reply, message)
     if turn is None:
         raise ModelError(
             "the chat template does not end an assistant turn with a special token, so the model could not learn to "
             "stop; use a chat template that closes each turn (as `<|im_end|>` does)."
         )
-    return turn, len(prompt) - len(same)
+    return turn, missing
 
 
-def _common_start(prompt: str, whole: str, chat: ChatFormat) -> str:
-    """The common start of two texts, which does not end within a token of either: `<think>` and `<|call|>` both begin
-    with `<`.
+def _reply_elsewhere(prompt: str, whole: str, place: int, talk: _Talk) -> tuple[str, int]:
+    """The text behind the prompt, if the template shows what is before the reply otherwise once there is a reply, and
+    the number of characters at the end of the prompt that the reply does without.
     """
-    same = os.path.commonprefix([prompt, whole])  # noqa: RUF071
-    tokens = [str(token) for token in chat.tokenizer.added_tokens_decoder.values()]
-    before = -1
-    while before != len(same):
-        before = len(same)
-        for token in tokens:
-            for start in range(max(0, len(same) - len(token) + 1), len(same)):
-                if prompt.startswith(token, start) or whole.startswith(token, start):
-                    same = same[:start]
-                    break
-    return same
+    message, opened = talk.messages[place], talk.chat.opened_thought
+    bare = prompt.removesuffix(opened)
+    rest = whole[len(bare) :] if whole.startswith(bare) else whole[_end_of_prompt(bare, whole) :]
+    if bare == prompt or rest.startswith("</think>"):
+        return rest, 0
+    if message.reasoning:  # the template drops all thoughts, but its prompt asks for one
+        return f"{talk.chat.mark_reply(message.reasoning)}\n</think>\n\n{rest.lstrip()}", 0
+    quiet = talk.chat.quiet
+    closed = quiet.render_marked(talk.messages[:place], talk.tools, True) if quiet is not None else ""
+    before = talk.chat.render_marked(talk.messages[:place], talk.tools, True)
+    return (closed[len(before) :] + rest, 0) if closed.startswith(before) else (rest, len(opened))
+
+
+def _end_of_prompt(prompt: str, whole: str) -> int:
+    """Where the end of the prompt is in the whole text: behind the longest end of the prompt that occurs there. Mistral
+    moves the system text to the last user message, for example.
+    """
+    low, high = 0, min(len(prompt), len(whole))
+    while low < high:  # if an end occurs, so does every shorter one
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if prompt[-middle:] in whole else (low, middle - 1)
+    return whole.rfind(prompt[len(prompt) - low :]) + low

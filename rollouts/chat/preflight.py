@@ -8,7 +8,8 @@ the ids always match what the model saw, even if a template treats a real conver
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
@@ -84,31 +85,48 @@ class TemplateReport(msgspec.Struct, frozen=True):
         return lines
 
 
-def find_closers(probe: Prober, added_tokens: Mapping[str, int], eos: str | None) -> dict[str, int]:
-    """The special tokens that end an assistant turn in this template, from text to id; empty if there are none.
-
-    A token counts only if it directly follows the reply both at the end and before a user turn. Any other token belongs
-    to the next turn, or is not shown in the history.
+class Ends(NamedTuple):
+    """The tokens that end an assistant turn. `after_text` and `after_call` are the usual ends of a reply that is the
+    last message, if the template does not write them there: "" if it does, or if there is none.
     """
-    closers: dict[str, int] = {}
-    texts = probe(USER, _REPLY), probe(USER, _REPLY, USER)  # at the end, and before a user turn
-    behind = [_token_behind(text, _TEXT, added_tokens) for text in texts if text is not None]
-    if behind and behind[0] is not None and len(set(behind)) == 1:
-        closers[behind[0]] = added_tokens[behind[0]]
-    text = probe(USER, probe_call(), tool_reply(), tools=True, prompt=True)
-    if text is not None and PROBE_VALUE in text and PROBE_RESULT in text.rpartition(PROBE_VALUE)[2]:
-        stretch = text.rpartition(PROBE_VALUE)[2].partition(PROBE_RESULT)[0]
-        known = {*closers, *((eos,) if eos else ()), *_CALL_CLOSERS}
-        places = {token: stretch.find(token) for token in known if token in added_tokens and token in stretch}
-        if places:
-            first = min(places, key=lambda token: places[token])
-            closers[first] = added_tokens[first]
-    return closers
+
+    tokens: list[str]
+    after_text: str = ""
+    after_call: str = ""
 
 
-def _token_behind(text: str, mark: str, added_tokens: Mapping[str, int]) -> str | None:
-    rest = text.rpartition(mark)[2].lstrip()
-    return max((token for token in added_tokens if token and rest.startswith(token)), key=len, default=None)
+def find_ends(probe: Prober, added_tokens: Mapping[str, int], eos: str | None) -> Ends:
+    """The special tokens that end an assistant turn in this template.
+
+    If the last message shows no end, the token behind it in the history ends it: the next role's token (GLM), or an end
+    that only the history shows.
+    """
+    alone, before_user = probe(USER, _REPLY) or "", probe(USER, _REPLY, USER) or ""
+    end = _token_behind(alone or before_user, _TEXT, added_tokens)
+    after_text = "" if end or _TEXT not in alone else _token_behind(before_user, _TEXT, added_tokens)
+    tokens = [token for token in (end or after_text,) if token]
+    alone = probe(USER, probe_call(), tools=True) or ""
+    text = probe(USER, probe_call(), tool_reply(), tools=True, prompt=True) or ""
+    if PROBE_VALUE not in text or PROBE_RESULT not in text.rpartition(PROBE_VALUE)[2]:
+        return Ends(tokens, after_text)
+    known = {*tokens, *((eos,) if eos else ()), *_CALL_CLOSERS} & set(added_tokens)
+    stretch = text.rpartition(PROBE_VALUE)[2].partition(PROBE_RESULT)[0]
+    shown = alone.rpartition(PROBE_VALUE)[2]
+    end = _first(known, shown)
+    after_call = "" if end or PROBE_VALUE not in alone else _token_behind(text, alone.rstrip(), added_tokens)
+    end = end or after_call or _first(known, stretch)
+    return Ends(list(dict.fromkeys([*tokens, *filter(None, [end])])), after_text, after_call)
+
+
+def _first(tokens: Iterable[str], text: str) -> str:
+    """The token that comes first in a text, or ""."""
+    return min((token for token in tokens if token in text), key=text.find, default="")
+
+
+def _token_behind(text: str, mark: str, added_tokens: Mapping[str, int]) -> str:
+    """The added token that directly follows the last mark, or ""."""
+    rest = text.rpartition(mark)[2].lstrip() if mark in text else ""
+    return max((token for token in added_tokens if token and rest.startswith(token)), key=len, default="")
 
 
 def inspect_template(

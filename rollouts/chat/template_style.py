@@ -7,7 +7,9 @@ and `TemplateStyle` records which one works. How the template then renders a con
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +33,11 @@ PROBE_TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
+
+_QUOTED = r"""('(?:[^'\\\n]|\\.)+'|"(?:[^"\\\n]|\\.)+")"""
+_COMPARED = re.compile(
+    rf"(?:startswith|endswith|split|find|replace|partition|strip)\(\s*{_QUOTED}|{_QUOTED}\s+(?:not\s+)?in\s"
+)
 
 
 class TemplateStyle(NamedTuple):
@@ -114,3 +121,13 @@ def probe_template_style(render: Render, template_text: str) -> tuple[Prober, st
     alone = Prober(render, TemplateStyle())(USER, Message("assistant", "yes", reasoning="probethought"))
     is_inline = "</think>" not in template_text and alone is not None and "probethought" not in alone
     return Prober(render, found._replace(inline_reasoning=is_inline)), reason
+
+
+def compared_literals(template: str) -> tuple[str, ...]:
+    """The texts that a template looks for in messages.
+
+    >>> compared_literals("{% if '</think>' in m.content and m.content.startswith('<tool') %}")
+    ('</think>', '<think>', '<tool')
+    """
+    found = {ast.literal_eval(one or other) for one, other in _COMPARED.findall(template)}
+    return tuple(sorted(text for text in found | {"<think>", "</think>"} if text.strip()))

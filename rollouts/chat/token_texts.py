@@ -1,8 +1,9 @@
-"""The text of each token of a sequence."""
+"""What a tokenizer does: the text of each token, decoding without clean-up, and where a text can be split."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 HELD_MAX = 16  # tokens that may be parts of one character
@@ -31,3 +32,39 @@ def token_texts(tokens: Iterable[int], tokenizer: Any) -> list[str]:
     if held:
         texts[-1] = decode([*context, *held])[len(decode(context)) if context else 0 :]
     return texts
+
+
+def safe_cuts(tokenizer: Any, closers: Mapping[str, int]) -> dict[str, int]:
+    """The closers before which a text can be split and encoded in two parts, without a change of the ids."""
+    if not getattr(tokenizer, "is_fast", False):
+        return {}
+    encode: Callable[..., list[int]] = functools.partial(tokenizer.encode, add_special_tokens=False)
+    cuts = {}
+    for text, index in closers.items():
+        token = tokenizer.added_tokens_decoder[index]
+        if not (token.special and not (token.lstrip or token.rstrip or token.single_word or token.normalized)):
+            continue
+        probe = f"one two \n {text}\n three  {text} four"
+        head, rest = probe.split(text, 1)
+        if encode(probe) == encode(head) + encode(text + rest):
+            cuts[text] = index
+    return cuts
+
+
+def plain_backend(tokenizer: Any, closers: Mapping[str, int]) -> Any:
+    """The Rust tokenizer, which halves the time; None if the tokenizer has none, or if its results differ."""
+    backend = getattr(tokenizer, "backend_tokenizer", None) if getattr(tokenizer, "is_fast", False) else None
+    if backend is None:
+        return None
+    probe = f" one  two \n three\té{''.join(closers)} four\n"
+    ids = backend.encode(probe, add_special_tokens=False).ids
+    same = tokenizer.encode(probe, add_special_tokens=False) == ids
+    same = same and backend.encode_batch_fast([probe], add_special_tokens=False)[0].ids == ids
+    return backend if same and decode(tokenizer, ids) == decode(backend, ids) else None
+
+
+def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """The text of ids without clean-up. The Rust tokenizer never cleans up and has no such argument."""
+    arguments = {"clean_up_tokenization_spaces": False} if hasattr(tokenizer, "chat_template") else {}
+    text: str = tokenizer.decode(list(tokens), skip_special_tokens=False, **arguments)
+    return text

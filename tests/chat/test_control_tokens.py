@@ -135,7 +135,7 @@ def test_supervised_rows_hold_no_control_token_of_the_conversations(name: str) -
     chat = chat_for(name) if name in BYTE_LEVEL else other_chat(name)
 
     def rows(text: str) -> Counter[int]:
-        messages, tools = conversation(chat, [text] * 6)
+        messages, tools = conversation(chat, [text, text, text, "", text, ""])  # a name with a line break is no JSON
         messages = [*messages, Message("assistant", text), Message("user", text), Message("assistant", "bye")]
         return sum((controls(chat, row.tokens) for row in tokenize_supervised(messages, tools, chat)), Counter())
 

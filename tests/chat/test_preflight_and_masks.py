@@ -69,7 +69,7 @@ def test_stop_ids() -> None:
         assert chat.stop_ids == tuple(sorted(chat.tokenizer.convert_tokens_to_ids(tokens)))
 
 
-@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1"])
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3_training", "llama3_1"])
 def test_one_row_trains_what_the_assistant_said(name: str) -> None:
     chat = chat_for(name)
     rows = tokenize_supervised(CONVERSATION[:4], TOOLS, chat)

@@ -86,11 +86,19 @@ DEEP = (
 )
 DEEP_ASKED = "<|begin_of_text|><｜User｜>1 + 1?<｜Assistant｜>"
 NO_THOUGHT = "<think>\n\n</think>\n\n"  # Qwen3 writes it before a last turn without a thought
+
+
+def quiet_rows(text: str) -> list[str]:
+    """Two turns in the form that Qwen3 gives a last one: a row each, as the history has no empty thought."""
+    first, second, last = text.split("⟦")
+    return [f"{first}⟦{NO_THOUGHT}{second.partition('⟧')[0]}⟧", f"{first}{second.replace('⟧', '')}⟦{NO_THOUGHT}{last}"]
+
+
 LABELED = [
     ("qwen2_5", CALLS, [HEAD + QWEN]),
     ("qwen2_5", EMPTY, [HEAD + QWEN_EMPTY]),
-    ("qwen3", CALLS, [QWEN.replace("⟦é", f"⟦{NO_THOUGHT}é")]),
-    ("qwen3", EMPTY, [QWEN_EMPTY.replace("⟦é", f"⟦{NO_THOUGHT}é")]),
+    ("qwen3", CALLS, quiet_rows(QWEN)),
+    ("qwen3", EMPTY, quiet_rows(QWEN_EMPTY)),
     (
         "qwen3",
         THOUGHT,

@@ -15,7 +15,15 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from rollouts.chat.format import ChatFormat
-from rollouts.chat.masks import RowText, SupervisedRow, TurnsRow, encode_rows, supervised_texts
+from rollouts.chat.masks import (
+    RowText,
+    SupervisedRow,
+    TurnsRow,
+    check_masks,
+    encode_rows,
+    supervised_texts,
+    trained_turns,
+)
 from rollouts.data.conversations import BadRowError, Conversation
 from rollouts.types import Message
 
@@ -46,11 +54,17 @@ class Cut(NamedTuple):
 
 
 class Planned(NamedTuple):
-    """A conversation before it is encoded: its messages, the weight of each, and the texts of its rows."""
+    """A conversation before it is encoded: its messages, the weight of each, its tools, and the texts of its rows."""
 
     messages: list[Message]
     weights: list[float]
+    tools: list[dict[str, Any]]
     texts: list[RowText]
+
+    def check(self, rows: Sequence[TurnsRow], chat: ChatFormat) -> list[str]:
+        """The fields that are in none of the encoded rows. Raises ModelError if the masks are not shown to be right."""
+        trained = trained_turns(self.messages, self.weights)
+        return check_masks(self.messages, self.tools, chat, trained, self.texts, rows)
 
 
 def supervised_rows(
@@ -65,7 +79,9 @@ def supervised_rows(
     Raises BadRowError for a conversation without a trained turn, and ModelError if the template refuses it.
     """
     planned = plan_rows(conversation, chat, options)
-    rows, cut = cut_rows(planned, encode_rows(planned.texts, chat), options.max_length)
+    encoded = encode_rows(planned.texts, chat)
+    planned.check(encoded, chat)
+    rows, cut = cut_rows(planned, encoded, options.max_length)
     return [row.masked(planned.weights) for row in rows], cut
 
 
@@ -88,7 +104,7 @@ def plan_rows(conversation: Conversation, chat: ChatFormat, options: ChatOptions
             f"the chat template cannot show its tool calls ({'; '.join(chat.report.refusals) or 'it leaves them out'})"
         )
     tools = conversation.tools or [dict(tool) for tool in options.tools]
-    return Planned(messages, weights, supervised_texts(messages, tools, chat))
+    return Planned(messages, weights, tools, supervised_texts(messages, tools, chat, trained_turns(messages, weights)))
 
 
 def cut_rows(planned: Planned, rows: Sequence[TurnsRow], max_length: int | None) -> tuple[list[TurnsRow], Cut]:

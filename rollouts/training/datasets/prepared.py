@@ -121,18 +121,27 @@ class Preparer:
     ) -> Iterator[tuple[Planned, list[TurnsRow], msgspec.Raw]]:
         """The conversations of a batch with their rows, encoded at once. Bad rows are added to the report."""
         assert self.chat is not None
-        found: list[tuple[Planned, msgspec.Raw]] = []
+        found: list[tuple[int, Planned, str, msgspec.Raw]] = []
+
+        def bad(number: int, error: Exception, raw: msgspec.Raw) -> None:
+            report.bad.append((number, str(error), bytes(raw)[:_SAMPLE_CHARACTERS].decode(errors="replace")))
+
         for number, raw in batch:
             try:
                 conversation = read_conversation(msgspec.json.decode(raw))
-                found.append((plan_rows(conversation, self.chat, self.options), raw))
+                found.append((number, plan_rows(conversation, self.chat, self.options), conversation.form, raw))
             except (BadRowError, ModelError) as error:
-                report.bad.append((number, str(error), bytes(raw)[:_SAMPLE_CHARACTERS].decode(errors="replace")))
+                bad(number, error, raw)
+        encoded = iter(encode_rows([text for _, planned, *_ in found for text in planned.texts], self.chat))
+        for number, planned, form, raw in found:
+            rows = list(itertools.islice(encoded, len(planned.texts)))
+            try:
+                planned.check(rows, self.chat)
+            except ModelError as error:
+                bad(number, error, raw)
                 continue
-            report.forms[conversation.form] = report.forms.get(conversation.form, 0) + 1
-        rows = iter(encode_rows([text for planned, _ in found for text in planned.texts], self.chat))
-        for planned, raw in found:
-            yield planned, list(itertools.islice(rows, len(planned.texts))), raw
+            report.forms[form] = report.forms.get(form, 0) + 1
+            yield planned, rows, raw
 
 
 def _batches(rows: Iterable[tuple[int, msgspec.Raw]]) -> Iterator[list[tuple[int, msgspec.Raw]]]:
