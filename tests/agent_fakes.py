@@ -19,8 +19,8 @@ from rollouts.errors import ModelError
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, VersionSpan
 from rollouts.types import Episode, Message, Task, ToolCall
 
-END = 2_000_000
-ROLES = {"system": 1_000_001, "user": 1_000_002, "assistant": 1_000_003, "tool": 1_000_004}
+END = 0x100000
+ROLES = {"system": 0x100001, "user": 0x100002, "assistant": 0x100003, "tool": 0x100004}
 
 
 class FakeChat:
@@ -28,13 +28,17 @@ class FakeChat:
 
     stop_ids = (END,)
     characters_per_token_max = 1
+    literals = ()
+    opened_thought = ""
 
     def __init__(self, rewrites: Sequence[int] = (), tool_after_text: bool = True) -> None:
+        self.watched, self.sampled_shapes = set(), set()
         self.rewrites = set(rewrites)
         self.report = SimpleNamespace(tool_after_text=tool_after_text, calls_as_text=False)
 
     def _message(self, message: Message) -> list[int]:
-        calls = "".join(f"[{call.name} {json.dumps(call.arguments)}]" for call in message.tool_calls)
+        is_raw = any(call.error for call in message.tool_calls)
+        calls = "".join(f"[{call.name} {json.dumps(call.arguments)}]" for call in message.tool_calls if not is_raw)
         return [ROLES[message.role], *map(ord, message.text + calls), END]
 
     def encode_prompt(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
@@ -51,10 +55,17 @@ class FakeChat:
         close = [] if sampled and sampled[-1] == END else [END]
         return [*close, *(t for m in new for t in self._message(m)), ROLES["assistant"]]
 
-    def parse(self, tokens: list[int], tools: list[dict[str, Any]]) -> Message:
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    def shows(self, shown: str, sampled: str, tools: list[dict[str, Any]]) -> bool:
+        return self.parse([*map(ord, shown)], tools) == self.parse([*map(ord, sampled)], tools)
+
+    def parse(self, tokens: list[int], tools: list[dict[str, Any]], context: Sequence[int] = ()) -> Message:
         text = "".join(chr(token) for token in tokens if token != END)
         content, *found = text.split("[")
-        return Message("assistant", content, tool_calls=[self._call(part, n) for n, part in enumerate(found)])
+        calls = [self._call(part, n) for n, part in enumerate(found)]
+        return Message("assistant", text if any(call.error for call in calls) else content, tool_calls=calls)
 
     def _call(self, part: str, number: int) -> ToolCall:
         name, _, arguments = part.rstrip("]").partition(" ")

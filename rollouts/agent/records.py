@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from rollouts.chat.shown import Unshown, check_context, shape
 from rollouts.error_log import report
 from rollouts.errors import InferenceError, RolloutsError, leaves_of
 from rollouts.gateway.exchange import cut_at_stop
@@ -16,6 +17,10 @@ from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
 from rollouts.inference.chatting import ChatRequest
 from rollouts.types import Message, Segment, Status, Task, Trajectory
 
+if TYPE_CHECKING:
+    from rollouts.chat.format import ChatFormat
+
+WATCHED_EPISODES = 8
 LOGPROB_SLACK = 1e-3  # rounding may make a logprob slightly positive; a larger value is an engine's error
 
 
@@ -153,6 +158,24 @@ def check_generation(generation: Generation, room: int) -> None:
         for index, logprob in enumerate(logprobs):
             if not math.isfinite(logprob) or logprob > LOGPROB_SLACK:
                 raise InferenceError(f"the engine returned the logprob {logprob} for token {index} of {len(tokens)}")
+
+
+def check_sampled(segment: Segment, turn: TurnRequest, chat: ChatFormat, order: tuple[int, int]) -> None:
+    """Check that the tokens before a reply are its prompt: in the first episodes of a run, and once for each shape of
+    conversation. `order` is that of the episode. A failure is a mistake of rollouts: it raises AssertionError.
+    """
+    if len(chat.watched) < WATCHED_EPISODES:
+        chat.watched.add(order)
+    key = shape(turn.messages[-4:], turn.schemas, chat.literals, ())
+    if key in chat.sampled_shapes and order not in chat.watched:
+        return
+    chat.sampled_shapes.add(key)
+    starts = [start for _, start in segment.turns]
+    replies = [(start, segment.loss_mask.index(0.0, start)) for start in starts]
+    try:
+        check_context(segment.tokens, replies, turn.messages, turn.schemas, chat)
+    except Unshown as error:
+        raise AssertionError(f"a sampled turn cannot be trained: {error}") from error
 
 
 def stopped(generation: Generation, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Generation:

@@ -106,7 +106,7 @@ class ChatFormat:
     `cuts`, those of them before which a text can be split and encoded in two parts (text to id); `reads_calls`, whether
     a call that the template writes can be read back; `literals`, the texts that the template looks for in messages;
     `shapes`, the shapes of conversations whose masks were shown to be right, each with the fields that are in no row
-    (`rollouts.chat.masks.check_masks`).
+    (`rollouts.chat.masks.check_masks`); `sampled_shapes` and `watched`, what is checked of rollouts.
     """
 
     def __init__(
@@ -137,6 +137,8 @@ class ChatFormat:
         self._compared: set[Any] = set()  # the kinds of neighboring messages whose texts were compared
         self.literals = compared_literals(text)
         self.shapes: dict[Any, list[str] | None] = {}
+        self.sampled_shapes: set[Any] = set()
+        self.watched: set[tuple[int, int]] = set()
         self.cuts = safe_cuts(tokenizer, self.closers)
         self._cut = next(iter(self.cuts), "")
         self._backend = plain_backend(tokenizer, self.closers)

@@ -6,9 +6,10 @@ row may be spelled otherwise, as in a rollout. `row[a:b]` ends with one stop id 
 `row[a:b]` gives message i in every field. In words: a model that had sampled these ids after P would have been recorded
 as this message.
 
-`check_rows` shows this for the rows of a conversation, and `check_turn` for a sampled turn. Both cost as much as the
-rows. So `shape` says which conversations a template cannot tell apart, `sentinels` makes one of the same shape with
-unmistakable texts, and `is_plausible` is a cheap test for each further row. Not here: how rows are made (`masks`).
+`check_rows` shows this for the rows of a conversation, and `check_context` shows its first part for a sampled turn.
+Both cost as much as the rows. So `shape` says which conversations a template cannot tell apart, `sentinels` makes one
+of the same shape with unmistakable texts, and `is_plausible` is a cheap test for each further row. Not here: how rows
+are made (`masks`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -37,14 +38,6 @@ class Unshown(ModelError):
     """The mask of a conversation cannot be shown to be right. The message says why."""
 
 
-class Span(NamedTuple):
-    """A reply in a row: `tokens[start:end]`, with its stop id, and the message that it is."""
-
-    start: int
-    end: int
-    message: Message
-
-
 def check_rows(
     rows: Sequence[Row],
     messages: Sequence[Message],
@@ -60,71 +53,54 @@ def check_rows(
         raise Unshown(f"the messages {_numbers(trained)} are to be trained, the rows train {_numbers(places)}")
     lost = []
     for tokens, turns in rows:
-        spans = [Span(start, end, messages[place]) for start, end, place in turns]
         for number, (start, end, place) in enumerate(turns):
+            earlier = [turn[:2] for turn in turns[:number]]
             try:
-                lost += check_turn(tokens[:end], spans[:number], start, messages[: place + 1], tools, chat)
+                cut = check_context(tokens[:start], earlier, messages[:place], tools, chat)
+                if cut and messages[place].reasoning:
+                    raise Unshown("its prompt opens a thought, which the row leaves out")
+                lost += [CUT_PROMPT] * cut + _unread(tokens[start:end], tokens[:start], messages[place], tools, chat)
             except Unshown as error:
                 raise Unshown(f"message {place + 1} cannot be trained: {error}") from error
     return lost
 
 
-def check_turn(
-    tokens: Sequence[int],
-    earlier: Sequence[Span],
-    start: int,
-    messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]],
-    chat: ChatFormat,
-) -> list[str]:
-    """The fields of the last message that its reply does not show. The reply is `tokens[start:]`, and `earlier` are the
-    replies before it in the same row. Raises Unshown.
-    """
-    *before, message = messages
-    lost = _check_context(list(tokens[:start]), earlier, before, tools, chat, message)
-    reply = tokens[start:]
-    stops = [index for index, token in enumerate(reply) if token in chat.stop_ids]
-    if stops != [len(reply) - 1]:
-        where = "none ends it" if not stops or len(reply) - 1 not in stops else "one is inside"
-        raise Unshown(f"its reply needs one stop token, at its end, but {where}")
-    return lost + _unread(reply, tokens[:start], message, tools, chat)
-
-
-def _check_context(
+def check_context(
     tokens: list[int],
-    earlier: Sequence[Span],
-    before: list[Message],
+    earlier: Sequence[tuple[int, int]],
+    before: Sequence[Message],
     tools: Sequence[dict[str, Any]],
     chat: ChatFormat,
-    message: Message,
-) -> list[str]:
-    """Check that the tokens before a reply are its prompt. Returns what was left out of the prompt."""
-    prompt = chat.encode_prompt(before, tools)
+) -> bool:
+    """Check that these tokens are the prompt of a reply to the messages `before`. `earlier` are the replies in the
+    tokens, each with its start and its end. Returns whether the tokens leave out the end of the prompt that opens a
+    thought. Raises Unshown.
+    """
+    prompt = chat.encode_prompt(list(before), tools)
     if tokens == prompt:
-        return []
+        return False
     text, wanted = chat.decode(tokens), chat.decode(prompt)
-    if earlier and text == wanted:  # encoded in other pieces
-        return []
+    if text == wanted and earlier:  # encoded in other pieces
+        return False
     if not earlier:
-        opened = chat.opened_thought
-        if opened and not message.reasoning and text + opened == wanted:
-            return [CUT_PROMPT]
+        if chat.opened_thought and text + chat.opened_thought == wanted:
+            return True
         raise Unshown("the tokens before its reply are not the prompt that the model would be given")
     # Earlier replies may be spelled otherwise, but must be the same messages. All other text must be the prompt's.
-    starts = [chat.decode(tokens[: span.start]) for span in earlier]
-    ends = [chat.decode(tokens[: span.end - 1]) for span in earlier]
+    starts = [chat.decode(tokens[:start]) for start, _ in earlier]
+    ends = [chat.decode(tokens[: end - (tokens[end - 1] in chat.stop_ids)]) for _, end in earlier]
     at = len(starts[0])
     if wanted[:at] != starts[0]:
         raise Unshown("the beginning of its row is not that of its prompt")
-    for span, end, following in zip(earlier, ends, [*starts[1:], text], strict=True):
+    for start, end, following in zip(starts, ends, [*starts[1:], text], strict=True):
         piece = following[len(end) :]  # from the stop token of this reply to the next reply
         found = wanted.find(piece, at) if following is not text else max(at, len(wanted) - len(piece))
         if found < 0 or wanted[found : found + len(piece)] != piece:
             raise Unshown("the text between two replies of its row is not that of its prompt")
-        if not chat.shows(wanted[at:found], end[len(chat.decode(tokens[: span.start])) :], tools):
+        if not chat.shows(wanted[at:found], end[len(start) :], tools):
             raise Unshown("its prompt shows an earlier reply of its row as another message")
         at = found + len(piece)
-    return []
+    return False
 
 
 def _unread(
@@ -135,6 +111,11 @@ def _unread(
     chat: ChatFormat,
 ) -> list[str]:
     """The fields of the message that the reply does not show. Raises Unshown if it shows another message."""
+    stops = [index for index, token in enumerate(reply) if token in chat.stop_ids]
+    if stops != [len(reply) - 1]:
+        raise Unshown(
+            f"its reply must end with its only stop token, but has {len(stops)} of them in {len(reply)} tokens"
+        )
     text, thought = (message.text, message.reasoning) if message.reasoning else split_thinking(message.text)
     if message.tool_calls and not chat.reads_calls:
         return _unfound(chat.decode(reply[:-1]), text, thought or "", message.tool_calls)

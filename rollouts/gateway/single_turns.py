@@ -47,7 +47,7 @@ class SingleTurns:
         for key in asked.unsupported:
             raise APIError(400, f"{key} is not supported here; leave it out", parameter=key)
         tokens = self._encode(asked)
-        replies = [self._reply(generation, asked) for generation in await self._sample(asked, tokens)]
+        replies = [self._reply(generation, asked, tokens) for generation in await self._sample(asked, tokens)]
         return Answered(replies, len(tokens))
 
     async def health(self) -> None:
@@ -110,9 +110,9 @@ class SingleTurns:
             raise APIError(504, f"there was no reply within {model.request_seconds:g} seconds")
         return [replies[place] for place in range(asked.count)]
 
-    def _reply(self, generation: Generation, asked: Asked) -> Reply:
+    def _reply(self, generation: Generation, asked: Asked, context: list[int]) -> Reply:
         chat = self._model.chat
-        message = chat.parse(generation.tokens, asked.tools)
+        message = chat.parse(generation.tokens, asked.tools, context)
         is_cut = generation.finish == "length"
         reply = seen_reply(message, asked.stop, is_cut=is_cut, tokens=len(generation.tokens), new_call=new_id("call_"))
         if asked.logprobs:
