@@ -29,7 +29,6 @@ class FakeChat:
     stop_ids = (END,)
     characters_per_token_max = 1
     literals = ()
-    opened_thought = ""
 
     def __init__(self, rewrites: Sequence[int] = (), tool_after_text: bool = True) -> None:
         self.watched, self.sampled_shapes = set(), set()

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 _RESERVED = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 _CACHED_CHARACTERS_MAX = 16_000_000
 _BATCH_MIN = 32  # texts for one call of the tokenizer; for fewer, starting its threads would cost more
+_PROMPT_END = 64  # tokens that hold it
+_PROMPT_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
 T = TypeVar("T")
 
 
@@ -171,11 +173,6 @@ class ChatFormat:
     def can_write_calls(self) -> bool:
         """Whether calls that the model did not write can be shown: by the template, or by the tool parser."""
         return not self._writes_calls or (self._parser is not None and self._parser.write is not None)
-
-    @property
-    def opened_thought(self) -> str:
-        """The end of the generation prompt that opens a thought, or ""."""
-        return "" if "</think>" in self._thinking else self._thinking
 
     @functools.cached_property
     def quiet(self) -> ChatFormat | None:
@@ -467,15 +464,22 @@ class ChatFormat:
         while body and body[-1] in self.stop_ids:
             body.pop()
         text = self.decode(body)
-        opened = self.opened_thought
-        if opened and context is not None and not self.decode(context[-len(opened) :]).endswith(opened):
-            message = self._read(text, tools=tools, thinking_prefix="").message
-        else:
-            message = self._read(text, tools=tools).message
+        prefix = self._thinking if context is None else thought_in_prompt(self.decode(context[-_PROMPT_END:]))
+        message = self._read(text, tools=tools, thinking_prefix=prefix).message
         shows_one = self.report.tools and not self.report.parallel_calls and not self.report.calls_as_text
         if len(message.tool_calls) > 1 and shows_one:
             return _one_call_only(message, text)
         return message
+
+
+def thought_in_prompt(text: str) -> str:
+    """The end of a prompt that opens a thought, or opens and closes one; "" if it does neither.
+
+    >>> thought_in_prompt("<|assistant|>\\n<think>\\n")
+    '<think>\\n'
+    """
+    found = _PROMPT_THOUGHT.search(text)
+    return "" if found is None else found[0]
 
 
 def chat_format(tokenizer: Any) -> ChatFormat:

@@ -14,8 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
+
 from rollouts.chat.control_tokens import plain
-from rollouts.chat.format import ChatFormat, RenderedTurn
+from rollouts.chat.format import ChatFormat, RenderedTurn, thought_in_prompt
 from rollouts.chat.shown import CUT_PROMPT, check_rows, is_plausible, lost_fields, sentinels, shape
 from rollouts.errors import ModelError
 from rollouts.types import Message
@@ -230,7 +232,7 @@ def _own_turn(texts: Prefixes | _Apart, place: int, talk: _Talk) -> tuple[Render
     prompt, whole = texts.pair(place, place + 1, False)
     reply, missing = whole[len(prompt) :], 0
     if not whole.startswith(prompt):
-        reply, missing = _reply_elsewhere(prompt, whole, place, talk)
+        reply, missing = _reply_elsewhere(place, talk)
     turn = talk.chat.end_of_turn(reply, message)
     if turn is None:
         raise ModelError(
@@ -240,29 +242,40 @@ def _own_turn(texts: Prefixes | _Apart, place: int, talk: _Talk) -> tuple[Render
     return turn, missing
 
 
-def _reply_elsewhere(prompt: str, whole: str, place: int, talk: _Talk) -> tuple[str, int]:
+def _reply_elsewhere(place: int, talk: _Talk) -> tuple[str, int]:
     """The text behind the prompt, if the template shows what is before the reply otherwise once there is a reply, and
     the number of characters at the end of the prompt that the reply does without.
     """
-    message, opened = talk.messages[place], talk.chat.opened_thought
-    bare = prompt.removesuffix(opened)
-    rest = whole[len(bare) :] if whole.startswith(bare) else whole[_end_of_prompt(bare, whole) :]
-    if bare == prompt or rest.startswith("</think>"):
-        return rest, 0
+    message, chat, before = talk.messages[place], talk.chat, talk.messages[:place]
+    opened, shown = (chat.render_marked(before, talk.tools, asks) for asks in (True, False))
+    thought = thought_in_prompt(opened)
+    bare = opened.removesuffix(thought)
+    if "</think>" in thought:  # the prompt forbids a thought
+        message = msgspec.structs.replace(message, reasoning=None)
+    whole = chat.render_marked([*before, message], talk.tools, False)
+    header = bare[len(shown) :] if bare.startswith(shown) else ""
+    rest = whole[len(bare) :] if whole.startswith(bare) else whole[_end_of_prompt(bare, header, whole, message, chat) :]
+    if rest.startswith(thought) or "</think>" in thought or rest.startswith("</think>"):
+        return rest.removeprefix(thought), 0
+    quiet = chat.quiet.render_marked(before, talk.tools, True) if chat.quiet is not None else ""
+    closing = quiet[len(opened) :] if quiet.startswith(opened) else ""
     if message.reasoning:  # the template drops all thoughts, but its prompt asks for one
-        return f"{talk.chat.mark_reply(message.reasoning)}\n</think>\n\n{rest.lstrip()}", 0
-    quiet = talk.chat.quiet
-    closed = quiet.render_marked(talk.messages[:place], talk.tools, True) if quiet is not None else ""
-    before = talk.chat.render_marked(talk.messages[:place], talk.tools, True)
-    return (closed[len(before) :] + rest, 0) if closed.startswith(before) else (rest, len(opened))
+        return chat.mark_reply(message.reasoning) + (closing or "\n</think>\n\n") + rest.lstrip(), 0
+    return closing + rest, 0 if closing else len(thought)
 
 
-def _end_of_prompt(prompt: str, whole: str) -> int:
-    """Where the end of the prompt is in the whole text: behind the longest end of the prompt that occurs there. Mistral
-    moves the system text to the last user message, for example.
+def _end_of_prompt(prompt: str, header: str, whole: str, message: Message, chat: ChatFormat) -> int:
+    """Where the end of the prompt is in the whole text: behind the last header of a reply (`header`) before the reply's
+    own words. Without a header: behind the longest end of the prompt that occurs there. Mistral has none, and moves the
+    system text to the last user message.
     """
-    low, high = 0, min(len(prompt), len(whole))
+    words = [chat.mark_reply(each) for each in (message.reasoning or "", message.text.strip()) if each]
+    words += [call.name for call in message.tool_calls]
+    before = whole[: min((at for each in words if (at := whole.rfind(each)) >= 0), default=len(whole))]
+    if header.strip() and header in before:
+        return before.rfind(header) + len(header)
+    low, high = 0, min(len(prompt), len(before))
     while low < high:  # if an end occurs, so does every shorter one
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if prompt[-middle:] in whole else (low, middle - 1)
-    return whole.rfind(prompt[len(prompt) - low :]) + low
+        low, high = (middle, high) if prompt[-middle:] in before else (low, middle - 1)
+    return before.rfind(prompt[len(prompt) - low :]) + low

@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.chat.format import ChatFormat
+from rollouts.chat.format import ChatFormat, thought_in_prompt
 from rollouts.chat.tool_call_formats import split_thinking
 from rollouts.errors import ModelError
 from rollouts.types import Message, ToolCall
@@ -83,7 +83,8 @@ def check_context(
     if text == wanted and earlier:  # encoded in other pieces
         return False
     if not earlier:
-        if chat.opened_thought and text + chat.opened_thought == wanted:
+        opened = thought_in_prompt(wanted)
+        if opened and "</think>" not in opened and text + opened == wanted:
             return True
         raise Unshown("the tokens before its reply are not the prompt that the model would be given")
     # Earlier replies may be spelled otherwise, but must be the same messages. All other text must be the prompt's.
