@@ -260,7 +260,8 @@ def _reply_elsewhere(place: int, talk: _Talk) -> tuple[str, int]:
     quiet = chat.quiet.render_marked(before, talk.tools, True) if chat.quiet is not None else ""
     closing = quiet[len(opened) :] if quiet.startswith(opened) else ""
     if message.reasoning:  # the template drops all thoughts, but its prompt asks for one
-        return chat.mark_reply(message.reasoning) + (closing or "\n</think>\n\n") + rest.lstrip(), 0
+        closing = closing or ("\n</think>\n\n" if thought.endswith("\n") else "</think>")
+        return chat.mark_reply(message.reasoning) + closing + rest.lstrip(), 0
     return closing + rest, 0 if closing else len(thought)
 
 

@@ -147,6 +147,8 @@ def inspect_template(
     system = needed("a system message", Message("system", "be brief"), USER)
     if tool_refusal:
         refusals.append(tool_refusal)
+    if probe.needs_tools:
+        refusals.append("it refuses a conversation without tools")
     user_turn = needed("a second user turn", USER, _REPLY, USER)
     behind = _behind(probe(USER, prompt=True), user_turn)
     rewrites_user = user_turn is not None and not _is_closed(behind, closers, _TEXT)

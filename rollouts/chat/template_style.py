@@ -89,16 +89,19 @@ def tool_reply() -> Message:
 
 
 class Prober:
-    """Renders test conversations in one style. If the template raises, returns None and sets `error`."""
+    """Renders test conversations in one style. If the template raises, returns None and sets `error`. A template that
+    cannot show the simplest conversation without tools always gets them.
+    """
 
     def __init__(self, render: Render, style: TemplateStyle) -> None:
-        self._render, self.style, self.error = render, style, ""
+        self._render, self.style, self.error, self.needs_tools = render, style, "", False
+        self.needs_tools = self(USER) is None and self(USER, tools=True) is not None
 
     def __call__(self, *messages: Message, tools: bool = False, prompt: bool = False) -> str | None:
         """The rendered text, or None if the template raises."""
         shown = [template_message(message, self.style) for message in messages]
         try:
-            return self._render(shown, [PROBE_TOOL] if tools else [], prompt)
+            return self._render(shown, [PROBE_TOOL] if tools or self.needs_tools else [], prompt)
         except Exception as error:  # a template may raise anything
             self.error = str(error)
             return None
