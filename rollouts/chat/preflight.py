@@ -113,9 +113,9 @@ def find_ends(probe: Prober, added_tokens: Mapping[str, int], eos: str | None) -
     stretch = text.rpartition(PROBE_VALUE)[2].partition(PROBE_RESULT)[0]
     shown = alone.rpartition(PROBE_VALUE)[2]
     end = _first(known, shown)
-    after_call = "" if end or PROBE_VALUE not in alone else _token_behind(text, alone.rstrip(), added_tokens)
-    end = end or after_call or _first(known, stretch)
-    return Ends(list(dict.fromkeys([*tokens, *filter(None, [end])])), after_text, after_call)
+    implied = "" if end else _token_behind(text, alone.rstrip(), added_tokens) or _first(known, stretch)
+    tokens += [token for token in (end or implied,) if token and token not in tokens]
+    return Ends(tokens, after_text, implied if PROBE_VALUE in alone else "")
 
 
 def _first(tokens: Iterable[str], text: str) -> str:
@@ -125,7 +125,7 @@ def _first(tokens: Iterable[str], text: str) -> str:
 
 def _token_behind(text: str, mark: str, added_tokens: Mapping[str, int]) -> str:
     """The added token that directly follows the last mark, or ""."""
-    rest = text.rpartition(mark)[2].lstrip() if mark in text else ""
+    rest = text.rpartition(mark)[2].lstrip() if mark and mark in text else ""
     return max((token for token in added_tokens if token and rest.startswith(token)), key=len, default="")
 
 
