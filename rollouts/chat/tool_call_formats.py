@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.types import Message, ToolCall
+from rollouts.types import Message, ToolCall, call_arguments
 
 
 class ToolCallFormat(NamedTuple):
@@ -61,14 +61,9 @@ def _strict_call(raw: Any) -> ToolCall | str:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         return '"name" is missing or is not text'
-    arguments = function.get("arguments", function.get("parameters", {}))
+    arguments = call_arguments(function.get("arguments", function.get("parameters")))
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return f'"arguments" is not a JSON object: {error}'
-    if not isinstance(arguments, dict):
-        return '"arguments" must be a JSON object'
+        return arguments
     try:  # JSON can contain half of a surrogate pair, but tokenizers cannot encode it
         (name + json.dumps(arguments, ensure_ascii=False, allow_nan=False)).encode()
     except UnicodeEncodeError:
@@ -87,6 +82,8 @@ def read_call(raw: Any) -> ToolCall:
 
     >>> read_call({"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}})
     ToolCall(name='add', arguments={'a': 1}, id='c1', error=None)
+    >>> read_call({"id": "c1", "function": {"name": "stop", "arguments": None}}).arguments
+    {}
     >>> read_call({"id": "c1", "function": {"name": "add", "arguments": "a=1"}}).id
     'c1'
     """
