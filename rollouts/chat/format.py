@@ -40,6 +40,7 @@ from rollouts.chat.template_style import (
     template_message,
     tool_reply,
 )
+from rollouts.chat.thoughts import find_thoughts
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, Parsed, detect_tool_call_format, parse_reply
 from rollouts.chat.tool_parsers import ToolParser, as_text, parse_with
 from rollouts.errors import ConfigError, ModelError, near_misses
@@ -119,10 +120,11 @@ class ChatFormat:
         call = probe(USER, probe_call(), tool_reply(), tools=True) if not refusal else None
         self.tool_call_format = detect_tool_call_format(_tail(call, probe(USER, tools=True, prompt=True)), text)
         call_format = TOOL_CALL_FORMATS[self.tool_call_format]
-        self._control_tokens = ControlTokens(tokenizer, text, call_format.opener.pattern)
+        self._thoughts = find_thoughts(probe)
+        written = call_format.tokens + self._thoughts.opens + self._thoughts.closes
+        self._control_tokens = ControlTokens(tokenizer, text, written)
         self.stop_ids = _stop_ids(tokenizer, self.closers, added, text)
         prefix = _tail(probe(USER, prompt=True), probe(USER))
-        self._thinking = prefix[prefix.rfind("<think>") :] if "<think>" in prefix else ""
         self._texts: _Cache[str] = _Cache()
         self._renderings: _Cache[Rendering] = _Cache()
         self._marked_tools: _Cache[list[dict[str, Any]]] = _Cache()
@@ -133,28 +135,28 @@ class ChatFormat:
         self._cut = next(iter(self.cuts), "")
         self._backend = _plain_backend(tokenizer, self.closers)
         self._anchor = self._find_anchor()
-        compiled = _compiled(tokenizer, call_format.response_template, call_format.example)
         self._read: Callable[..., Parsed] = functools.partial(
             parse_reply,
-            call_format=call_format._replace(response_template=compiled),
+            call_format=call_format,
             parse_response=getattr(tokenizer, "parse_response", None),
-            response_template=_compiled(tokenizer, getattr(tokenizer, "response_template", None), call_format.example),
+            response_template=getattr(tokenizer, "response_template", None),
             prefix=prefix,
-            thinking_prefix=self._thinking,
+            thoughts=self._thoughts,
         )
-        self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal)
+        self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal, self._thoughts)
         if tool_parser is not None:
-            self._read = functools.partial(parse_with, tool_parser, thinking_prefix=self._thinking, keeps_text=False)
+            self._read = functools.partial(parse_with, tool_parser, thoughts=self._thoughts, keeps_text=False)
             if not (self.report.tools and self._reads_own_calls()):
                 self._writes_calls = True
-                self._read = functools.partial(parse_with, tool_parser, thinking_prefix=self._thinking, keeps_text=True)
+                self._read = functools.partial(parse_with, tool_parser, thoughts=self._thoughts, keeps_text=True)
                 self.report = msgspec.structs.replace(self.report, calls_as_text=True)
         elif self.report.tools and not self._reads_own_calls():
             unread = (
                 f"it shows tool calls in a format that cannot be read back (the nearest known one is "
                 f"{self.tool_call_format}); give the tokenizer a response_template"
             )
-            self.report = msgspec.structs.replace(self.report, refusals=[*self.report.refusals, unread])
+            refusals = [*self.report.refusals, unread]
+            self.report = msgspec.structs.replace(self.report, reads_calls=False, refusals=refusals)
 
     @property
     def can_write_calls(self) -> bool:
@@ -406,9 +408,9 @@ class ChatFormat:
         """Whether history shows the sampled text, except for spelling."""
         if shown == sampled:
             return True
-        if ("</think>" in shown) != ("</think>" in sampled):
+        if (self._thoughts.closes in shown) != (self._thoughts.closes in sampled):
             return False
-        if "<think>" in self._thinking + sampled and "</think>" not in self._thinking + sampled:
+        if self._thoughts.is_open(sampled):
             return False  # the reply was cut off in a thought; the history would close the thought
         return self.same_message(shown, sampled, tools)
 
@@ -432,7 +434,7 @@ class ChatFormat:
         message = self._read(text, tools=tools).message
         shows_one = self.report.tools and not self.report.parallel_calls and not self.report.calls_as_text
         if len(message.tool_calls) > 1 and shows_one:
-            return _one_call_only(message, text)
+            return _one_call_only(message, self._thoughts.split(text)[0])
         return message
 
 
@@ -508,7 +510,7 @@ def _incremental_renderer(tokenizer: Any, arguments: Mapping[str, Any]) -> Incre
 
 
 def _stop_ids(tokenizer: Any, closers: Mapping[str, int], added: Mapping[str, int], text: str) -> tuple[int, ...]:
-    found = set(closers.values())
+    found = {*closers.values(), *getattr(tokenizer, "model_ends", ())}
     eos = tokenizer.eos_token_id
     found.update(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
     # Llama ends a turn that calls a built-in tool with this token. Its template writes the token in the mode for
@@ -561,32 +563,19 @@ def _decode(tokenizer: Any, tokens: Sequence[int]) -> str:
     return text
 
 
-def _compiled(tokenizer: Any, template: Any, example: str) -> Any:
-    """The response template, compiled once instead of at each reply. The template is returned unchanged if the compiled
-    one reads differently, or if compiling fails (another version of transformers, an invalid template).
-    """
-    try:
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
-        compiled = load_response_template(template)
-        read = functools.partial(tokenizer.parse_response, f"one {example}", prefix="")
-        return compiled if read(compiled) == read(template) else template
-    except Exception:  # the first use of an invalid template reports it
-        return template
-
-
 def _meaning(message: Message) -> tuple[str, str, str]:
     """The content of a message without its spelling."""
     calls = [(call.name, call.arguments, call.error) for call in message.tool_calls]
     return ((message.reasoning or "").strip(), message.text.strip(), json.dumps(calls))
 
 
-def _one_call_only(message: Message, text: str) -> Message:
-    """The message for a template with one call per turn: raw text, the first call, and errors for all later calls."""
+def _one_call_only(message: Message, visible: str) -> Message:
+    """The message for a template with one call per turn: the text without the thought, the first call, and errors for
+    all later calls.
+    """
     words = "Only one tool call can be made at a time; make this call again in your next turn."
     calls = [
         call if place == 0 or call.error else ToolCall(call.name, {}, call.id, words)
         for place, call in enumerate(message.tool_calls)
     ]
-    visible = text if message.reasoning is None else text.rpartition("</think>")[2].lstrip()
     return Message("assistant", visible, calls, reasoning=message.reasoning)
