@@ -2,6 +2,7 @@
 
 format.py             `ChatFormat`: encode prompts, append to conversations, parse replies
 template_style.py     the form of messages that a template reads
+thoughts.py           where a template writes thoughts, and how they are read
 control_tokens.py     keeps control tokens in a conversation's text plain text
 tool_call_formats.py  tool calls in a reply's text
 tool_parsers.py       functions that read tool calls, of which a run may choose one

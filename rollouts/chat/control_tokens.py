@@ -34,10 +34,10 @@ def plain(text: str) -> str:
 class ControlTokens:
     """Marks the strings of a conversation for one tokenizer and template. `foreign` marks text that no model wrote.
 
-    `opener` is the pattern of the model's tool calls. The model itself writes the control tokens in this pattern.
+    `written` is text with the control tokens that the model itself writes around its tool calls and its thoughts.
     """
 
-    def __init__(self, tokenizer: Any, template_text: str, opener: str) -> None:
+    def __init__(self, tokenizer: Any, template_text: str, written: str) -> None:
         named = set(getattr(tokenizer, "chat_control_tokens", None) or ())
         added = list(tokenizer.added_tokens_decoder.values())
         tokens = {
@@ -45,7 +45,7 @@ class ControlTokens:
             for token in added
             if getattr(token, "special", True) or str(token) in named or str(token) in template_text
         }
-        own = {text for text, special in tokens.items() if not special or re.escape(text) in opener or "think" in text}
+        own = {text for text, special in tokens.items() if not special or text in written or "think" in text}
         normalize = _normalizer(tokenizer, [token for token in added if str(token) in tokens])
         self.foreign = _Pattern(tokens, normalize)
         self._beside_own = _Pattern(set(tokens) - own, normalize)

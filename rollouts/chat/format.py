@@ -41,6 +41,7 @@ from rollouts.chat.template_style import (
     template_message,
     tool_reply,
 )
+from rollouts.chat.thoughts import find_thoughts
 from rollouts.chat.token_texts import decode, plain_backend, safe_cuts
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, Parsed, detect_tool_call_format, parse_reply
 from rollouts.chat.tool_parsers import ToolParser, as_text, parse_with
@@ -53,8 +54,7 @@ if TYPE_CHECKING:
 _RESERVED = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 _CACHED_CHARACTERS_MAX = 16_000_000
 _BATCH_MIN = 32  # texts for one call of the tokenizer; for fewer, starting its threads would cost more
-_PROMPT_END = 64  # tokens that hold it
-_PROMPT_THOUGHT = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+_PROMPT_END = 64  # tokens that hold the end of a prompt
 T = TypeVar("T")
 
 
@@ -105,8 +105,8 @@ class ChatFormat:
 
     Attributes: `tokenizer`; `stop_ids`, the sorted ids that end a turn; `tool_call_format`, a name; `report`, the
     template's behavior; `closers`, the special tokens that end an assistant turn in the template (text to id);
-    `cuts`, those of them before which a text can be split and encoded in two parts (text to id); `reads_calls`, whether
-    a call that the template writes can be read back; `literals`, the texts that the template looks for in messages;
+    `cuts`, those of them before which a text can be split and encoded in two parts (text to id); `thoughts`, how
+    thoughts are written; `literals`, the texts that the template looks for in messages;
     `shapes`, the shapes of conversations whose masks were shown to be right, each with the fields that are in no row
     (`rollouts.chat.masks.check_masks`); `sampled_shapes` and `watched`, what is checked of rollouts.
     """
@@ -127,17 +127,18 @@ class ChatFormat:
         call = probe(USER, probe_call(), tool_reply(), tools=True) if not refusal else None
         self.tool_call_format = detect_tool_call_format(_tail(call, probe(USER, tools=True, prompt=True)), text)
         call_format = TOOL_CALL_FORMATS[self.tool_call_format]
-        self._control_tokens = ControlTokens(tokenizer, text, call_format.opener.pattern)
+        self.thoughts = find_thoughts(probe)
+        written = call_format.tokens + self.thoughts.opens + self.thoughts.closes
+        self._control_tokens = ControlTokens(tokenizer, text, written)
         self.stop_ids = _stop_ids(tokenizer, self.closers, added, text)
         prefix = _tail(probe(USER, prompt=True), probe(USER))
-        self._thinking = prefix[prefix.rfind("<think>") :] if "<think>" in prefix else ""
         self._texts: _Cache[str] = _Cache()
         self._renderings: _Cache[Rendering] = _Cache()
         self._marked_tools: _Cache[list[dict[str, Any]]] = _Cache()
         self._heads: _Cache[list[int]] = _Cache()
         self._incremental = _incremental_renderer(tokenizer, self._arguments)
         self._compared: set[Any] = set()  # the kinds of neighboring messages whose texts were compared
-        self.literals = compared_literals(text)
+        self.literals = tuple({*compared_literals(text), self.thoughts.opens, self.thoughts.closes} - {""})
         self.shapes: dict[Any, list[str] | None] = {}
         self.sampled_shapes: set[Any] = set()
         self.watched: set[tuple[int, int]] = set()
@@ -145,29 +146,29 @@ class ChatFormat:
         self._cut = next(iter(self.cuts), "")
         self._backend = plain_backend(tokenizer, self.closers)
         self._anchor = self._find_anchor()
-        compiled = _compiled(tokenizer, call_format.response_template, call_format.example)
         self._read: Callable[..., Parsed] = functools.partial(
             parse_reply,
-            call_format=call_format._replace(response_template=compiled),
+            call_format=call_format,
             parse_response=getattr(tokenizer, "parse_response", None),
-            response_template=_compiled(tokenizer, getattr(tokenizer, "response_template", None), call_format.example),
+            response_template=getattr(tokenizer, "response_template", None),
             prefix=prefix,
-            thinking_prefix=self._thinking,
+            thoughts=self.thoughts,
         )
-        self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal)
+        self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal, self.thoughts)
         if tool_parser is not None:
-            self._read = functools.partial(parse_with, tool_parser, thinking_prefix=self._thinking, keeps_text=False)
-        self.reads_calls = self.report.tools and self._reads_own_calls()
-        if tool_parser is not None and not self.reads_calls:
+            self._read = functools.partial(parse_with, tool_parser, thoughts=self.thoughts, keeps_text=False)
+        reads_calls = not self.report.tools or self._reads_own_calls()
+        if tool_parser is not None and not (self.report.tools and reads_calls):
             self._writes_calls = True
-            self._read = functools.partial(parse_with, tool_parser, thinking_prefix=self._thinking, keeps_text=True)
+            self._read = functools.partial(parse_with, tool_parser, thoughts=self.thoughts, keeps_text=True)
             self.report = msgspec.structs.replace(self.report, calls_as_text=True)
-        elif self.report.tools and not self.reads_calls:
+        elif not reads_calls:
             unread = (
                 f"it shows tool calls in a format that cannot be read back (the nearest known one is "
                 f"{self.tool_call_format}); give the tokenizer a response_template"
             )
-            self.report = msgspec.structs.replace(self.report, refusals=[*self.report.refusals, unread])
+            refusals = [*self.report.refusals, unread]
+            self.report = msgspec.structs.replace(self.report, reads_calls=False, refusals=refusals)
 
     @property
     def can_write_calls(self) -> bool:
@@ -439,9 +440,9 @@ class ChatFormat:
         """Whether history shows the text of a reply, except for spelling."""
         if shown == sampled:
             return True
-        if ("</think>" in shown) != ("</think>" in sampled):
+        if (self.thoughts.closes in shown) != (self.thoughts.closes in sampled):
             return False
-        if "<think>" in self._thinking + sampled and "</think>" not in self._thinking + sampled:
+        if self.thoughts.is_open(sampled):
             return False  # the reply was cut off in a thought; the history would close the thought
         return self.same_message(shown, sampled, tools)
 
@@ -464,22 +465,14 @@ class ChatFormat:
         while body and body[-1] in self.stop_ids:
             body.pop()
         text = self.decode(body)
-        prefix = self._thinking if context is None else thought_in_prompt(self.decode(context[-_PROMPT_END:]))
-        message = self._read(text, tools=tools, thinking_prefix=prefix).message
+        thoughts = self.thoughts
+        if context is not None:
+            thoughts = thoughts._replace(prompt=thoughts.opened_by(self.decode(context[-_PROMPT_END:])))
+        message = self._read(text, tools=tools, thoughts=thoughts).message
         shows_one = self.report.tools and not self.report.parallel_calls and not self.report.calls_as_text
         if len(message.tool_calls) > 1 and shows_one:
-            return _one_call_only(message, text)
+            return _one_call_only(message, self.thoughts.split(text)[0])
         return message
-
-
-def thought_in_prompt(text: str) -> str:
-    """The end of a prompt that opens a thought, or opens and closes one; "" if it does neither.
-
-    >>> thought_in_prompt("<|assistant|>\\n<think>\\n")
-    '<think>\\n'
-    """
-    found = _PROMPT_THOUGHT.search(text)
-    return "" if found is None else found[0]
 
 
 def chat_format(tokenizer: Any) -> ChatFormat:
@@ -554,7 +547,7 @@ def _incremental_renderer(tokenizer: Any, arguments: Mapping[str, Any]) -> Incre
 
 
 def _stop_ids(tokenizer: Any, closers: Mapping[str, int], added: Mapping[str, int], text: str) -> tuple[int, ...]:
-    found = set(closers.values())
+    found = {*closers.values(), *getattr(tokenizer, "model_ends", ())}
     eos = tokenizer.eos_token_id
     found.update(eos if isinstance(eos, list | tuple) else [] if eos is None else [eos])
     # Llama ends a turn that calls a built-in tool with this token. Its template writes the token in the mode for
@@ -571,32 +564,19 @@ def _tail(text: str | None, head: str | None) -> str:
     return text[len(head) :]
 
 
-def _compiled(tokenizer: Any, template: Any, example: str) -> Any:
-    """The response template, compiled once instead of at each reply. The template is returned unchanged if the compiled
-    one reads differently, or if compiling fails (another version of transformers, an invalid template).
-    """
-    try:
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
-        compiled = load_response_template(template)
-        read = functools.partial(tokenizer.parse_response, f"one {example}", prefix="")
-        return compiled if read(compiled) == read(template) else template
-    except Exception:  # the first use of an invalid template reports it
-        return template
-
-
 def _meaning(message: Message) -> tuple[str, str, str]:
     """The content of a message without its spelling."""
     calls = [(call.name, call.arguments, call.error) for call in message.tool_calls]
     return ((message.reasoning or "").strip(), message.text.strip(), json.dumps(calls))
 
 
-def _one_call_only(message: Message, text: str) -> Message:
-    """The message for a template with one call per turn: raw text, the first call, and errors for all later calls."""
+def _one_call_only(message: Message, visible: str) -> Message:
+    """The message for a template with one call per turn: the text without the thought, the first call, and errors for
+    all later calls.
+    """
     words = "Only one tool call can be made at a time; make this call again in your next turn."
     calls = [
         call if place == 0 or call.error else ToolCall(call.name, {}, call.id, words)
         for place, call in enumerate(message.tool_calls)
     ]
-    visible = text if message.reasoning is None else text.rpartition("</think>")[2].lstrip()
     return Message("assistant", visible, calls, reasoning=message.reasoning)

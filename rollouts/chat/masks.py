@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from rollouts.chat.control_tokens import plain
-from rollouts.chat.format import ChatFormat, RenderedTurn, thought_in_prompt
+from rollouts.chat.format import ChatFormat, RenderedTurn
 from rollouts.chat.shown import CUT_PROMPT, check_rows, is_plausible, lost_fields, sentinels, shape
 from rollouts.errors import ModelError
 from rollouts.types import Message
@@ -248,19 +248,20 @@ def _reply_elsewhere(place: int, talk: _Talk) -> tuple[str, int]:
     """
     message, chat, before = talk.messages[place], talk.chat, talk.messages[:place]
     opened, shown = (chat.render_marked(before, talk.tools, asks) for asks in (True, False))
-    thought = thought_in_prompt(opened)
+    thought = chat.thoughts.of_prompt(opened)
     bare = opened.removesuffix(thought)
-    if "</think>" in thought:  # the prompt forbids a thought
+    closes = chat.thoughts.closes
+    if closes in thought:  # the prompt forbids a thought
         message = msgspec.structs.replace(message, reasoning=None)
     whole = chat.render_marked([*before, message], talk.tools, False)
     header = bare[len(shown) :] if bare.startswith(shown) else ""
     rest = whole[len(bare) :] if whole.startswith(bare) else whole[_end_of_prompt(bare, header, whole, message, chat) :]
-    if rest.startswith(thought) or "</think>" in thought or rest.startswith("</think>"):
+    if not thought or rest.startswith((thought, closes)) or closes in thought:
         return rest.removeprefix(thought), 0
     quiet = chat.quiet.render_marked(before, talk.tools, True) if chat.quiet is not None else ""
     closing = quiet[len(opened) :] if quiet.startswith(opened) else ""
     if message.reasoning:  # the template drops all thoughts, but its prompt asks for one
-        closing = closing or ("\n</think>\n\n" if thought.endswith("\n") else "</think>")
+        closing = closing or (f"\n{closes}\n\n" if thought.endswith("\n") else closes)
         return chat.mark_reply(message.reasoning) + closing + rest.lstrip(), 0
     return closing + rest, 0 if closing else len(thought)
 

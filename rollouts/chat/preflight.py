@@ -22,10 +22,11 @@ from rollouts.chat.template_style import (
     probe_call,
     tool_reply,
 )
+from rollouts.chat.template_style import PROBE_TEXT as _TEXT
+from rollouts.chat.template_style import PROBE_THOUGHT as _THOUGHT
+from rollouts.chat.thoughts import ThoughtForm
 from rollouts.types import Message, ToolCall
 
-_TEXT = "probetext4096"
-_THOUGHT = "probethought2048"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Tokens that end a turn with a call in some templates (Llama's eom, harmony's call).
 _CALL_CLOSERS = ("<|eom_id|>", "<|eot_id|>", "<|im_end|>", "<|call|>", "</s>")
@@ -36,7 +37,7 @@ class TemplateReport(msgspec.Struct, frozen=True):
     """What a template does.
 
     `append_only`: the text of earlier turns never changes. `adds_thinking`: a reply without a thought is shown with an
-    empty one.
+    empty one. `reads_thoughts`, `reads_calls`: what the template shows can be read out of a reply.
     `tool_after_text`: a tool message may follow an assistant message without a call; if not, a malformed call is
     answered by a user message. `plain`: the template shows text messages. `closes_turn`: one special token ends an
     assistant turn. `refusals`: sentences about what the template cannot show. `calls_as_text`: a chosen tool parser
@@ -55,6 +56,8 @@ class TemplateReport(msgspec.Struct, frozen=True):
     system: bool
     generation_masks: bool
     closes_turn: bool
+    reads_thoughts: bool = True
+    reads_calls: bool = True
     refusals: list[str] = []
     calls_as_text: bool = False
 
@@ -73,6 +76,8 @@ class TemplateReport(msgspec.Struct, frozen=True):
             lines.append("The template drops the thinking of earlier turns: a turn that thinks ends its segment.")
         if self.adds_thinking:
             lines.append("The template adds an empty thought to a turn without one: such a turn ends its segment.")
+        if not self.reads_thoughts:
+            lines.append("The thoughts of this template are not read: they stay in the text of a reply.")
         lines += [f"The template cannot show everything: {reason}." for reason in self.refusals]
         if self.calls_as_text:
             lines.append("The tool parser reads another format than the template writes: a call is shown as text.")
@@ -130,7 +135,7 @@ def _token_behind(text: str, mark: str, added_tokens: Mapping[str, int]) -> str:
 
 
 def inspect_template(
-    probe: Prober, template_text: str, closers: Mapping[str, int], tool_refusal: str
+    probe: Prober, template_text: str, closers: Mapping[str, int], tool_refusal: str, thoughts: ThoughtForm
 ) -> TemplateReport:
     """Test the template. `tool_refusal` says why the template cannot show a tool conversation ("": it can)."""
     refusals = []
@@ -173,7 +178,7 @@ def inspect_template(
         rewrites_on_user_turn=rewrites_user,
         rewrites_on_tool_turn=rewrites_tool,
         drops_thinking=drops,
-        adds_thinking="</think>" in behind.partition(_TEXT)[0],
+        adds_thinking=thoughts.closes in behind.partition(_TEXT)[0],
         plain=plain is not None and _TEXT in plain,
         tools=not tool_refusal,
         tool_after_text=tool_after_text,
@@ -181,6 +186,7 @@ def inspect_template(
         system=system is not None,
         generation_masks=_GENERATION.search(template_text) is not None,
         closes_turn=bool(closers),
+        reads_thoughts=thoughts.is_read,
         refusals=refusals,
     )
 

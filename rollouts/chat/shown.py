@@ -22,8 +22,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.chat.format import ChatFormat, thought_in_prompt
-from rollouts.chat.tool_call_formats import split_thinking
+from rollouts.chat.format import ChatFormat
 from rollouts.errors import ModelError
 from rollouts.types import Message, ToolCall
 
@@ -83,8 +82,8 @@ def check_context(
     if text == wanted and earlier:  # encoded in other pieces
         return False
     if not earlier:
-        opened = thought_in_prompt(wanted)
-        if opened and "</think>" not in opened and text + opened == wanted:
+        opened = chat.thoughts.opened_by(wanted)
+        if opened and text + opened == wanted:
             return True
         raise Unshown("the tokens before its reply are not the prompt that the model would be given")
     # Earlier replies may be spelled otherwise, but must be the same messages. All other text must be the prompt's.
@@ -117,9 +116,13 @@ def _unread(
         raise Unshown(
             f"its reply must end with its only stop token, but has {len(stops)} of them in {len(reply)} tokens"
         )
-    text, thought = (message.text, message.reasoning) if message.reasoning else split_thinking(message.text)
-    if message.tool_calls and not chat.reads_calls:
-        return _unfound(chat.decode(reply[:-1]), text, thought or "", message.tool_calls)
+    text, thought = (
+        (message.text, message.reasoning)
+        if message.reasoning
+        else chat.thoughts._replace(prompt="").split(message.text)
+    )
+    if message.tool_calls and not chat.report.reads_calls:
+        return _unfound(chat.decode(reply[:-1]), text, thought, message.tool_calls)
     read = chat.parse(reply, [*tools, *_unnamed(message.tool_calls, tools)], context)
     wrong = next((call.error for call in read.tool_calls if call.error), None)
     if wrong is not None and not any(call.error for call in message.tool_calls):
@@ -130,11 +133,12 @@ def _unread(
             f"but the message has {_calls_in_words(message.tool_calls)}"
         )
     lost = []
-    if (read.reasoning or "").strip() != (thought or "").strip():
+    if (read.reasoning or "").strip() != thought.strip():
         if read.reasoning:
             raise Unshown(f"its thought is read as {_short(read.reasoning)}")
         lost.append(THOUGHT)
-    if read.text.strip() != text.strip():
+    is_text = chat.report.calls_as_text and bool(message.tool_calls)  # then the calls are a part of the text read
+    if read.text.strip() != text.strip() and not (is_text and read.text.startswith(text.strip())):
         if read.text.strip() or not message.tool_calls:
             raise Unshown(f"its text is read as {_short(read.text)}, but the message has {_short(text)}")
         lost.append(TEXT)

@@ -1,8 +1,9 @@
 """The form of messages that one chat template reads: converts a `Message` to a dict for the template.
 
 Templates agree on the OpenAI shape but differ in details. Most read a call's arguments as a dict; DeepSeek's read a
-string. Some show a call only if the content is None. Some ignore reasoning. `probe_template_style` tries the variants,
-and `TemplateStyle` records which one works. How the template then renders a conversation is in `preflight`.
+string. Some show a call only if the content is None. Some read a thought as a part of the content, or ignore it.
+`probe_template_style` tries the variants, and `TemplateStyle` records which one works. How the template then renders a
+conversation is in `preflight`, and what surrounds a thought in `thoughts`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import ast
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rollouts.types import Message, ToolCall
 
 Tools = Sequence[dict[str, Any]]
+Place = Literal["key", "part", "inline"]
 # (messages as template dicts, tools, generation_prompt) -> text; may raise any exception of the template
 Render = Callable[[list[dict[str, Any]], Tools, bool], str]
 
@@ -25,6 +27,8 @@ USER = Message("user", "hello")
 PROBE_NAME = "probe_tool"
 PROBE_VALUE = "probevalue7341"
 PROBE_RESULT = "proberesult5820"
+PROBE_TEXT = "probetext4096"
+PROBE_THOUGHT = "probethought2048"
 PROBE_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -41,11 +45,14 @@ _COMPARED = re.compile(
 
 
 class TemplateStyle(NamedTuple):
-    """A template's variant: arguments as text; None for empty content beside a call; reasoning inside the content."""
+    """A template's variant: arguments as text; None for empty content beside a call; where it reads a thought (in
+    `reasoning_content`, in a part of the content, or inline between `tags` in the content's text).
+    """
 
     arguments_as_text: bool = False
     empty_content_none: bool = False
-    inline_reasoning: bool = False
+    thought: Place = "key"
+    tags: tuple[str, str] = ("<think>", "</think>")
 
 
 def template_message(message: Message, style: TemplateStyle) -> dict[str, Any]:
@@ -55,10 +62,14 @@ def template_message(message: Message, style: TemplateStyle) -> dict[str, Any]:
     """
     shown: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
-        if style.inline_reasoning:
-            shown["content"] = f"<think>\n{message.reasoning}\n</think>\n\n{message.text}"
-        else:
+        opens, closes = style.tags
+        if style.thought == "key":
             shown["reasoning_content"] = message.reasoning
+        elif style.thought == "part":
+            text = [{"type": "text", "text": message.text}] if message.text else []
+            shown["content"] = [{"type": "thinking", "thinking": message.reasoning}, *text]
+        else:
+            shown["content"] = f"{opens}\n{message.reasoning}\n{closes}\n\n{message.text}"
     if message.tool_calls and not any(call.error for call in message.tool_calls):
         shown["tool_calls"] = [_template_call(call, style.arguments_as_text) for call in message.tool_calls]
         if style.empty_content_none and not shown["content"]:
@@ -120,17 +131,46 @@ def probe_template_style(render: Render, template_text: str) -> tuple[Prober, st
             break
         left_out = "it leaves the tool call or the tool's answer out of the text"
         reason = reason or (left_out if text is not None else f"it refuses a tool conversation: {probe.error}")
-    # A template without thinking would drop a thought, so the thought stays in the content.
-    alone = Prober(render, TemplateStyle())(USER, Message("assistant", "yes", reasoning="probethought"))
-    is_inline = "</think>" not in template_text and alone is not None and "probethought" not in alone
-    return Prober(render, found._replace(inline_reasoning=is_inline)), reason
+    return Prober(render, _with_thoughts(found, render, template_text)), reason
+
+
+_COMMENT = re.compile(r"\{#.*?#\}", re.DOTALL)
+_CLOSING_TAG = re.compile(r"([<\[])/([\w:]*think\w*)([>\]])", re.IGNORECASE)
+
+
+def _with_thoughts(style: TemplateStyle, render: Render, template_text: str) -> TemplateStyle:
+    """The style in which the template shows a thought. A template that never shows one would drop it, so it is inline
+    in the family's tags, unless the template drops it there too.
+    """
+    code = _COMMENT.sub("", template_text)
+    tag = _CLOSING_TAG.search(code)
+    if tag is not None and "</think>" not in code:
+        style = style._replace(tags=("".join(tag.groups()), tag.group()))
+    # A template that reads the key may show it under a condition only, such as an argument of the template.
+    variants: tuple[Place, ...] = ("key",) if "reasoning_content" in code else ("key", "part", "inline")
+    return next((each for place in variants if _shows(Prober(render, each := style._replace(thought=place)))), style)
+
+
+def _shows(probe: Prober) -> bool:
+    """Whether the template shows a thought in this style, once and not as JSON."""
+    thinking = Message("assistant", PROBE_TEXT, reasoning=PROBE_THOUGHT)
+    texts = (
+        probe(USER, thinking),
+        probe(USER, probe_call(reasoning=PROBE_THOUGHT), tool_reply(), tools=True),
+        probe(USER, thinking, USER),
+    )
+    if probe.style.thought == "inline":  # in a mode without thinking, the template writes an empty thought itself
+        closes, asked, reply = probe.style.tags[1], probe(USER) or "", texts[0] or ""
+        return PROBE_THOUGHT in reply and reply.count(closes) == asked.count(closes) + 1
+    shown = [text for text in texts if text is not None and PROBE_THOUGHT in text]
+    return any(probe.style.thought == "key" or re.search(r"""['"]thinking['"]""", text) is None for text in shown)
 
 
 def compared_literals(template: str) -> tuple[str, ...]:
     """The texts that a template looks for in messages.
 
     >>> compared_literals("{% if '</think>' in m.content and m.content.startswith('<tool') %}")
-    ('</think>', '<think>', '<tool')
+    ('</think>', '<tool')
     """
     found = {ast.literal_eval(one or other) for one, other in _COMPARED.findall(template)}
-    return tuple(sorted(text for text in found | {"<think>", "</think>"} if text.strip()))
+    return tuple(sorted(text for text in found if text.strip()))

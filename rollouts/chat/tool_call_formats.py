@@ -1,9 +1,9 @@
 """Tool-call formats: parse the text of a reply into a Message. Parsing never raises.
 
-`parse_response` of transformers is tried first, with the tokenizer's own response template, or with that of a format
-below. It raises an exception at the first part that it cannot read. So the small parsers below read replies with a
-malformed call, and several calls in one line (Llama): they keep the valid calls and explain each malformed one.
-Arguments are checked against a tool's schema elsewhere (`rollouts.env.schema`).
+A format's reader finds the calls in a text. A malformed call has an error that explains it; all text outside the calls
+is content. Arguments that were written as text get the types of the tool's schema. A tokenizer that brings a
+`response_template` of its own is read by transformers' `parse_response` first. Arguments are checked against a tool's
+schema elsewhere (`rollouts.env.schema`), and thoughts are read in `thoughts`.
 
 Formats: `hermes` (`<tool_call>{json}</tool_call>`), `xml` (the same tags around `<function=name>`), `mistral`
 (`[TOOL_CALLS][{json}]`), `llama3` (`{"name":…, "parameters":…}`, optionally after `<|python_tag|>`), `json` (the same
@@ -16,24 +16,37 @@ import contextlib
 import json
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.types import Message, ToolCall
+from rollouts.chat.thoughts import THINK_TAGS, ThoughtForm
+from rollouts.env.schema import typed_arguments
+from rollouts.types import Message, ToolCall, call_arguments
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Found(NamedTuple):
+    """Calls at [start, end) of a text. `is_plain`: a template writes them so too, except for white space."""
+
+    start: int
+    end: int
+    calls: list[ToolCall]
+    is_plain: bool = True
 
 
 class ToolCallFormat(NamedTuple):
-    """One tool-call format: its response template, the pattern that opens a call, our own parser, and an example."""
+    """One tool-call format: a function that finds its calls in a text, in order, an example, and the control tokens
+    that the model writes around its calls.
+    """
 
     name: str
-    response_template: dict[str, Any]
-    opener: re.Pattern[str]
-    read_calls: Callable[[str], list[ToolCall]]
+    find_calls: Callable[[str, Tools], list[Found]]
     example: str
+    tokens: str
     needs_tools: bool = False  # a call looks like plain text, so calls are read only if tools were offered
-    casts: bool = False  # the format writes arguments without types; they come from the tool's schema
 
 
 class Parsed(NamedTuple):
@@ -46,9 +59,12 @@ class Parsed(NamedTuple):
 UNREADABLE, EXAMPLE = "The tool call could not be read: ", ". Write it like this:"
 """The words around the reason, in the text for a model whose call is malformed. An example follows."""
 
-_THINK = re.compile(r"\s*<think>(.*?)(?:</think>\s*|\Z)", re.DOTALL)
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
 _CALL_KEYS = {"name", "arguments", "parameters", "id", "type", "function"}
+_JSON = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
+_JSON_CALLS = re.compile(r"\s*(?:\{|\[\s*(?:[{\]]|\Z))")
+_SEPARATORS = re.compile(r"[\s;,]*")  # between calls: Llama 3 writes `;`
 
 
 def _strict_call(raw: Any) -> ToolCall | str:
@@ -61,14 +77,9 @@ def _strict_call(raw: Any) -> ToolCall | str:
     name = function.get("name")
     if not isinstance(name, str) or not name:
         return '"name" is missing or is not text'
-    arguments = function.get("arguments", function.get("parameters", {}))
+    arguments = call_arguments(function.get("arguments", function.get("parameters")))
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError) as error:
-            return f'"arguments" is not a JSON object: {error}'
-    if not isinstance(arguments, dict):
-        return '"arguments" must be a JSON object'
+        return arguments
     try:  # JSON can contain half of a surrogate pair, but tokenizers cannot encode it
         (name + json.dumps(arguments, ensure_ascii=False, allow_nan=False)).encode()
     except UnicodeEncodeError:
@@ -83,10 +94,12 @@ def _text(value: Any) -> str:
 
 
 def read_call(raw: Any) -> ToolCall:
-    """A call from a chat API, with its arguments as a JSON string. A malformed call has `error`.
+    """A call from JSON, as a chat API or a model writes it. A malformed call has `error`.
 
     >>> read_call({"id": "c1", "function": {"name": "add", "arguments": '{"a": 1}'}})
     ToolCall(name='add', arguments={'a': 1}, id='c1', error=None)
+    >>> read_call({"id": "c1", "function": {"name": "stop", "arguments": None}}).arguments
+    {}
     >>> read_call({"id": "c1", "function": {"name": "add", "arguments": "a=1"}}).id
     'c1'
     """
@@ -94,7 +107,7 @@ def read_call(raw: Any) -> ToolCall:
     if isinstance(call, ToolCall):
         return call
     raw = raw if isinstance(raw, dict) else {}
-    function = raw.get("function")
+    function = raw.get("function", raw)
     name = function.get("name") if isinstance(function, dict) else ""
     return ToolCall(_text(name), id=_text(raw.get("id")), error=call)
 
@@ -108,113 +121,186 @@ def _plainly_spelt(raw: Any) -> bool:
 
 
 def _json_call(body: str) -> ToolCall:
-    """One call from its JSON text. A malformed call has `error`."""
+    """The call of a text that is not valid JSON, or has more than JSON, with its `error`."""
     try:
-        call = _strict_call(json.loads(body))
-    except (ValueError, RecursionError) as error:
-        call = f"not valid JSON: {error}"
-    if isinstance(call, ToolCall):
-        return call
+        json.loads(body)
+        error = "not valid JSON"
+    except (ValueError, RecursionError) as reason:
+        error = f"not valid JSON: {reason}"
     guess = _NAME.search(body)
-    return ToolCall(guess.group(1) if guess else "", error=call)
+    return ToolCall(guess.group(1) if guess else "", error=error)
 
 
-def _listed(raw: Any) -> list[ToolCall]:
-    return [_json_call(json.dumps(item)) for item in (raw if isinstance(raw, list) else [raw])]
+def _values(text: str, at: int) -> tuple[list[Any], int]:
+    """The JSON objects and lists from `at` on, the items of a list one by one, and where they end. Raises ValueError or
+    RecursionError at one that is not valid. JSON decides where a value ends: a tag inside a string belongs to it.
+    """
+    found, place = list[Any](), at
+    while (start := _SEPARATORS.match(text, place).end()) < len(text) and (text[start] in "{[" or place == at):  # type: ignore[union-attr]
+        value, place = _JSON.raw_decode(text, start)
+        found += value if isinstance(value, list) else [value]
+    return found, place
 
 
-def _tagged_bodies(text: str) -> list[str]:
-    return re.findall(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", text, re.DOTALL)
+# --- calls in tags ----------------------------------------------------------------------------------------------------
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_TAG_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
+_XML_CALL = re.compile(
+    r"\s*<function=([^>\n]+)>\s*((?:<parameter=.*?</parameter>)?)\s*</function>\s*(?:</tool_call>|(?=<tool_call>)|\Z)",
+    re.DOTALL,
+)
+_XML_KEY = re.compile(r"<parameter=([^>\n]+)>")
 
 
-def _read_xml(text: str) -> list[ToolCall]:
-    calls = []
-    for body in _tagged_bodies(text):
-        function = re.fullmatch(r"\s*<function=([^>\n]+)>(.*)</function>\s*", body, re.DOTALL)
-        if function is None:
-            guess = re.search(r"<function=([^>\n]+)", body)
-            calls.append(ToolCall(guess.group(1) if guess else "", error="no <function=name>…</function> in the call"))
-            continue
-        pairs = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", function.group(2), re.DOTALL)
-        calls.append(ToolCall(function.group(1).strip(), dict(pairs)))
-    return calls
+def _find_tagged(text: str, read: Callable[[str, int, int], Found]) -> list[Found]:
+    """The calls in tags. `read` gets the places of an opening tag and of its body."""
+    found, at, last_close = list[Found](), 0, text.rfind(_CLOSE)
+    while (start := text.find(_OPEN, at)) >= 0:
+        at = start + len(_OPEN)
+        body = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        # A sentence may mention the tag. A call has a body of its own form, or begins a line and is closed.
+        begins_line = start == 0 or text[start - 1] == "\n" or text.endswith(_CLOSE, 0, start)
+        if text.startswith(("{", "[", "<function="), body) or (begins_line and at <= last_close):
+            found.append(read(text, start, at))
+            at = found[-1].end
+    return found
 
 
-def _read_mistral(text: str) -> list[ToolCall]:
-    calls: list[ToolCall] = []
-    for body in text.split("[TOOL_CALLS]")[1:]:
+def _body_end(text: str, at: int) -> tuple[int, int]:
+    """Where the body of a malformed call ends, and where its closing tag ends."""
+    close, following = text.find(_CLOSE, at), text.find(_OPEN, at)
+    if close >= 0 and not 0 <= following < close:
+        return close, close + len(_CLOSE)
+    end = following if following >= 0 else len(text)
+    return end, end
+
+
+def _hermes_call(text: str, start: int, at: int) -> Found:
+    """The call, or the calls, in a tag."""
+    with contextlib.suppress(ValueError, RecursionError):  # explained below
+        values, place = _values(text, at)
+        if (end := _TAG_END.match(text, place)) is not None:
+            is_plain = len(values) == 1 and _plainly_spelt(values[0])
+            return Found(start, end.end(), [read_call(value) for value in values], is_plain)
+    close, end_of_call = _body_end(text, at)
+    return Found(start, end_of_call, [_json_call(text[at:close])])
+
+
+def _xml_call(text: str, start: int, at: int) -> Found:
+    whole = _XML_CALL.match(text, at)
+    arguments = _xml_arguments(whole.group(2)) if whole is not None else ""
+    if whole is not None and isinstance(arguments, dict):
+        return Found(start, whole.end(), [ToolCall(whole.group(1).strip(), arguments)])
+    close, end = _body_end(text, at)
+    body = text[at:close]
+    name = re.search(r"<function=([^>\n]+)>", body)
+    error = "no <function=name>…</function> in the call"
+    if name is not None and "</function>" in body:
+        reason = _xml_arguments(body[name.end() : body.rindex("</function>")])
+        error = reason if isinstance(reason, str) else error
+    return Found(start, end, [ToolCall(name.group(1).strip() if name else "", error=error)])
+
+
+def _xml_arguments(text: str) -> dict[str, Any] | str:
+    """The arguments, as text, or the reason why they cannot be read. Each ends at the last end tag before the next."""
+    before, *parts = _XML_KEY.split(text)
+    if before.strip():
+        return f"the text {before.strip()[:80]!r} is in no parameter"
+    arguments = dict[str, Any]()
+    for key, part in zip(parts[::2], parts[1::2], strict=True):
+        value, tag, rest = part.rpartition("</parameter>")
+        if not tag or rest.strip():
+            return f"the parameter {key!r} has no end tag </parameter>"
+        if key in arguments:
+            return f"the parameter {key!r} is there twice"
+        arguments[key] = value.removeprefix("\n").removesuffix("\n")
+    return arguments
+
+
+# --- other calls ------------------------------------------------------------------------------------------------------
+
+
+def _find_mistral(text: str, tools: Tools) -> list[Found]:
+    tag, found, at = "[TOOL_CALLS]", list[Found](), 0
+    while (start := text.find(tag, at)) >= 0:
+        at = start + len(tag)
+        if _JSON_CALLS.match(text, at) is None:
+            continue  # a sentence that mentions the tag
         try:
-            calls += _listed(json.loads(body))
+            values, end = _values(text, at)
+            found.append(Found(start, end, [read_call(value) for value in values], all(map(_plainly_spelt, values))))
         except (ValueError, RecursionError):
-            calls.append(_json_call(body))  # a call with its `error`
-    return calls
+            following = text.find(tag, at)
+            end = following if following >= 0 else len(text)
+            found.append(Found(start, end, [_json_call(text[at:end])]))
+        at = end
+    return found
 
 
-def _read_bare(text: str) -> list[ToolCall]:
-    """Calls separated by `;`, commas or white space (Llama 3 writes `;`)."""
-    text = text.strip().removeprefix("<|python_tag|>").strip()
-    calls: list[ToolCall] = []
-    while text:
+def _find_bare(text: str, tools: Tools) -> list[Found]:
+    """Calls at the start of the reply; later in the text, JSON is prose about JSON. A JSON answer is no call: a call
+    has a name and arguments, or is of a tool that takes none.
+    """
+    found, start = list[Found](), re.match(r"\s*(?:<\|python_tag\|>\s*)?", text).end()  # type: ignore[union-attr]
+    at = start
+    while text.startswith(("{", "["), at):
         try:
-            raw, end = json.JSONDecoder().raw_decode(text)
-            calls += _listed(raw)
+            raw, place = _JSON.raw_decode(text, at)
         except (ValueError, RecursionError):
-            return [*calls, _json_call(text)]
-        text = text[end:].lstrip(" \t\r\n;,")
-    return calls
+            if _means_call(text[at:], tools):
+                found.append(Found(at, len(text), [_json_call(text[at:])]))
+            break
+        values = raw if isinstance(raw, list) else [raw]
+        if not values or not all(_is_call(value, tools) for value in values):
+            break
+        place = _SEPARATORS.match(text, place).end()  # type: ignore[union-attr]
+        found.append(Found(at, place, [read_call(value) for value in values], all(map(_plainly_spelt, values))))
+        at = place
+    return [found[0]._replace(start=0), *found[1:]] if found else []
 
 
-# A bare object is a call only at the start of the reply. Later in the text it is prose about JSON.
-_BARE_OPEN = r'\A\s*(?:<\|python_tag\|>\s*)?(?=\[?\s*\{\s*"(?:name|type|function|parameters|arguments)"\s*:)'
-_JSON_EXAMPLE = '{"name": "tool_name", "%s": {"key": "value"}}'
+def _is_call(value: Any, tools: Tools) -> bool:
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        return False
+    return not function.keys().isdisjoint(("arguments", "parameters")) or function["name"] in _without_parameters(tools)
 
 
-def _format(name: str, opener: str, calls: dict[str, Any], *reader: Any, **is_so: Any) -> ToolCallFormat:
-    fields = {
-        "reasoning_content": {"open_pattern": r"\A\s*<think>", "close_pattern": r"</think>\s*", "content": "text"},
-        "tool_calls": calls,
-        # Without `join`, the text after a call would replace the text before it.
-        "content": {"content": "text", "content_args": {"strip": False}, "repeats": True, "join": ""},
-    }
-    # This start never matches, because `prefix` begins inside the assistant's turn.
-    template = {"start_anchor_pattern": r"(?!)", "defaults": {"role": "assistant"}, "fields": fields}
-    return ToolCallFormat(name, template, re.compile(opener), *reader, **is_so)
+def _means_call(broken: str, tools: Tools) -> bool:
+    """Whether a text that is not valid JSON is an attempt to call a tool."""
+    name = _NAME.search(broken)
+    is_offered = name is not None and any(name.group(1) == _function(tool).get("name") for tool in tools)
+    return is_offered or (name is not None and re.search(r'"(?:arguments|parameters)"\s*:', broken) is not None)
 
 
-_BARE_CALLS = {"open_pattern": _BARE_OPEN, "close_pattern": r"\Z", "content": "json"}
-_XML_CALLS = {
-    "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[^>\n]+)>",
-    "close_pattern": r"</function>\s*</tool_call>",
-    "repeats": True,
-    "content": "xml-inline",
-    "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
-    "transform": {"name": "{name}", "arguments": "{content}"},
-}
+def _without_parameters(tools: Tools) -> set[str]:
+    functions = list(map(_function, tools))
+    return {str(each.get("name")) for each in functions if not (each.get("parameters") or {}).get("properties")}
+
+
+def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = tool.get("function")
+    return function if isinstance(function, Mapping) else {}
+
+
+_EXAMPLE = '{"name": "tool_name", "%s": {"key": "value"}}'
 _FORMATS = (
-    _format(
+    ToolCallFormat(
         "hermes",
-        "<tool_call>",
-        {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"},
-        lambda text: [_json_call(body) for body in _tagged_bodies(text)],
-        f"<tool_call>\n{_JSON_EXAMPLE % 'arguments'}\n</tool_call>",
+        lambda text, tools: _find_tagged(text, _hermes_call),
+        f"<tool_call>\n{_EXAMPLE % 'arguments'}\n</tool_call>",
+        _OPEN + _CLOSE,
     ),
-    _format(
+    ToolCallFormat(
         "xml",
-        "<tool_call>",
-        _XML_CALLS,
-        _read_xml,
+        lambda text, tools: _find_tagged(text, _xml_call),
         "<tool_call>\n<function=tool_name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>",
-        casts=True,
+        _OPEN + _CLOSE,
     ),
-    _format(
-        "mistral",
-        r"\[TOOL_CALLS\]",
-        {"open_pattern": r"\s*\[TOOL_CALLS\]", "close_pattern": r"\Z", "content": "json"},
-        _read_mistral,
-        f"[TOOL_CALLS][{_JSON_EXAMPLE % 'arguments'}]",
-    ),
-    _format("llama3", _BARE_OPEN, _BARE_CALLS, _read_bare, _JSON_EXAMPLE % "parameters", needs_tools=True),
-    _format("json", _BARE_OPEN, _BARE_CALLS, _read_bare, _JSON_EXAMPLE % "arguments", needs_tools=True),
+    ToolCallFormat("mistral", _find_mistral, f"[TOOL_CALLS][{_EXAMPLE % 'arguments'}]", "[TOOL_CALLS]"),
+    ToolCallFormat("llama3", _find_bare, _EXAMPLE % "parameters", "<|python_tag|>", needs_tools=True),
+    ToolCallFormat("json", _find_bare, _EXAMPLE % "arguments", "<|python_tag|>", needs_tools=True),
 )
 TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {call_format.name: call_format for call_format in _FORMATS}
 
@@ -229,25 +315,15 @@ def detect_tool_call_format(rendered_call: str, template_text: str) -> str:
     return "llama3" if "<|python_tag|>" in text or '"parameters"' in rendered_call else "json"
 
 
-def split_thinking(text: str) -> tuple[str, str]:
-    """The text behind the thinking, and the thinking.
-
-    >>> split_thinking("<think>\\nTwo.\\n</think>\\n\\n2")
-    ('2', 'Two.')
-    """
-    thought = _THINK.match(text)
-    return (text, "") if thought is None else (text[thought.end() :], thought.group(1).strip())
-
-
 def parse_reply(
     text: str,
     call_format: ToolCallFormat,
-    tools: Sequence[dict[str, Any]],
+    tools: Tools,
     *,
     parse_response: Callable[..., Any] | None = None,
-    response_template: dict[str, Any] | None = None,
+    response_template: Any = None,
     prefix: str = "",
-    thinking_prefix: str = "",
+    thoughts: ThoughtForm = THINK_TAGS,
 ) -> Parsed:
     """Read one reply. Never raises.
 
@@ -255,69 +331,74 @@ def parse_reply(
         text: the sampled text, without the stop token.
         call_format: the model's tool-call format.
         tools: the offered tools. Without tools, a format that has no tags reads no calls.
-        parse_response: the tokenizer's method. None (an older or foreign tokenizer): only our parsers are used.
-        response_template: the tokenizer's own template. It replaces the format's template.
+        parse_response: the tokenizer's method, for `response_template`.
+        response_template: the tokenizer's own template, which is tried first; None if it has none.
         prefix: the generation prompt, for `response_template`.
-        thinking_prefix: the part of the generation prompt that opens the thinking (`<think>\\n`), or "".
+        thoughts: how the template writes thoughts.
     """
-    visible, reasoning = split_thinking(thinking_prefix + text)
-    # Most replies have no call. They need no parser and keep their white space.
-    opened = call_format.opener.search(visible) if tools or not call_format.needs_tools else None
-    if parse_response is not None and (opened or response_template):
-        template, lead = call_format.response_template, thinking_prefix
-        if response_template:
-            template, lead = response_template, prefix
-        casts = list(tools) if tools and (call_format.casts or response_template) else None
-        # `parse_response` may raise any exception on a sampled text. The parser of this module then explains the
-        # problem.
+    visible, reasoning = thoughts.split(text)
+    found = call_format.find_calls(visible, tools) if tools or not call_format.needs_tools else []
+    if parse_response is not None and response_template is not None:
         read = None
+        # `parse_response` may raise any exception on a sampled text. Then the text is read below.
         with contextlib.suppress(Exception):
-            read = parse_response(text, template, prefix=lead, tools=casts)
-        if (parsed := _from_response(read, text, call_format, opened is not None)) is not None:
+            read = parse_response(text, response_template, prefix=prefix, tools=list(tools) or None)
+        if (parsed := _from_response(read, visible, found, tools)) is not None:
             return parsed
-    if opened is None:
-        return Parsed(Message("assistant", visible, reasoning=reasoning or None), True)
-    return _own_reading(visible, reasoning, opened, call_format)
+    calls = [call for each in found for call in each.calls]
+    if found and not calls:
+        calls = [ToolCall("", error="the call is empty")]
+    calls = typed(with_ids(calls, visible), tools)
+    # A text without a call keeps its white space. A text with a malformed one stays as the model wrote it.
+    if not calls or any(call.error for call in calls):
+        calls = [_explained(call, call_format.example) for call in calls]
+        return Parsed(Message("assistant", visible, calls, reasoning=reasoning or None), True)
+    edges = [0, *(edge for each in found for edge in each[:2]), len(visible)]
+    beside = [visible[a:b].strip() for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    content = "\n".join(filter(None, beside))
+    message = Message("assistant", content, calls, reasoning=reasoning or None)
+    # Templates render all text before the first call.
+    return Parsed(message, content == beside[0] and all(each.is_plain for each in found))
 
 
-def _from_response(parsed: Any, text: str, call_format: ToolCallFormat, expected: bool) -> Parsed | None:
+def _from_response(parsed: Any, visible: str, found: Sequence[Found], tools: Tools) -> Parsed | None:
     """The dict of transformers as a Message; None if a call is malformed or missing."""
     if not isinstance(parsed, dict):
         return None
     raw_calls = parsed.get("tool_calls") or []
     raw_calls = [raw_calls] if isinstance(raw_calls, dict) else raw_calls
     calls = [call for call in map(_strict_call, raw_calls) if isinstance(call, ToolCall)]
-    if len(calls) < len(raw_calls) or (expected and not calls):
+    if len(calls) < max(len(raw_calls), sum(len(each.calls) for each in found)):
         return None
-    if call_format.casts and text.count("</function>") < len(calls):
-        return None  # a call was cut off inside its arguments, which only this count shows
     content = parsed.get("content") or ""
     reasoning = next((parsed[key] for key in ("reasoning_content", "thinking", "reasoning") if parsed.get(key)), None)
     if not isinstance(content, str) or not isinstance(reasoning, str | None):
         return None
-    if calls and call_format.opener.search(content):
-        return None  # an opening tag in the text: a second call was missed
-    opened = call_format.opener.search(text) if calls else None
-    # Templates render all text before the first call.
-    in_order = opened is None or text[: opened.start()].rstrip().endswith(content.strip())
+    in_order = not found or visible[: found[0].start].rstrip().endswith(content.strip())
     content = content.strip() if calls else content
-    message = Message("assistant", content, with_ids(calls, text), reasoning=reasoning)
+    message = Message("assistant", content, typed(with_ids(calls, visible), tools), reasoning=reasoning)
     return Parsed(message, in_order and all(map(_plainly_spelt, raw_calls)))
 
 
-def _own_reading(visible: str, reasoning: str, opened: re.Match[str], call_format: ToolCallFormat) -> Parsed:
-    calls = call_format.read_calls(visible[opened.start() :]) or [ToolCall("", error="the call is empty")]
-    content = visible[: opened.start()].strip()
-    malformed = any(call.error for call in calls)
-    if malformed:
-        content = visible  # the model will read its own text unchanged
-        calls = [_explained(call, call_format.example) if call.error else call for call in calls]
-    message = Message("assistant", content, with_ids(calls, visible), reasoning=reasoning or None)
-    # The parsers ignore extra keys and text between calls, so only raw text has all that the model wrote.
-    return Parsed(message, malformed)
+def typed(calls: Sequence[ToolCall], tools: Tools) -> list[ToolCall]:
+    """The calls, whose arguments that are text have the types of the tools' schemas: XML has only text.
+
+    >>> parameters = {"properties": {"a": {"type": "integer"}}}
+    >>> typed([ToolCall("add", {"a": "3"})], [{"function": {"name": "add", "parameters": parameters}}])[0].arguments
+    {'a': 3}
+    """
+    schemas = {str(each.get("name")): each.get("parameters") for each in map(_function, tools)}
+    return [
+        msgspec.structs.replace(call, arguments=typed_arguments(schemas.get(call.name), call.arguments))
+        if any(isinstance(value, str) for value in call.arguments.values())
+        else call
+        for call in calls
+    ]
 
 
 def _explained(call: ToolCall, example: str) -> ToolCall:
+    if call.error is None:
+        return call
     return msgspec.structs.replace(call, error=f"{UNREADABLE}{call.error}{EXAMPLE}\n{example}")
 
 

@@ -13,13 +13,14 @@ import msgspec
 
 from rollouts.author_code import authors_code, shown
 from rollouts.chat.template_style import PROBE_TOOL, probe_call
+from rollouts.chat.thoughts import ThoughtForm
 from rollouts.chat.tool_call_formats import (
     TOOL_CALL_FORMATS,
     UNREADABLE,
     Parsed,
     parse_reply,
     read_call,
-    split_thinking,
+    typed,
     with_ids,
 )
 from rollouts.error_log import report
@@ -87,12 +88,12 @@ def _meaning(calls: Sequence[ToolCall]) -> list[tuple[str, dict[str, Any]]]:
 
 
 def parse_with(
-    parser: ToolParser, text: str, tools: Sequence[dict[str, Any]], thinking_prefix: str, *, keeps_text: bool
+    parser: ToolParser, text: str, tools: Sequence[dict[str, Any]], thoughts: ThoughtForm, *, keeps_text: bool
 ) -> Parsed:
     """Read one reply. Never raises: if the parser raises, the result is a malformed call with a text for the model. The
     parser reads nothing if no tools are offered. With `keeps_text`, the content is the whole text.
     """
-    visible, reasoning = split_thinking(thinking_prefix + text)
+    visible, reasoning = thoughts.split(text)
     calls, rest = list[ToolCall](), visible
     if tools:
         try:
@@ -102,7 +103,7 @@ def parse_with(
             calls = [ToolCall("", error=f"{UNREADABLE}{named(error)}")]
     is_raw = keeps_text or not calls or any(call.error for call in calls)
     content = visible if is_raw else rest.strip()
-    calls = _numbered(calls, visible) if keeps_text else with_ids(calls, visible)
+    calls = typed(_numbered(calls, visible) if keeps_text else with_ids(calls, visible), tools)
     return Parsed(Message("assistant", content, calls, reasoning=reasoning or None), is_raw)
 
 

@@ -18,7 +18,7 @@ from rollouts.config.settings import EVAL, setting_infos
 from rollouts.errors import ConfigError, OutputError, UserError, leaves_of, near_misses
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.terminal_text import visible
-from rollouts.types import Episode, Message, ToolCall
+from rollouts.types import Episode, Message, ToolCall, call_arguments
 
 if TYPE_CHECKING:
     from rollouts.runs.plan import Plan
@@ -222,8 +222,8 @@ def _json_call(text: str) -> tuple[str, dict[str, Any]]:
         call = json.loads(text)
     except ValueError as error:
         call, why = {}, f": {error}"
-    arguments = call.get("arguments", {}) if isinstance(call, dict) else None
-    if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
+    arguments = call_arguments(call.get("arguments")) if isinstance(call, dict) else ""
+    if isinstance(arguments, str) or not isinstance(call.get("name"), str):
         raise ConfigError(f'/call {text} is no call{why}\ntype: /call {{"name": "TOOL", "arguments": {{"KEY": 1}}}}')
     return call["name"], arguments
 

@@ -116,6 +116,37 @@ def read_arguments(tool: ToolMethod, arguments: Mapping[str, Any]) -> dict[str, 
     return found if isinstance(found, str) else {**found, **others}
 
 
+def typed_arguments(schema: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, in which a text has the type that a tool's JSON schema gives it. A text that the schema allows, or
+    that does not fit, stays as it is.
+
+    >>> typed_arguments({"properties": {"a": {"type": "integer"}}}, {"a": "3", "b": "3"})
+    {'a': 3, 'b': '3'}
+    """
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return dict(arguments)
+    return {
+        key: _typed(value, properties[key]) if isinstance(value, str) and key in properties else value
+        for key, value in arguments.items()
+    }
+
+
+def _typed(text: str, schema: Any) -> Any:
+    try:
+        hint = _encoded_hint(msgspec.json.encode(schema))
+        with contextlib.suppress(msgspec.ValidationError):
+            return msgspec.convert(text, hint)
+        return _converted(text, hint)
+    except (ValueError, TypeError, RecursionError):  # it does not fit, or a client's schema is none
+        return text
+
+
+@functools.lru_cache(maxsize=1024)
+def _encoded_hint(schema: bytes) -> Any:
+    return _hint_of(msgspec.json.decode(schema))
+
+
 def _validated(parameters: Mapping[str, _Parameter], arguments: Mapping[str, Any], label: str) -> dict[str, Any] | str:
     for given in arguments:
         if given not in parameters:

@@ -23,7 +23,7 @@ from rollouts.gateway.exchange import (
     text_of,
 )
 from rollouts.gateway.http_server import HTTPResponse
-from rollouts.types import Message, ToolCall
+from rollouts.types import Message, ToolCall, call_arguments
 
 
 class _Said(msgspec.Struct):
@@ -162,8 +162,8 @@ def _messages(said: _Said) -> list[Message]:
         if kind == "tool_result":
             text = text_of(block.get("content"))
             results.append(Message("tool", text, tool_call_id=str(block.get("tool_use_id"))))
-        elif kind == "tool_use" and isinstance(block.get("input"), dict):
-            calls.append(ToolCall(str(block.get("name")), block["input"], str(block.get("id", ""))))
+        elif kind == "tool_use" and not isinstance(arguments := call_arguments(block.get("input")), str):
+            calls.append(ToolCall(str(block.get("name")), arguments, str(block.get("id", ""))))
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking", "")))
         else:

@@ -32,7 +32,7 @@ from rollouts.types import Message
 
 class _Function(msgspec.Struct):
     name: str
-    arguments: str | dict[str, Any] = "{}"
+    arguments: str | dict[str, Any] | None = None
 
 
 class _Call(msgspec.Struct):

@@ -188,7 +188,7 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
 def _joined(reply: Message, item: dict[str, Any], kind: str) -> Message:
     """The reply with one more item."""
     if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = read_call({"id": item.get("call_id"), "type": "function", "function": function})
         return msgspec.structs.replace(reply, tool_calls=[*reply.tool_calls, call])
     if kind == "reasoning":

@@ -385,10 +385,11 @@ def run_sync(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def turn_ends(tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a reply: those of the chat template, or the tokenizer's end-of-text id."""
+    """The ids that end a reply: those of the chat template, the tokenizer's end-of-text id, and those of the model."""
     if getattr(tokenizer, "chat_template", None):
         return chat_format(tokenizer).stop_ids
-    return () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    own = () if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),)
+    return tuple(sorted({*own, *getattr(tokenizer, "model_ends", ())}))
 
 
 def as_conversation(prompt: Prompt) -> Conversation:

@@ -326,16 +326,27 @@ def load_chat(
     Raises ModelError if the template cannot show what the environment needs, and ConfigError for a parser that fails.
     """
     chat = load_chat_format(tokenizer or load_tokenizer(settings.model), settings.template, tool_parser)
-    with_tools = [env.name for env in environments if env.all_tools() or env.chooses_tools]
-    if with_tools and not chat.report.tools and not chat.report.calls_as_text:
-        raise ModelError(
-            f"the environment {with_tools[0]} has tools, but the chat template of {settings.model} cannot show them "
-            f"({'; '.join(chat.report.refusals) or 'it ignores them'}); choose a model whose template takes tools, "
-            "such as --model tiny or a Qwen"
-        )
+    _check_tools(chat, environments, settings)
     if settings.system and not chat.report.system:
         raise ModelError(f"--system: the chat template of {settings.model} refuses system messages")
     return chat
+
+
+def _check_tools(chat: ChatFormat, environments: Sequence[Environment], settings: Settings) -> None:
+    """Raise ModelError if an environment has tools, and the chat template cannot show their calls, or calls cannot be
+    read out of the replies of this run.
+    """
+    with_tools = [env.name for env in environments if env.all_tools() or env.chooses_tools]
+    report, has_replies = chat.report, settings.mode != "sft" or settings.eval_tasks > 0
+    if not with_tools or report.calls_as_text or (report.tools and (report.reads_calls or not has_replies)):
+        return
+    fails = "cannot be used with them" if report.tools else "cannot show them"
+    also = ", or type --tool-parser with a parser of your own" if report.tools else ""
+    raise ModelError(
+        f"the environment {with_tools[0]} has tools, but the chat template of {settings.model} {fails} "
+        f"({'; '.join(report.refusals) or 'it ignores them'}); choose a model whose template takes tools, such as "
+        f"--model tiny or a Qwen{also}"
+    )
 
 
 def chat_notes(chat: ChatFormat) -> list[str]:

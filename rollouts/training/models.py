@@ -314,14 +314,35 @@ def _attention_setting(name: str) -> dict[str, str]:
 @one_at_a_time()
 def load_tokenizer(name: str, **settings: Any) -> Any:
     """Load the tokenizer of a model, or of an adapter if it has one. `settings` are those of transformers, such as
-    `local_files_only`. Raises ModelError.
+    `local_files_only`. Its attribute `model_ends` has the ids that the model's files list as ends. Raises ModelError.
     """
     require_packages(f"the tokenizer of {name}", _OF_TOKENIZERS)
     from transformers import AutoTokenizer
 
     whole, adapters = adapters_beneath(str(next(iter(role_adapters(name).values()), name)))  # all have the same one
     own = [folder for folder in adapters if has_tokenizer(folder)]
-    return _from_pretrained(AutoTokenizer, own[-1] if own else whole, "tokenizer", **settings)
+    tokenizer = _from_pretrained(AutoTokenizer, own[-1] if own else whole, "tokenizer", **settings)
+    tokenizer.model_ends = _model_ends(whole, **settings)
+    return tokenizer
+
+
+def _model_ends(whole: str, **settings: Any) -> tuple[int, ...]:
+    """The ids that generation_config.json and config.json of a whole model list as ends. A file may be absent."""
+    from transformers.utils import cached_file
+
+    found = set[int]()
+    for name in ("generation_config.json", "config.json"):
+        try:
+            path = Path(str(cached_file(whole, name, **settings)))
+            ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except OSError:  # there is no such file
+            continue
+        except (ValueError, AttributeError) as error:
+            raise ModelError(
+                f"{name} of the model {whole} cannot be read: {error}; copy it from the hub again"
+            ) from error
+        found.update(each for each in (ends if isinstance(ends, list) else [ends]) if type(each) is int and each >= 0)
+    return tuple(sorted(found))
 
 
 @one_at_a_time()

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollouts.chat.thoughts import THINK_TAGS
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, detect_tool_call_format, parse_reply
-from rollouts.types import Message
+from rollouts.types import Message, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tokenizers_for_tests import chat_for, make_tokenizer
@@ -21,14 +22,12 @@ PARSE = make_tokenizer("qwen3").parse_response
 CALL = '{"name": "add", "arguments": {"a": 1}}'
 LLAMA = '{"name": "add", "parameters": {"a": 1}}'
 XML = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
-READERS = pytest.mark.parametrize("parse_response", [PARSE, None], ids=["transformers", "own"])
 
 
-def read(family: str, text: str, parse_response=PARSE, tools=TOOLS, **more) -> Message:
-    return parse_reply(text, TOOL_CALL_FORMATS[family], tools, parse_response=parse_response, **more).message
+def read(family: str, text: str, tools=TOOLS, **more) -> Message:
+    return parse_reply(text, TOOL_CALL_FORMATS[family], tools, **more).message
 
 
-@READERS
 @pytest.mark.parametrize(
     ("family", "text", "content", "count"),
     [
@@ -46,18 +45,16 @@ def read(family: str, text: str, parse_response=PARSE, tools=TOOLS, **more) -> M
         ("json", f"[{CALL}, {CALL}]", "", 2),
     ],
 )
-def test_calls(family: str, text: str, content: str, count: int, parse_response) -> None:
-    message = read(family, text, parse_response)
-    values = {"xml": ("1", 1)}.get(family, (1,))  # our own parser does not cast what was written without a type
+def test_calls(family: str, text: str, content: str, count: int) -> None:
+    message = read(family, text)
     assert message.text == content
     assert [(call.name, call.error) for call in message.tool_calls] == [("add", None)] * count
-    assert all(call.arguments["a"] in values for call in message.tool_calls)
+    assert [call.arguments["a"] for call in message.tool_calls] == [1] * count, "text has the type of the schema"
     ids = [call.id for call in message.tool_calls]
     assert len(set(ids)) == count and all(len(i) == 9 and i.isalnum() for i in ids)
-    assert read(family, text, parse_response) == message
+    assert read(family, text) == message
 
 
-@READERS
 @pytest.mark.parametrize(
     ("family", "text", "name", "word"),
     [
@@ -75,37 +72,120 @@ def test_calls(family: str, text: str, content: str, count: int, parse_response)
         ("json", '{"name": "add", "arguments": 3}', "add", "must be a JSON object"),
     ],
 )
-def test_malformed_calls_say_what_is_wrong(family: str, text: str, name: str, word: str, parse_response) -> None:
-    message = read(family, text, parse_response)
+def test_malformed_calls_say_what_is_wrong(family: str, text: str, name: str, word: str) -> None:
+    message = read(family, text)
     (call,) = message.tool_calls
     assert (call.name, call.arguments) == (name, {})
     assert word in (call.error or "") and TOOL_CALL_FORMATS[family].example in (call.error or "")
     assert message.text == text, "the raw text stays"
 
 
-@READERS
-def test_a_bad_call_does_not_take_the_good_one_with_it(parse_response) -> None:
+def test_a_bad_call_does_not_take_the_good_one_with_it() -> None:
     text = f"<tool_call>{CALL}</tool_call><tool_call>{{oops}}</tool_call>"
-    good, bad = read("hermes", text, parse_response).tool_calls
+    good, bad = read("hermes", text).tool_calls
     assert (good.arguments, good.error) == ({"a": 1}, None)
     assert bad.error
 
 
-@READERS
-def test_thinking(parse_response) -> None:
-    message = read("hermes", f"<think>\nwhy <tool_call>\n</think>\n\nSo.<tool_call>{CALL}</tool_call>", parse_response)
+def test_thinking() -> None:
+    message = read("hermes", f"<think>\nwhy <tool_call>\n</think>\n\nSo.<tool_call>{CALL}</tool_call>")
     assert message.reasoning == "why <tool_call>"
     assert message.text == "So." and len(message.tool_calls) == 1
-    message = read("hermes", f"why</think>\n{XML}", parse_response, thinking_prefix="<think>\n")
+    message = read("hermes", f"why</think>\n{XML}", thoughts=THINK_TAGS._replace(prompt="<think>\n"))
     assert message.reasoning == "why" and message.tool_calls[0].error
-    assert read("hermes", f"<think>never ends <tool_call>{CALL}</tool_call>", parse_response).tool_calls == []
+    assert read("hermes", f"<think>never ends <tool_call>{CALL}</tool_call>").tool_calls == []
 
 
-def test_text_that_only_looks_like_a_call() -> None:
+@pytest.mark.parametrize(
+    ("family", "text"),
+    [
+        ("json", f"As JSON: {CALL}"),
+        ("json", '{"answer": 3}'),
+        ("json", '{"name": "Anna", "age": 30}'),
+        ("json", '[{"name": "Anna"}, {"name": "Bob"}]'),
+        ("json", '{"name": "add", "age": 30}'),
+        ("json", '{"name": "Anna", "age": 30'),
+        ("json", "[]"),
+        ("llama3", '{"type": "circle", "radius": 2}'),
+        ("hermes", "  I would.\n "),
+        ("hermes", "The tag <tool_call> opens a call."),
+        ("hermes", "The tag <tool_call> opens a call, and </tool_call> closes it."),
+        ("xml", "Write <tool_call> before a call and </tool_call> behind it."),
+        ("mistral", "The word [TOOL_CALLS] comes first."),
+    ],
+)
+def test_text_that_only_looks_like_a_call(family: str, text: str) -> None:
+    message = read(family, text)
+    assert (message.tool_calls, message.content) == ([], text)
+
+
+def test_without_tools_a_bare_call_is_text_and_a_tool_without_parameters_needs_no_arguments() -> None:
     assert read("json", CALL, tools=[]).tool_calls == []
-    assert read("json", f"As JSON: {CALL}").tool_calls == []
-    assert read("json", '{"answer": 3}').tool_calls == []
-    assert read("hermes", "  I would.\n ").content == "  I would.\n "
+    (call,) = read("json", '{"name": "stop"}', tools=[{"function": {"name": "stop"}}]).tool_calls
+    assert (call.name, call.arguments, call.error) == ("stop", {}, None)
+    assert read("json", '{"name": "add", "argu').tool_calls[0].error, "a call of an offered tool that was cut off"
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "content", "values"),
+    [
+        ("hermes", f"<tool_call>\n{CALL}\n{CALL}\n</tool_call>", "", [1, 1]),
+        ("hermes", f"<tool_call>[{CALL}, {CALL}]</tool_call>", "", [1, 1]),
+        ("hermes", f"I add.\n<tool_call>{CALL}</tool_call>\nThen I say it.", "I add.\nThen I say it.", [1]),
+        ("hermes", CALL.replace("1", '"</tool_call>"').join(["<tool_call>", "</tool_call>"]), "", ["</tool_call>"]),
+        ("mistral", f"[TOOL_CALLS] [{CALL}] Wait for it.", "Wait for it.", [1]),
+        ("llama3", f"{LLAMA}\nI add.", "I add.", [1]),
+        ("xml", f"{XML}\nDone.", "Done.", [1]),
+        ("xml", XML.replace("1", "</parameter> is an end"), "", ["</parameter> is an end"]),
+        ("xml", XML.replace("1", "</tool_call> is an end"), "", ["</tool_call> is an end"]),
+    ],
+)
+def test_where_a_call_ends_and_what_is_beside_it(family: str, text: str, content: str, values: list) -> None:
+    message = read(family, text)
+    assert message.text == content
+    assert [(call.arguments["a"], call.error) for call in message.tool_calls] == [(each, None) for each in values]
+
+
+@pytest.mark.parametrize(
+    ("inside", "why"),
+    [
+        ("<parameter=a>\n1\n", "the parameter 'a' has no end tag </parameter>"),
+        ("<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n", "the parameter 'a' has no end tag </parameter>"),
+        ("<parameter=a>1</parameter><parameter=a>2</parameter>", "the parameter 'a' is there twice"),
+        ("a = 1\n<parameter=b>2</parameter>", "the text 'a = 1' is in no parameter"),
+    ],
+)
+def test_an_xml_argument_is_never_dropped(inside: str, why: str) -> None:
+    text = f"<tool_call>\n<function=add>\n{inside}</function>\n</tool_call>"
+    bad, good = read("xml", f"{text}\n{XML}").tool_calls
+    assert (bad.name, bad.arguments, good.arguments, good.error) == ("add", {}, {"a": 1}, None)
+    assert why in str(bad.error)
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "integer"}, "3", 3),
+        ({"type": "number"}, "2.5", 2.5),
+        ({"type": "boolean"}, "true", True),
+        ({"type": ["integer", "null"]}, "null", None),
+        ({"type": "array", "items": {"type": "integer"}}, "[1, 2]", [1, 2]),
+        ({"type": "object"}, '{"x": [1]}', {"x": [1]}),
+        ({"type": "string"}, "3", "3"),
+        ({"type": ["string", "integer"]}, "3", "3"),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"type": "integer"}, "three", "three"),
+        ({}, "3", "3"),
+        ({"type": {"of": 1}}, "3", "3"),
+        ("no schema", "3", "3"),
+    ],
+)
+def test_text_has_the_type_of_the_schema(schema: object, written: str, value: object) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": schema}}}}]
+    as_json = CALL.replace("1", json.dumps(written))
+    for family, text in (("xml", XML.replace("1", written)), ("hermes", f"<tool_call>{as_json}</tool_call>")):
+        (call,) = read(family, text, tools=tools).tool_calls
+        assert (call.arguments, type(call.arguments["a"])) == ({"a": value}, type(value))
 
 
 def test_the_tokenizers_own_response_template_comes_first() -> None:
@@ -116,12 +196,14 @@ def test_the_tokenizers_own_response_template_comes_first() -> None:
             "content": {"content": "text"},
         },
     }
-    message = read("json", f"hm <<{CALL}>>", response_template=template, prefix="x<bot>")
+    message = read("json", f"hm <<{CALL}>>", response_template=template, parse_response=PARSE, prefix="x<bot>")
     assert message.text == "hm" and message.tool_calls[0].arguments == {"a": 1}
-    assert read("json", "hm <<{oops>>", response_template=template, prefix="x<bot>").text == "hm <<{oops>>"
+    assert (
+        read("json", "hm <<{oops>>", response_template=template, parse_response=PARSE, prefix="x<bot>").text
+        == "hm <<{oops>>"
+    )
 
 
-@READERS
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     family=st.sampled_from(sorted(TOOL_CALL_FORMATS)),
@@ -131,8 +213,8 @@ def test_the_tokenizers_own_response_template_comes_first() -> None:
         max_size=8,
     ),
 )
-def test_never_raises_and_is_plain_data(family: str, pieces: list[str], parse_response) -> None:
-    message = read(family, "".join(pieces), parse_response)
+def test_never_raises_and_is_plain_data(family: str, pieces: list[str]) -> None:
+    message = read(family, "".join(pieces))
     json.dumps([call.arguments for call in message.tool_calls])
     assert all(call.error is None or call.arguments == {} for call in message.tool_calls)
 
@@ -158,3 +240,59 @@ def test_a_family_by_the_template_text_alone() -> None:
     assert detect_tool_call_format("", "… <tool_call> …") == "hermes"
     assert detect_tool_call_format("", "… [TOOL_CALLS] …") == "mistral"
     assert detect_tool_call_format("", "nothing") == "json"
+
+
+TEXTS = [
+    "plain",
+    "a call ends with </tool_call> here",
+    "<tool_call>",
+    "</function>",
+    "[TOOL_CALLS] [1]",
+    '{"name": "add"}',
+    "<think>",
+    "</think>",
+    " two\nlines\n",
+    'a "quote" \\ and é',
+]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(["qwen2_5", "qwen3_5_think", "mistral", "llama3_1", "glm4moe"]),
+    arguments=st.lists(
+        st.dictionaries(st.sampled_from("ab"), st.sampled_from(TEXTS) | st.integers() | st.booleans(), min_size=1),
+        min_size=1,
+        max_size=2,
+    ),
+)
+def test_what_a_template_writes_is_read_back(name: str, arguments: list[dict]) -> None:
+    chat, kinds = chat_for(name), {str: "string", int: "integer", bool: "boolean"}
+    if not chat.report.reads_calls:
+        return
+    arguments = arguments if chat.report.parallel_calls else arguments[:1]
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool_{number}",
+                "description": "One.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {key: {"type": kinds[type(value)]} for key, value in each.items()},
+                },
+            },
+        }
+        for number, each in enumerate(arguments)
+    ]
+    if chat.tool_call_format == "xml":  # it has no way to write its own tags in a value
+        arguments = [{key: "x" if value in TEXTS[3:4] else value for key, value in each.items()} for each in arguments]
+    calls = [ToolCall(f"tool_{number}", each, f"c0000000{number}") for number, each in enumerate(arguments)]
+    user, reply = Message("user", "Go."), Message("assistant", "", calls)
+    prompt, whole = chat.render([user], tools, True), chat.render([user, reply], tools, False)
+    text = whole[len(prompt) :] if whole.startswith(prompt) else whole.rpartition("assistant\n")[2]
+    text = text.rstrip("\n").removesuffix(next(iter(chat.closers)))
+    read = chat.parse(chat.encode(text), tools)
+    assert [(call.name, call.arguments, call.error) for call in read.tool_calls] == [
+        (call.name, call.arguments, None) for call in calls
+    ], text
+    assert read.text.strip() == ""

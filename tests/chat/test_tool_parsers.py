@@ -22,8 +22,12 @@ from rollouts.errors import ConfigError, ModelError, SignatureError
 from rollouts.inference.base import Generation, VersionSpan
 from rollouts.runs.plan import make_plan
 from rollouts.runs.rehearsal import ScriptedEngine
+from rollouts.runs.session import load_chat
 from rollouts.training.models import load_tokenizer
 from rollouts.types import Message, Task, ToolCall
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tokenizers_for_tests import make_tokenizer
 
 PARSERS = '''\
 import re
@@ -148,7 +152,7 @@ def test_a_format_that_no_template_writes_stays_text():
     chat = chat_of("parse")
     before, new = [Message("user", "1 + 2?")], Message("tool", "3")
     message = reply(chat, "I add: CALL add(a=1, b=2)", [SCHEMA])
-    assert [(call.name, call.arguments) for call in message.tool_calls] == [("add", {"a": "1", "b": "2"})]
+    assert [(call.name, call.arguments) for call in message.tool_calls] == [("add", {"a": 1, "b": 2})]
     assert message.text == "I add: CALL add(a=1, b=2)" and chat.report.calls_as_text
     sampled = [*chat.encode(message.text), chat.stop_ids[0]]
     added = chat.extend(before, message, [new], [SCHEMA], sampled)
@@ -228,6 +232,17 @@ def test_bad_parsers_are_refused_before_a_run(name, error, words):
         chat_of(name)
     for word in words:
         assert word in str(caught.value)
+
+
+def test_tools_whose_calls_cannot_be_read_are_refused_before_a_run():
+    tokenizer = make_tokenizer("deepseekv3")
+    for settings in ({}, {"mode": "eval"}, {"mode": "sft"}):
+        made = make_plan(resolve({"env": "calculator"} | settings))
+        with pytest.raises(ModelError, match=r"calculator has tools, but .*cannot be read back.*--tool-parser"):
+            load_chat(made.settings, made.environments, tokenizer)
+    made = make_plan(resolve({"env": "calculator", "mode": "sft", "eval_tasks": 0}))
+    assert not load_chat(made.settings, made.environments, tokenizer).report.reads_calls, "no reply is read"
+    assert load_chat(plan("both").settings, plan("both").environments, tokenizer, plan("both").tool_parser)
 
 
 def test_bad_settings():

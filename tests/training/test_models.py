@@ -17,8 +17,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rollouts.chat import load_chat_format
 from rollouts.errors import ModelError
 from rollouts.training import models
+from rollouts.types import Message
 
 
 def test_a_folder_loads(tiny, tmp_path):
@@ -192,6 +194,31 @@ def test_the_tokenizer_of_an_adapter(tmp_path):
     assert models.load_tokenizer(str(tmp_path / "adapter")).chat_template == "{{ messages }}"
     save_adapter(tmp_path / "second", tmp_path / "adapter")
     assert models.load_tokenizer(str(tmp_path / "second")).chat_template == "{{ messages }}"
+
+
+@pytest.mark.parametrize(("listed", "ends"), [(7, {7}), ([7, 2], {7, 2}), (None, set())])
+def test_the_ends_that_a_model_lists_end_a_reply(tmp_path, listed, ends):
+    shutil.copytree(models.TINY_PATH, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"eos_token_id": 9}))
+    save_adapter(tmp_path / "adapter", tmp_path / "model")
+    for name in ("model", "adapter"):
+        tokenizer = models.load_tokenizer(str(tmp_path / name))
+        chat = load_chat_format(tokenizer)
+        assert set(chat.stop_ids) == ends | {9, tokenizer.eos_token_id}
+        text = chat.encode("Hello")
+        asked, more = [Message("user", "Hi")], [Message("user", "And?")]
+        for end in chat.stop_ids:
+            reply = chat.parse([*text, end], [])
+            assert reply.text == "Hello"
+            added = chat.extend(asked, reply, more, [], [*text, end])
+            assert (added is not None) == (end in chat.closers.values()), "history shows another end: a new segment"
+    (tmp_path / "model" / "generation_config.json").unlink()
+    assert models.load_tokenizer(str(tmp_path / "model")).model_ends == (9,)
+    (tmp_path / "model" / "generation_config.json").write_text("[]")
+    with pytest.raises(ModelError, match=r"generation_config.json of the model .* cannot be read"):
+        models.load_tokenizer(str(tmp_path / "model"))
 
 
 def damage_weights(folder, base, tiny):

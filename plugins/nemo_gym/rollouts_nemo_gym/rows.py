@@ -14,7 +14,7 @@ import msgspec
 
 from rollouts import Message
 from rollouts.errors import ConfigError
-from rollouts.types import ToolCall
+from rollouts.types import ToolCall, call_arguments
 
 KEY = "responses_create_params"
 RESERVED = ("verify", "seed_session", "close_session", "aggregate_metrics", "sandbox_access", "mcp")
@@ -87,11 +87,8 @@ def _messages(given: Any, where: str) -> Iterator[Message]:
 
 
 def _call(item: Mapping[str, Any], where: str) -> ToolCall:
-    try:
-        arguments = json.loads(item["arguments"])
-    except (KeyError, TypeError, ValueError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    arguments = call_arguments(item.get("arguments"))
+    if isinstance(arguments, str):
         raise ConfigError(f"{where}: the arguments of a function_call are no JSON object")
     return ToolCall(str(item.get("name")), arguments, id=str(item.get("call_id")))
 

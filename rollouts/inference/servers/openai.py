@@ -24,7 +24,7 @@ import msgspec
 import trio
 from msgspec import Meta
 
-from rollouts.chat.tool_call_formats import read_call
+from rollouts.chat.tool_call_formats import read_call, typed
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, Spending, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
@@ -225,7 +225,7 @@ class OpenAIInference:
             if failure.status == 400 and has_spoken and _TOO_LONG.search(str(failure)):
                 return ChatReply(Message("assistant"), "context", detail=str(failure))
             raise InferenceError(str(failure), is_transient=failure.retryable) from failure
-        reply = self._read(completion)
+        reply = self._read(completion, request.tools)
         if self._cache is not None:
             await trio.to_thread.run_sync(self._cache.keep, key, msgspec.json.encode(reply).decode())
         return reply
@@ -262,7 +262,7 @@ class OpenAIInference:
                         raise
                     self._limit_name = "max_completion_tokens"  # the key of OpenAI's newer models
                     completion = await self._post(client, request, CHECK_SECONDS)
-                self._read(completion)
+                self._read(completion, request.tools)
             except HTTPFailure as failure:
                 raise ConfigError(self._refusal(failure)) from failure
             except InferenceError as error:
@@ -303,7 +303,7 @@ class OpenAIInference:
         body |= self._options.body or {}
         return {key: value for key, value in body.items() if key not in self._options.leave_out}
 
-    def _read(self, completion: _Completion) -> ChatReply:
+    def _read(self, completion: _Completion, tools: Sequence[Mapping[str, Any]]) -> ChatReply:
         """The single choice as a message. Raises InferenceError."""
         choices = completion.choices or []
         if len(choices) != 1:
@@ -313,7 +313,7 @@ class OpenAIInference:
         if choice.finish_reason == "error":
             raise InferenceError(f"{self.url} ended its reply with an error")
         answer, usage = choice.message, completion.usage or _Usage()
-        calls = [read_call(raw) for raw in answer.tool_calls or ()]
+        calls = typed([read_call(raw) for raw in answer.tool_calls or ()], tools)
         # A tool message must name the id of its call.
         calls = [msgspec.structs.replace(call, id=call.id or f"call_{place}") for place, call in enumerate(calls)]
         reasoning = answer.reasoning_content or answer.reasoning or None
