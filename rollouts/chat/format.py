@@ -122,7 +122,8 @@ class ChatFormat:
         probe, refusal = probe_template_style(self._render, text)
         self._style = probe.style
         added = {str(token): int(index) for index, token in tokenizer.added_tokens_decoder.items()}
-        self._ends = find_ends(probe, added, tokenizer.eos_token)
+        special = {str(token): bool(token.special) for token in tokenizer.added_tokens_decoder.values()}
+        self._ends = find_ends(probe, special, tokenizer.eos_token)
         self.closers = {token: added[token] for token in self._ends.tokens}
         call = probe(USER, probe_call(), tool_reply(), tools=True) if not refusal else None
         self.tool_call_format = detect_tool_call_format(_tail(call, probe(USER, tools=True, prompt=True)), text)

@@ -246,38 +246,48 @@ def _reply_elsewhere(place: int, talk: _Talk) -> tuple[str, int]:
     """The text behind the prompt, if the template shows what is before the reply otherwise once there is a reply, and
     the number of characters at the end of the prompt that the reply does without.
     """
-    message, chat, before = talk.messages[place], talk.chat, talk.messages[:place]
-    opened, shown = (chat.render_marked(before, talk.tools, asks) for asks in (True, False))
-    thought = chat.thoughts.of_prompt(opened)
-    bare = opened.removesuffix(thought)
-    closes = chat.thoughts.closes
+    chat, before, message = talk.chat, talk.messages[:place], talk.messages[place]
+    prompt = chat.render_marked(before, talk.tools, True)
+    opens, closes = chat.thoughts.opens, chat.thoughts.closes
+    thought = chat.thoughts.of_prompt(prompt)
+    unthinking = msgspec.structs.replace(message, reasoning=None)
     if closes in thought:  # the prompt forbids a thought
-        message = msgspec.structs.replace(message, reasoning=None)
-    whole = chat.render_marked([*before, message], talk.tools, False)
-    header = bare[len(shown) :] if bare.startswith(shown) else ""
-    rest = whole[len(bare) :] if whole.startswith(bare) else whole[_end_of_prompt(bare, header, whole, message, chat) :]
-    if not thought or rest.startswith((thought, closes)) or closes in thought:
+        rest = _behind_header(prompt.removesuffix(thought), place, unthinking, talk)
+        if rest.startswith(opens):
+            rest = rest.partition(closes)[2].lstrip()
+        return rest.removeprefix(closes), 0
+    rest = _behind_header(prompt.removesuffix(thought), place, message, talk)
+    if not thought or rest.startswith((thought, closes)):
         return rest.removeprefix(thought), 0
+    if rest.startswith(opens):  # with other white space
+        return rest[len(opens) :].lstrip(), 0
     quiet = chat.quiet.render_marked(before, talk.tools, True) if chat.quiet is not None else ""
-    closing = quiet[len(opened) :] if quiet.startswith(opened) else ""
+    closing = quiet[len(prompt) :] if quiet.startswith(prompt) else ""
     if message.reasoning:  # the template drops all thoughts, but its prompt asks for one
+        rest = _behind_header(prompt.removesuffix(thought), place, unthinking, talk)
         closing = closing or (f"\n{closes}\n\n" if thought.endswith("\n") else closes)
         return chat.mark_reply(message.reasoning) + closing + rest.lstrip(), 0
     return closing + rest, 0 if closing else len(thought)
 
 
-def _end_of_prompt(prompt: str, header: str, whole: str, message: Message, chat: ChatFormat) -> int:
-    """Where the end of the prompt is in the whole text: behind the last header of a reply (`header`) before the reply's
-    own words. Without a header: behind the longest end of the prompt that occurs there. Mistral has none, and moves the
-    system text to the last user message.
+def _behind_header(prompt: str, place: int, message: Message, talk: _Talk) -> str:
+    """What the template writes for a message behind the prompt, or else behind the last header of a reply before the
+    message's own words. Without a header: behind the longest end of the prompt that occurs there. Mistral has none, and
+    moves the system text to the last user message.
     """
+    chat, before = talk.chat, talk.messages[:place]
+    whole = chat.render_marked([*before, message], talk.tools, False)
+    if whole.startswith(prompt):
+        return whole[len(prompt) :]
     words = [chat.mark_reply(each) for each in (message.reasoning or "", message.text.strip()) if each]
     words += [call.name for call in message.tool_calls]
-    before = whole[: min((at for each in words if (at := whole.rfind(each)) >= 0), default=len(whole))]
-    if header.strip() and header in before:
-        return before.rfind(header) + len(header)
-    low, high = 0, min(len(prompt), len(before))
+    at = min((at for each in words if (at := whole.rfind(each)) >= 0), default=len(whole))
+    shown = chat.render_marked(before, talk.tools, False)
+    header = prompt[len(shown) :] if prompt.startswith(shown) else ""
+    if header.strip() and header in whole[:at]:
+        return whole[whole.rfind(header, 0, at) + len(header) :]
+    low, high = 0, min(len(prompt), at)
     while low < high:  # if an end occurs, so does every shorter one
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if prompt[-middle:] in before else (low, middle - 1)
-    return before.rfind(prompt[len(prompt) - low :]) + low
+        low, high = (middle, high) if prompt[-middle:] in whole[:at] else (low, middle - 1)
+    return whole[whole.rfind(prompt[len(prompt) - low :], 0, at) + low :]

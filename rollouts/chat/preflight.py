@@ -100,8 +100,8 @@ class Ends(NamedTuple):
     after_call: str = ""
 
 
-def find_ends(probe: Prober, added_tokens: Mapping[str, int], eos: str | None) -> Ends:
-    """The special tokens that end an assistant turn in this template.
+def find_ends(probe: Prober, added_tokens: Mapping[str, bool], eos: str | None) -> Ends:
+    """The special tokens that end an assistant turn in this template. `added_tokens` says which of them are special.
 
     If the last message shows no end, the token behind it in the history ends it: the next role's token (GLM), or an end
     that only the history shows.
@@ -115,12 +115,18 @@ def find_ends(probe: Prober, added_tokens: Mapping[str, int], eos: str | None) -
     if PROBE_VALUE not in text or PROBE_RESULT not in text.rpartition(PROBE_VALUE)[2]:
         return Ends(tokens, after_text)
     known = {*tokens, *((eos,) if eos else ()), *_CALL_CLOSERS} & set(added_tokens)
+    special = [token for token, is_special in added_tokens.items() if is_special]
     stretch = text.rpartition(PROBE_VALUE)[2].partition(PROBE_RESULT)[0]
     shown = alone.rpartition(PROBE_VALUE)[2]
-    end = _first(known, shown)
+    end = _first(known, shown) or ("" if after_text else _token_at_end(shown, special))
     implied = "" if end else _token_behind(text, alone.rstrip(), added_tokens) or _first(known, stretch)
     tokens += [token for token in (end or implied,) if token and token not in tokens]
     return Ends(tokens, after_text, implied if PROBE_VALUE in alone else "")
+
+
+def _token_at_end(text: str, tokens: Iterable[str]) -> str:
+    """The token with which a text ends, or ""."""
+    return max((token for token in tokens if token and text.rstrip().endswith(token)), key=len, default="")
 
 
 def _first(tokens: Iterable[str], text: str) -> str:
@@ -128,7 +134,7 @@ def _first(tokens: Iterable[str], text: str) -> str:
     return min((token for token in tokens if token in text), key=text.find, default="")
 
 
-def _token_behind(text: str, mark: str, added_tokens: Mapping[str, int]) -> str:
+def _token_behind(text: str, mark: str, added_tokens: Iterable[str]) -> str:
     """The added token that directly follows the last mark, or ""."""
     rest = text.rpartition(mark)[2].lstrip() if mark and mark in text else ""
     return max((token for token in added_tokens if token and rest.startswith(token)), key=len, default="")

@@ -45,6 +45,8 @@ class ThoughtForm(NamedTuple):
         """
         text, thought = _without(self.header, self.prompt + text), ""
         begun = text.lstrip()
+        if begun.startswith(self.closes):  # DeepSeek V3.2: a reply without a thought begins with the closing tag
+            return _without(self.closes, begun), ""
         if begun.startswith(self.opens) and (self.opens or self.closes in text):
             thought, _, text = begun[len(self.opens) :].partition(self.closes)
             text = _without(self.header, _without(self.after, text.lstrip()))
