@@ -66,7 +66,13 @@ def test_calls(family: str, text: str, content: str, count: int) -> None:
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "add", "incomplete"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "add", "NaN"),
         ("hermes", '<tool_call>{"name": "add", "arguments": ' + '{"a":' * 100_000, "add", ""),
-        ("xml", "<tool_call><function=add>1</tool_call>", "add", "<function=name>"),
+        (
+            "xml",
+            "<tool_call><function=add>1</tool_call>",
+            "add",
+            "<parameter=key>…</parameter> or </function>, got '1'",
+        ),
+        ("xml", "<tool_call>add</tool_call>", "", "no <function=name>"),
         ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {', "add", "not valid JSON"),
         ("llama3", '{"name": "add", "parameters": {"a": 1}', "add", "not valid JSON"),
         ("json", '{"name": "add", "arguments": 3}', "add", "must be a JSON object"),
@@ -152,7 +158,7 @@ def test_where_a_call_ends_and_what_is_beside_it(family: str, text: str, content
         ("<parameter=a>\n1\n", "the parameter 'a' has no end tag </parameter>"),
         ("<parameter=a>\n1\n<parameter=b>\n2\n</parameter>\n", "the parameter 'a' has no end tag </parameter>"),
         ("<parameter=a>1</parameter><parameter=a>2</parameter>", "the parameter 'a' is there twice"),
-        ("a = 1\n<parameter=b>2</parameter>", "the text 'a = 1' is in no parameter"),
+        ("a = 1\n<parameter=b>2</parameter>", "expected <parameter=key>…</parameter> or </function>, got 'a = 1"),
     ],
 )
 def test_an_xml_argument_is_never_dropped(inside: str, why: str) -> None:
