@@ -148,6 +148,7 @@ def _values(text: str, at: int) -> tuple[list[Any], int]:
 # --- calls in tags ----------------------------------------------------------------------------------------------------
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_LINE_END = re.compile(r"[ \t]*(?:\n|\Z)")
 _TAG_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
 _XML_OPEN = re.compile(r"\s*<function=([^>\n]+)>")
 _XML_KEY = re.compile(r"<parameter=([^>\n]+)>")
@@ -157,16 +158,23 @@ _XML_LAST = re.compile(rf"</parameter>(?={_XML_END.pattern})")  # the end tag of
 
 def _find_tagged(text: str, read: Callable[[str, int, int], Found]) -> list[Found]:
     """The calls in tags. `read` gets the places of an opening tag and of its body."""
-    found, at, last_close = list[Found](), 0, text.rfind(_CLOSE)
+    found, at = list[Found](), 0
     while (start := text.find(_OPEN, at)) >= 0:
         at = start + len(_OPEN)
         body = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-        # A sentence may mention the tag. A call has a body of its own form, or begins a line and is closed.
-        begins_line = start == 0 or text[start - 1] == "\n" or text.endswith(_CLOSE, 0, start)
-        if text.startswith(("{", "[", "<function="), body) or (begins_line and at <= last_close):
+        if text.startswith(("{", "[", "<function="), body) or _is_closed(text, start):
             found.append(read(text, start, at))
             at = found[-1].end
     return found
+
+
+def _is_closed(text: str, start: int) -> bool:
+    """Whether an opening tag with another body opens a call, because the tags begin or end a line. A sentence that
+    mentions them has words on both sides.
+    """
+    close, end = _body_end(text, start + len(_OPEN))
+    begins_line = start == 0 or text[start - 1] == "\n" or text.endswith(_CLOSE, 0, start)
+    return close < end and (begins_line or _LINE_END.match(text, end) is not None)
 
 
 def _body_end(text: str, at: int) -> tuple[int, int]:
