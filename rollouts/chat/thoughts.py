@@ -86,7 +86,12 @@ def find_thoughts(probe: Prober) -> ThoughtForm:
         header = ""
     turn = prompt.removeprefix(probe(USER) or "")
     opened = turn[turn.rfind(form.opens) :] if form.opens and form.opens in turn else ""
-    return form._replace(header=header, prompt="" if form.closes in opened else opened)
+    form = form._replace(header=header, prompt="" if form.closes in opened else opened)
+    whole = probe(USER, said[0]) or ""
+    reply = whole[len(prompt) :].partition(PROBE_TEXT)[0] + PROBE_TEXT
+    if PROBE_THOUGHT in reply and whole.startswith(prompt) and form.split(reply) != (PROBE_TEXT, PROBE_THOUGHT):
+        return form._replace(is_read=False)
+    return form
 
 
 def _surroundings(shown: str, mark: str, prompt: str, bare: str) -> ThoughtForm | None:

@@ -276,9 +276,11 @@ def _find_bare(text: str, tools: Tools) -> list[Found]:
 
 def _is_call(value: Any, tools: Tools) -> bool:
     function = value.get("function", value) if isinstance(value, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+    if not isinstance(function, dict):
         return False
-    return not function.keys().isdisjoint(("arguments", "parameters")) or function["name"] in _without_parameters(tools)
+    name = function.get("name")
+    has_arguments = not function.keys().isdisjoint(("arguments", "parameters"))
+    return isinstance(name, str) and name != "" and (has_arguments or name in _without_parameters(tools))
 
 
 def _means_call(broken: str, tools: Tools) -> bool:

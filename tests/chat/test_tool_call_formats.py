@@ -114,6 +114,7 @@ def test_thinking() -> None:
         ("json", '{"name": "Anna", "age": 30'),
         ("json", "[]"),
         ("llama3", '{"type": "circle", "radius": 2}'),
+        ("llama3", '{"function": "sin", "parameters": [0, 1]}'),
         ("hermes", "  I would.\n "),
         ("hermes", "The tag <tool_call> opens a call."),
         ("hermes", "The tag <tool_call> opens a call, and </tool_call> closes it."),
