@@ -129,8 +129,8 @@ class ChatFormat:
         self.tool_call_format = detect_tool_call_format(_tail(call, probe(USER, tools=True, prompt=True)), text)
         call_format = TOOL_CALL_FORMATS[self.tool_call_format]
         self.thoughts = find_thoughts(probe)
-        written = call_format.tokens + self.thoughts.opens + self.thoughts.closes
-        self._control_tokens = ControlTokens(tokenizer, text, written)
+        inline = "".join(probe.style.tags) if probe.style.thought == "inline" else ""
+        self._control_tokens = ControlTokens(tokenizer, text, call_format.tokens + inline)
         self.stop_ids = _stop_ids(tokenizer, self.closers, added, text)
         prefix = _tail(probe(USER, prompt=True), probe(USER))
         self._texts: _Cache[str] = _Cache()

@@ -6,6 +6,7 @@ renders a message with a thought and looks at what surrounds it, so it needs no 
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from typing import NamedTuple
@@ -84,27 +85,30 @@ THINK_TAGS = ThoughtForm("<think>", "</think>")
 
 def find_thoughts(probe: Prober) -> ThoughtForm:
     """How a template writes thoughts in the style of the prober; in the tags of the style if it shows none."""
-    reply, thinking = Message("assistant", PROBE_TEXT), Message("assistant", PROBE_TEXT, reasoning=PROBE_THOUGHT)
-    prompt, bare = probe(USER, prompt=True) or "", probe(USER, reply) or ""
     form = ThoughtForm(*probe.style.tags)
-    shown = probe(USER, thinking) or ""
-    if PROBE_THOUGHT in shown:
-        found = _surroundings(shown, PROBE_TEXT, prompt, bare)
-    else:  # Gemma 4 shows a thought before a call only
-        shown = probe(USER, probe_call(reasoning=PROBE_THOUGHT), tool_reply(), tools=True) or ""
-        called = probe(USER, probe_call(), tool_reply(), tools=True) or ""
-        found = _surroundings(shown, PROBE_VALUE, probe(USER, tools=True, prompt=True) or "", called)
-    if found is not None:
-        form = found
-    elif PROBE_THOUGHT in shown:
-        form = form._replace(is_read=False)
+    said = Message("assistant", PROBE_TEXT, reasoning=PROBE_THOUGHT), Message("assistant", PROBE_TEXT)
+    called = probe_call(reasoning=PROBE_THOUGHT), probe_call()
+    places = ((said, (), PROBE_TEXT), (called, (tool_reply(),), PROBE_VALUE), (said, (USER,), PROBE_TEXT))
+    for (thinking, plain), behind, mark in places:  # Gemma 4 shows a thought before a call only
+        render = functools.partial(probe, tools=mark == PROBE_VALUE)
+        shown = render(USER, thinking, *behind) or ""
+        if PROBE_THOUGHT in shown:
+            found = _surroundings(shown, mark, render(USER, prompt=True) or "", render(USER, plain, *behind) or "")
+            form = form._replace(is_read=False) if found is None else found
+            break
+    prompt, bare = probe(USER, prompt=True) or "", probe(USER, said[1]) or ""
     begun = _common(prompt, bare)
     header = bare[len(begun) :].partition(PROBE_TEXT)[0].strip()
     if USER.text in header or form.closes in header:  # an earlier message, or an empty thought
         header = ""
     turn = prompt.removeprefix(probe(USER) or "")
     opened = turn[turn.rfind(form.opens) :] if form.opens and form.opens in turn else ""
-    return form._replace(header=header, prompt="" if form.closes in opened else opened)
+    form = form._replace(header=header, prompt="" if form.closes in opened else opened)
+    whole = probe(USER, said[0]) or ""
+    reply = whole[len(prompt) :].partition(PROBE_TEXT)[0] + PROBE_TEXT
+    if PROBE_THOUGHT in reply and whole.startswith(prompt) and form.split(reply) != (PROBE_TEXT, PROBE_THOUGHT):
+        return form._replace(is_read=False)
+    return form
 
 
 def _surroundings(shown: str, mark: str, prompt: str, bare: str) -> ThoughtForm | None:

@@ -136,44 +136,53 @@ def _values(text: str, at: int) -> tuple[list[Any], int]:
     RecursionError at one that is not valid. JSON decides where a value ends: a tag inside a string belongs to it.
     """
     found, place = list[Any](), at
-    while (start := _SEPARATORS.match(text, place).end()) < len(text) and (text[start] in "{[" or place == at):  # type: ignore[union-attr]
-        value, place = _JSON.raw_decode(text, start)
+    while True:
+        start = _SEPARATORS.match(text, place).end()  # type: ignore[union-attr]
+        if place > at and text[start : start + 1] not in ("{", "["):
+            return found, place
+        value, size = _JSON.raw_decode(text[start:])  # a copy, because an error counts all lines before it
         found += value if isinstance(value, list) else [value]
-    return found, place
+        place = start + size
 
 
 # --- calls in tags ----------------------------------------------------------------------------------------------------
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_LINE_END = re.compile(r"[ \t]*(?:\n|\Z)")
 _TAG_END = re.compile(r"\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
-_XML_CALL = re.compile(
-    r"\s*<function=([^>\n]+)>\s*((?:<parameter=.*?</parameter>)?)\s*</function>\s*(?:</tool_call>|(?=<tool_call>)|\Z)",
-    re.DOTALL,
-)
+_XML_OPEN = re.compile(r"\s*<function=([^>\n]+)>")
 _XML_KEY = re.compile(r"<parameter=([^>\n]+)>")
+_XML_END = re.compile(r"\s*</function>\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
+_XML_LAST = re.compile(rf"</parameter>(?={_XML_END.pattern})")  # the end tag of a call's last argument
 
 
 def _find_tagged(text: str, read: Callable[[str, int, int], Found]) -> list[Found]:
     """The calls in tags. `read` gets the places of an opening tag and of its body."""
-    found, at, last_close = list[Found](), 0, text.rfind(_CLOSE)
+    found, at = list[Found](), 0
     while (start := text.find(_OPEN, at)) >= 0:
         at = start + len(_OPEN)
         body = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-        # A sentence may mention the tag. A call has a body of its own form, or begins a line and is closed.
-        begins_line = start == 0 or text[start - 1] == "\n" or text.endswith(_CLOSE, 0, start)
-        if text.startswith(("{", "[", "<function="), body) or (begins_line and at <= last_close):
+        if text.startswith(("{", "[", "<function="), body) or _is_closed(text, start):
             found.append(read(text, start, at))
             at = found[-1].end
     return found
 
 
+def _is_closed(text: str, start: int) -> bool:
+    """Whether an opening tag with another body opens a call, because the tags begin or end a line. A sentence that
+    mentions them has words on both sides.
+    """
+    close, end = _body_end(text, start + len(_OPEN))
+    begins_line = start == 0 or text[start - 1] == "\n" or text.endswith(_CLOSE, 0, start)
+    return close < end and (begins_line or _LINE_END.match(text, end) is not None)
+
+
 def _body_end(text: str, at: int) -> tuple[int, int]:
     """Where the body of a malformed call ends, and where its closing tag ends."""
-    close, following = text.find(_CLOSE, at), text.find(_OPEN, at)
-    if close >= 0 and not 0 <= following < close:
-        return close, close + len(_CLOSE)
+    following = text.find(_OPEN, at)
     end = following if following >= 0 else len(text)
-    return end, end
+    close = text.find(_CLOSE, at, end)
+    return (close, close + len(_CLOSE)) if close >= 0 else (end, end)
 
 
 def _hermes_call(text: str, start: int, at: int) -> Found:
@@ -188,34 +197,39 @@ def _hermes_call(text: str, start: int, at: int) -> Found:
 
 
 def _xml_call(text: str, start: int, at: int) -> Found:
-    whole = _XML_CALL.match(text, at)
-    arguments = _xml_arguments(whole.group(2)) if whole is not None else ""
-    if whole is not None and isinstance(arguments, dict):
-        return Found(start, whole.end(), [ToolCall(whole.group(1).strip(), arguments)])
-    close, end = _body_end(text, at)
-    body = text[at:close]
-    name = re.search(r"<function=([^>\n]+)>", body)
-    error = "no <function=name>…</function> in the call"
-    if name is not None and "</function>" in body:
-        reason = _xml_arguments(body[name.end() : body.rindex("</function>")])
-        error = reason if isinstance(reason, str) else error
-    return Found(start, end, [ToolCall(name.group(1).strip() if name else "", error=error)])
+    opened, close = _XML_OPEN.match(text, at), _body_end(text, at)
+    if opened is None:
+        return Found(start, close[1], [ToolCall("", error="no <function=name>…</function> in the call")])
+    name = opened.group(1).strip()
+    arguments, place = _xml_arguments(text, opened.end())
+    end = _XML_END.match(text, place)
+    if isinstance(arguments, dict) and end is not None:
+        return Found(start, end.end(), [ToolCall(name, arguments)])
+    if isinstance(arguments, dict):
+        got = text[place : max(place, close[0])].strip()[:60]
+        arguments = f"expected <parameter=key>…</parameter> or </function>, got {got!r}"
+    return Found(start, close[1], [ToolCall(name, error=arguments)])
 
 
-def _xml_arguments(text: str) -> dict[str, Any] | str:
-    """The arguments, as text, or the reason why they cannot be read. Each ends at the last end tag before the next."""
-    before, *parts = _XML_KEY.split(text)
-    if before.strip():
-        return f"the text {before.strip()[:80]!r} is in no parameter"
+def _xml_arguments(text: str, at: int) -> tuple[dict[str, Any] | str, int]:
+    """The arguments from `at` on, as text, and where they end; or the reason why they cannot be read. Each ends at the
+    last end tag before the next one, or before the end of the call.
+    """
     arguments = dict[str, Any]()
-    for key, part in zip(parts[::2], parts[1::2], strict=True):
-        value, tag, rest = part.rpartition("</parameter>")
+    while (key := _XML_KEY.match(text, _SPACE.match(text, at).end())) is not None:  # type: ignore[union-attr]
+        following = _XML_KEY.search(text, key.end())
+        edge = following.start() if following is not None else len(text)
+        last = _XML_LAST.search(text, key.end(), edge)
+        if last is not None and _XML_END.match(text, last.end()) is not None:
+            edge = last.end()
+        value, tag, rest = text[key.end() : edge].rpartition("</parameter>")
         if not tag or rest.strip():
-            return f"the parameter {key!r} has no end tag </parameter>"
-        if key in arguments:
-            return f"the parameter {key!r} is there twice"
-        arguments[key] = value.removeprefix("\n").removesuffix("\n")
-    return arguments
+            return f"the parameter {key.group(1)!r} has no end tag </parameter>", at
+        if key.group(1) in arguments:
+            return f"the parameter {key.group(1)!r} is there twice", at
+        arguments[key.group(1)] = value.removeprefix("\n").removesuffix("\n")
+        at = edge - len(rest)
+    return arguments, at
 
 
 # --- other calls ------------------------------------------------------------------------------------------------------
@@ -262,9 +276,11 @@ def _find_bare(text: str, tools: Tools) -> list[Found]:
 
 def _is_call(value: Any, tools: Tools) -> bool:
     function = value.get("function", value) if isinstance(value, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+    if not isinstance(function, dict):
         return False
-    return not function.keys().isdisjoint(("arguments", "parameters")) or function["name"] in _without_parameters(tools)
+    name = function.get("name")
+    has_arguments = not function.keys().isdisjoint(("arguments", "parameters"))
+    return isinstance(name, str) and name != "" and (has_arguments or name in _without_parameters(tools))
 
 
 def _means_call(broken: str, tools: Tools) -> bool:
@@ -276,7 +292,11 @@ def _means_call(broken: str, tools: Tools) -> bool:
 
 def _without_parameters(tools: Tools) -> set[str]:
     functions = list(map(_function, tools))
-    return {str(each.get("name")) for each in functions if not (each.get("parameters") or {}).get("properties")}
+    return {str(each["name"]) for each in functions if "name" in each and not _properties(each.get("parameters"))}
+
+
+def _properties(schema: Any) -> Any:
+    return schema.get("properties") if isinstance(schema, Mapping) else None
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ import copy
 import functools
 import inspect
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping
 from types import GenericAlias, NoneType
@@ -137,7 +138,8 @@ def _typed(text: str, schema: Any) -> Any:
         hint = _encoded_hint(msgspec.json.encode(schema))
         with contextlib.suppress(msgspec.ValidationError):
             return msgspec.convert(text, hint)
-        return _converted(text, hint)
+        value = _converted(text, hint)
+        return text if isinstance(value, float) and not math.isfinite(value) else value  # JSON has no such number
     except (ValueError, TypeError, RecursionError):  # it does not fit, or a client's schema is none
         return text
 
@@ -169,12 +171,14 @@ def _validated(parameters: Mapping[str, _Parameter], arguments: Mapping[str, Any
 
 
 def _converted(value: Any, hint: Any) -> Any:
-    """The value as its type. A text that does not fit may be a list or an object as JSON: XML formats of calls have
-    only text.
+    """The value as its type. A text that does not fit may be a list or an object as JSON, or a template's None: XML
+    formats of calls have only text.
     """
     try:
         return msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError:
+        if value == "None":
+            return msgspec.convert(None, hint)
         if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
             raise
         try:

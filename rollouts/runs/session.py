@@ -352,7 +352,8 @@ def _check_tools(chat: ChatFormat, environments: Sequence[Environment], settings
 def chat_notes(chat: ChatFormat) -> list[str]:
     """What is unusual about the chat template."""
     report = chat.report
-    return [] if report.append_only and not report.refusals else report.words()
+    is_usual = report.append_only and report.reads_thoughts and not report.refusals
+    return [] if is_usual else report.words()
 
 
 def make_inference(
