@@ -174,7 +174,7 @@ def _with_prompt(place: str, row: dict[str, Any]) -> dict[str, Any]:
     rest. A row without a conversation is returned unchanged. Raises ConfigError for a bad conversation.
     """
     try:
-        conversation = read_conversation(row)
+        conversation = read_conversation(row, keeps_parts=True)
     except BadRowError as error:
         if "messages" in row or "conversations" in row:
             raise ConfigError(f"{place}: {error}") from error

@@ -17,10 +17,11 @@ from rollouts.chat import ChatFormat, SupervisedRow
 from rollouts.data.conversations import BadRowError, read_conversation
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import Row
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, ModelError
 from rollouts.training.datasets import prepared as prepared_module
 from rollouts.training.datasets.chat_rows import ChatOptions, Cut, supervised_rows
 from rollouts.training.datasets.prepared import Preparer, ShuffledSamples, divided, prepare
+from rollouts.types import Message
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chat"))
 from tokenizers_for_tests import chat_for
@@ -209,6 +210,25 @@ def test_which_turns_are_trained_and_with_which_weight() -> None:
         assert "easy" not in chat_for("qwen3").decode(row.tokens)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "deepseekv3", "phi3", "gemma", "mistral"])
+def test_a_conversation_that_the_assistant_begins(name: str) -> None:
+    """Its first reply is context, in the words of the template; or the error says what is wrong."""
+    chat = chat_for(name)
+    begun = [{"role": "assistant", "content": "I am first."}, ASKED, {"role": "assistant", "content": "2"}]
+    if name == "gemma":
+        with pytest.raises(ModelError, match="the conversation begins with the assistant: the chat template of"):
+            rows_of(begun, chat)
+        return
+    ((tokens, mask),), _ = rows_of(begun, chat)
+    whole = [Message(each["role"], each["content"]) for each in begun]
+    assert chat.render(whole, [], False).startswith(chat.decode(tokens))
+    trained = chat.decode([token for token, weight in zip(tokens, mask, strict=True) if weight])
+    assert trained.removesuffix(next(end for end in chat.closers if trained.endswith(end))).split()[-1] == "2"
+    assert "first" in chat.decode(tokens) and "first" not in trained
+    with pytest.raises(BadRowError, match="begins with the assistant, and has no later turn of it"):
+        rows_of(begun[:2], chat)
+
+
 def test_no_cut_is_inside_of_a_tool_call() -> None:
     """For every length: whole turns, or the start of a first turn of text; what is missing is counted."""
     chat = chat_for("qwen2_5")
@@ -236,7 +256,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     return [
         Row(
             f"f, row {n}",
-            {"messages": [{**ASKED, "content": f"{n}?"}, {"role": "assistant", "content": f"It is {n}."}]},
+            {"messages": [{**ASKED, "content": f"{n}?"}, {"role": "assistant", "content": f"It is {n}."}], f"c{n}": 1},
         )
         for n in range(11)
     ]
@@ -265,7 +285,8 @@ def test_prepared_rows_are_those_of_each_conversation(rows: list[Row], tmp_path:
         assert (sample.tokens, sample.loss_mask, sample.rollout_index) == (tokens, mask, 7)
     two = prepare(rows[:8], preparer(), processes=2, folder=tmp_path / "two")  # the second piece by a child
     assert [two.sample(n, 0) for n in range(8)] == [one.sample(n, 0) for n in range(8)]
-    assert one.words("f") == ["f: 11 conversations from messages"] and len(asked) == 3
+    columns = ", ".join(sorted(f"c{n}" for n in range(11)))
+    assert one.words("f") == ["f: 11 conversations from messages", f"f: not read: {columns}"] and len(asked) == 3
     prepare(rows, Counting(*vars(preparer()).values()), processes=1, folder=tmp_path / "one")
     assert len(asked) == 3, "all found"
     Path(asked[1]).unlink()

@@ -17,6 +17,7 @@ import msgspec
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import RowText, SupervisedRow, TurnsRow, encode_rows, supervised_texts
 from rollouts.data.conversations import BadRowError, Conversation
+from rollouts.errors import ModelError
 from rollouts.types import Message
 
 _THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
@@ -58,9 +59,9 @@ def supervised_rows(
 ) -> tuple[list[SupervisedRow], Cut]:
     """The rows of a conversation with their weights [L], and what was cut. The list is empty if all was cut.
 
-    A turn has the weight of its message, else 1. With `turns="last"`, all turns but the last have weight 0. A row that
-    is too long ends with its last whole turn. If no turn fits, a turn of text alone is cut inside; one with a tool call
-    never is, so such a row is left out.
+    A turn has the weight of its message, else 1. With `turns="last"`, all turns but the last have weight 0. A reply
+    before all other messages answers nothing: it is context. A row that is too long ends with its last whole turn. If
+    no turn fits, a turn of text alone is cut inside; one with a tool call never is, so such a row is left out.
 
     Raises BadRowError for a conversation without a trained turn, and ModelError if the template refuses it.
     """
@@ -77,18 +78,52 @@ def plan_rows(conversation: Conversation, chat: ChatFormat, options: ChatOptions
     if options.thinking == "drop":
         messages = [_without_thinking(message) for message in messages]
     spoken = [place for place, message in enumerate(messages) if message.role == "assistant"]
+    begun = next((place for place, message in enumerate(messages) if message.role != "assistant"), len(messages))
     weights = [0.0] * len(messages)
-    for place in spoken[-1:] if options.turns == "last" else spoken:
+    for place in spoken[-1:] if options.turns == "last" else spoken[begun:]:
         weight = given[place]
         weights[place] = 1.0 if weight is None else weight
     if not any(weights):
-        raise BadRowError("no turn of the assistant is trained" if spoken else "no message is of the role assistant")
+        why = (
+            ": the conversation begins with the assistant, and has no later turn of it"
+            if spoken and spoken[-1] < begun
+            else ""
+        )
+        raise BadRowError(
+            f"no turn of the assistant is trained{why}" if spoken else "no message is of the role assistant"
+        )
     if any(message.tool_calls for message in messages) and not (chat.report.tools or chat.report.calls_as_text):
         raise BadRowError(
             f"the chat template cannot show its tool calls ({'; '.join(chat.report.refusals) or 'it leaves them out'})"
         )
     tools = conversation.tools or [dict(tool) for tool in options.tools]
-    return Planned(messages, weights, supervised_texts(messages, tools, chat))
+    try:
+        texts = supervised_texts(messages[begun:], tools, chat)
+        return Planned(messages, weights, _behind(texts, messages, begun, tools, chat) if begun else texts)
+    except ModelError as error:
+        if any(message.role != "system" for message in messages[: spoken[0]]):
+            raise
+        raise ModelError(f"the conversation begins with the assistant: {error}") from error
+
+
+def _behind(
+    rows: Sequence[RowText], messages: list[Message], begun: int, tools: list[dict[str, Any]], chat: ChatFormat
+) -> list[RowText]:
+    """The texts of the rows of `messages[begun:]`, behind the first replies as context. Raises ModelError if the
+    template does not show them so.
+    """
+    found = []
+    for row in rows:
+        turns = [turn._replace(place=turn.place + begun) for turn in row.turns]
+        first = turns[0].place
+        prompt = chat.render_marked(messages[:first], tools, True)
+        dropped = len(chat.render_marked(messages[begun:first], tools, True)) - len(row.head + row.prompt)
+        prompt = prompt[: len(prompt) - dropped]  # a thought that the prompt opens and the reply does not have
+        whole = chat.render_marked(messages[: turns[-1].place + 1], tools, False)
+        if not whole.startswith(prompt + "".join(turn.reply + turn.rest for turn in turns[:-1]) + turns[-1].reply):
+            raise ModelError("the chat template shows what follows differently")
+        found.append(RowText("", prompt, turns))
+    return found
 
 
 def cut_rows(planned: Planned, rows: Sequence[TurnsRow], max_length: int | None) -> tuple[list[TurnsRow], Cut]:
