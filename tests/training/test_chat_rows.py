@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.chat import ChatFormat, SupervisedRow
+from rollouts.chat.tool_parsers import ToolParser
 from rollouts.data.conversations import BadRowError, read_conversation
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import Row
@@ -21,7 +23,7 @@ from rollouts.errors import ConfigError, ModelError
 from rollouts.training.datasets import prepared as prepared_module
 from rollouts.training.datasets.chat_rows import ChatOptions, Cut, supervised_rows
 from rollouts.training.datasets.prepared import Preparer, ShuffledSamples, divided, prepare
-from rollouts.types import Message
+from rollouts.types import Message, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chat"))
 from tokenizers_for_tests import chat_for
@@ -294,6 +296,29 @@ def test_prepared_rows_are_those_of_each_conversation(rows: list[Row], tmp_path:
     assert len(asked) == 5 and asked[3] == asked[1] and len(again) == 12
     prepare(rows, Counting(*vars(preparer(turns="last")).values()), processes=1, folder=tmp_path / "one")
     assert len(asked) == 8, "other settings, other tokens"
+
+
+def read_lines(text: str) -> tuple[list[ToolCall], str]:
+    """A tool parser: a call is a line of JSON behind `CALL`."""
+    return [ToolCall(*json.loads(each)) for each in re.findall("CALL (.*)", text)], re.sub("CALL .*", "", text).strip()
+
+
+def write_lines(calls: Sequence[ToolCall]) -> str:
+    return "\n".join(f"CALL {json.dumps([each.name, each.arguments])}" for each in calls)
+
+
+def test_rows_are_prepared_with_the_tool_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pieces, and not from the files of a run without it: this template cannot show calls itself."""
+    monkeypatch.setattr(prepared_module, "PIECE_ROWS", 2)
+    monkeypatch.setattr(read_lines, "write", write_lines, raising=False)
+    talks = [Row(f"f, row {n}", {"messages": [{**ASKED, "content": f"{n}?"}, ONE_CALL[1]]}) for n in range(4)]
+    alone = Preparer(chat_for("phi3").tokenizer, {}, ChatOptions())
+    with pytest.raises(ConfigError, match="row 0: the chat template cannot show its tool calls"):
+        prepare(talks, alone, processes=2, folder=tmp_path)
+    parsing = Preparer(alone.tokenizer, {}, ChatOptions(), parser=ToolParser("lines", read_lines, {}))
+    found = prepare(talks, parsing, processes=2, folder=tmp_path)
+    texts = [chat_for("phi3").decode(found.sample(number, 0).tokens) for number in range(4)]
+    assert texts == [f'<|user|>\n{n}?<|end|>\n<|assistant|>\nCALL ["add", {{"a": 1}}]<|end|>' for n in range(4)]
 
 
 def test_each_epoch_has_every_row_once_in_another_order(rows: list[Row], tmp_path: Path) -> None:

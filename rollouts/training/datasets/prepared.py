@@ -334,6 +334,7 @@ class _Workers:
         self._begun = 0
         self._local = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._starting, self._is_closed = threading.Lock(), False
         self._threads = ThreadPoolExecutor(count)
 
     def __enter__(self) -> _Workers:
@@ -341,6 +342,8 @@ class _Workers:
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._starting:
+            self._is_closed = True
         for process in self._processes:
             process.kill()
             process.communicate()
@@ -371,8 +374,11 @@ class _Workers:
     def _start(self) -> subprocess.Popen[bytes]:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         command = [sys.executable, "-m", "rollouts.training.datasets.prepared"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        self._processes.append(process)
+        with self._starting:
+            if self._is_closed:  # another piece failed meanwhile, so nothing would end this process
+                raise RunError("the preparation of conversations has ended")
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+            self._processes.append(process)
         assert process.stdin is not None
         pickle.dump((self._preparer.tokenizer, self._preparer.arguments, tuple(self._preparer.options)), process.stdin)
         return process
