@@ -260,14 +260,15 @@ def results_from_text(message: Message) -> list[Message]:
 def match_results(messages: Sequence[Message]) -> None:
     """Raise BadRowError for a result without its call."""
     open_calls: list[str] = []
+    more = ""
     for number, message in enumerate(messages, start=1):
         if message.role == "assistant":
+            more = "" if message.tool_calls else f"; if the call is in the text of a reply, {AS_CALLS}"
             open_calls = [call.id for call in message.tool_calls]
         elif message.role == "tool":
             wanted = message.tool_call_id or ""
             if not open_calls or (wanted and any(open_calls) and wanted not in open_calls):
                 named = f" {wanted!r}" if wanted else ""
-                more = "" if open_calls else f"; if the call is in the text of a reply, {AS_CALLS}"
                 raise BadRowError(f"message {number}: a tool result{named} without its call{more}")
             open_calls.remove(wanted if wanted in open_calls else open_calls[0])
 
@@ -282,5 +283,5 @@ def read_json(text: str, what: str) -> Any:
     """The value of a text. Raises BadRowError, which begins with `what`."""
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         raise BadRowError(f"{what}: no JSON: {getattr(error, 'msg', error)}: {text[:80]!r}") from error

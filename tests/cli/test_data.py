@@ -48,7 +48,7 @@ def test_trained_text_is_marked_and_bad_rows_are_named(chat, capsys):
     assert re.findall(r"\[\[(.*?)\]\]", out) == ["3 🙂<|im_end|>", "4<|im_end|>", "2\\x1b[31m<|im_end|>"]
     assert "\x1b" not in out, "a terminal would obey what a row says"
     assert "2 conversations: 1 from messages, 1 from instruction, input and output (Alpaca); tokens of tiny" in out
-    assert "chat.jsonl, line 2: message 1: a tool result without its call" in out and "\nthe row: {'messages'" in out
+    assert "chat.jsonl, line 2: message 1: a tool result without its call\nthe row: {'messages'" in out
     assert out.splitlines()[1] == "not read: messages[].id, source", "named once"
     found = inspect_data("chat.jsonl", {})
     assert [set(each.weights) for each in found.shown] == [{0.0, 0.5, 1.0}, {0.0, 1.0}]
