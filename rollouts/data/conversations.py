@@ -97,11 +97,14 @@ def read_conversation(row: Any, *, keeps_parts: bool = False) -> Conversation:
     tools = read_tools(row.get("tools"))
     messages, weights = _with_calls(messages, weights, bool(tools))
     match_results(messages)
-    if row.get("system") and (not messages or messages[0].role != "system"):
-        messages.insert(0, read_message({"role": "system", "content": row["system"]}))
-        weights.insert(0, None)
     if not messages:
         raise BadRowError("the conversation has no messages")
+    if row.get("system"):
+        system = read_message({"role": "system", "content": row["system"]}, keeps_parts=keeps_parts)
+        if messages[0].role != "system":
+            messages, weights = [system, *messages], [None, *weights]
+        elif messages[0] != system:
+            unread.add("system")
     return Conversation(messages, tools, weights, given.form, frozenset(unread))
 
 

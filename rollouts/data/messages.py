@@ -98,7 +98,8 @@ def read_message(turn: Any, *, keeps_parts: bool = False) -> Message:
     is_missing = content is None or (content == [] and role != "tool")
     if is_missing and not calls and not reasoning:
         raise BadRowError(f"it has no content; its keys are {', '.join(map(str, turn))}")
-    return Message(role, text, calls, turn.get("tool_call_id"), turn.get("name"), reasoning)
+    answered = turn.get("tool_call_id")
+    return Message(role, text, calls, None if answered is None else str(answered), turn.get("name"), reasoning)
 
 
 def _content(value: Any, role: str, keeps_parts: bool) -> tuple[str | list[dict[str, Any]], str, list[ToolCall]]:
@@ -171,7 +172,7 @@ def _call(value: Any) -> ToolCall:
     if not isinstance(value, TABLE):
         raise BadRowError(f"a tool call is a table, got {type(value).__name__}")
     function = value.get("function") or value
-    if not isinstance(function, TABLE) or not isinstance(function.get("name"), str):
+    if not isinstance(function, TABLE) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRowError("a tool call has no name")
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):

@@ -143,6 +143,9 @@ def test_columns_that_are_not_read_are_named() -> None:
     found = read_conversation({"messages": turns, "system": "Add.", "prompt": "x", "source": "y", "text": None})
     assert found.unread == {"prompt", "source", "messages[].id", "messages[].train_detail", "messages[].weight"}
     assert not read_conversation({"prompt": [ASKED], "completion": [REPLIED], "history": None}).unread
+    for said_first, unread in (("Add.", set()), ("Multiply.", {"system"})):
+        turns = [{"role": "system", "content": said_first}, ASKED, REPLIED]
+        assert read_conversation({"messages": turns, "system": "Add."}).unread == unread
 
 
 TEXT_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'

@@ -200,7 +200,7 @@ def test_which_turns_are_trained_and_with_which_weight() -> None:
     assert weights(CALLS) == [1.0, 1.0] and weights(CALLS, turns="last") == [1.0]
     half = [*EMPTY[:1], {**EMPTY[1], "weight": 0.5}, EMPTY[2], {**EMPTY[3], "weight": 0}]
     assert weights(half) == [0.5]
-    with pytest.raises(BadRowError, match="no turn of the assistant is trained"):
+    with pytest.raises(BadRowError, match="no turn of the assistant is trained: marks of the turns or of the row say"):
         weights(half, turns="last")
     with pytest.raises(BadRowError, match="no message is of the role assistant"):
         weights([ASKED])
@@ -227,8 +227,9 @@ def test_a_conversation_that_the_assistant_begins(name: str) -> None:
     trained = chat.decode([token for token, weight in zip(tokens, mask, strict=True) if weight])
     assert trained.removesuffix(next(end for end in chat.closers if trained.endswith(end))).split()[-1] == "2"
     assert "first" in chat.decode(tokens) and "first" not in trained
-    with pytest.raises(BadRowError, match="begins with the assistant, and has no later turn of it"):
-        rows_of(begun[:2], chat)
+    for turns in ("all", "last"):
+        with pytest.raises(BadRowError, match="begins with the assistant, and has no later turn of it"):
+            rows_of(begun[:2], chat, turns=turns)
 
 
 def test_no_cut_is_inside_of_a_tool_call() -> None:

@@ -80,18 +80,16 @@ def plan_rows(conversation: Conversation, chat: ChatFormat, options: ChatOptions
     spoken = [place for place, message in enumerate(messages) if message.role == "assistant"]
     begun = next((place for place, message in enumerate(messages) if message.role != "assistant"), len(messages))
     weights = [0.0] * len(messages)
-    for place in spoken[-1:] if options.turns == "last" else spoken[begun:]:
+    answers = spoken[begun:]
+    for place in answers[-1:] if options.turns == "last" else answers:
         weight = given[place]
         weights[place] = 1.0 if weight is None else weight
     if not any(weights):
-        why = (
-            ": the conversation begins with the assistant, and has no later turn of it"
-            if spoken and spoken[-1] < begun
-            else ""
-        )
-        raise BadRowError(
-            f"no turn of the assistant is trained{why}" if spoken else "no message is of the role assistant"
-        )
+        if not spoken:
+            raise BadRowError("no message is of the role assistant")
+        marked = "marks of the turns or of the row say so, or they belong to a prompt"
+        why = marked if answers else "the conversation begins with the assistant, and has no later turn of it"
+        raise BadRowError(f"no turn of the assistant is trained: {why}")
     if any(message.tool_calls for message in messages) and not (chat.report.tools or chat.report.calls_as_text):
         raise BadRowError(
             f"the chat template cannot show its tool calls ({'; '.join(chat.report.refusals) or 'it leaves them out'})"
