@@ -55,6 +55,73 @@ def test_trained_text_is_marked_and_bad_rows_are_named(chat, capsys):
     assert f"median {sum(found.lengths) / 2:g}, longest {max(found.lengths)}; {sum(found.trained)} of" in out
 
 
+def said(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+ASKED, TOLD = {"from": "human", "value": "time?"}, {"from": "gpt", "value": "noon"}
+RESULT = {"from": "tool", "value": "<tool_response>\nnoon\n</tool_response>"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "trained", "words"),
+    [
+        (
+            [
+                {
+                    "messages": [
+                        said("user", [{"type": "input_text", "text": "Name a river."}]),
+                        said("assistant", [{"type": "output_text", "text": "The Rhine."}]),
+                    ]
+                },
+                {"messages": [said("user", [{"type": "image", "image": "cat.png"}]), said("assistant", "A cat.")]},
+            ],
+            ["The Rhine.<|im_end|>"],
+            "chat.jsonl, line 2: message 1: a part of type 'image' is not text",
+        ),
+        (
+            [
+                {
+                    "prompt": [said("user", "Say one."), said("assistant", "one"), said("user", "Say two.")],
+                    "completion": [said("assistant", "two")],
+                },
+                {"instruction": "Say three.", "input": "", "output": "three", "history": [["Say zero.", "zero"]]},
+            ],
+            ["two<|im_end|>", "three<|im_end|>"],
+            "",
+        ),
+        (
+            [
+                {
+                    "messages": [
+                        said("user", "x"),
+                        said("assistant", "one", train=False),
+                        said("user", "y"),
+                        said("assistant", "two"),
+                    ]
+                },
+                {"messages": [said("user", "x"), said("assistant", "one", loss=True)], "train": False},
+            ],
+            ["two<|im_end|>"],
+            "chat.jsonl, line 2: no turn of the assistant is trained: marks of the turns or of the row say so",
+        ),
+        ([{"conversations": [{"from": "gpt", "value": "I am first."}, ASKED, TOLD]}], ["noon<|im_end|>"], ""),
+        (
+            [{"conversations": [ASKED, {"from": "gpt", "value": CALL}, RESULT, TOLD]}],
+            [f"{CALL}<|im_end|>", "noon<|im_end|>"],
+            "",
+        ),
+    ],
+)
+def test_what_other_libraries_write_is_read_or_named(rows, trained, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["data", "inspect", "chat.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"\[\[(.*?)\]\]", out, re.DOTALL) == trained and words in out
+
+
 def test_settings_of_the_data_and_limits(chat, capsys):
     assert main(["data", "inspect", "chat.jsonl", "--show", "1", "--first", "1", "--data.turns", "last"]) == 0
     out = capsys.readouterr().out
