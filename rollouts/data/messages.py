@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from rollouts.chat.tool_call_formats import split_thinking
 from rollouts.types import Message, ToolCall
 
 ROLES = {
@@ -52,6 +51,8 @@ _MEDIA = re.compile(r"(input_)?(image|audio|video|file|document)")
 
 _OPENED, _CLOSED = re.compile(r"\s*<tool_call>\s*"), re.compile(r"\s*</tool_call>\s*")
 _RESULT = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.DOTALL)
+THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+"""Thinking in the text of a message."""
 AS_CALLS = 'give it as "tool_calls": [{"name": "...", "arguments": {...}}]'
 
 
@@ -205,7 +206,7 @@ def calls_from_text(message: Message, *, is_answered: bool, has_tools: bool) -> 
     text = message.content
     if not isinstance(text, str) or (at := text.find("<tool_call>")) < 0 or message.tool_calls:
         return None
-    is_certain = is_answered or not split_thinking(text[:at])[0].strip()
+    is_certain = is_answered or not THOUGHT.sub("", text[:at], count=1).strip()
     try:
         calls = _tagged_calls(text[at:])
     except ValueError as error:

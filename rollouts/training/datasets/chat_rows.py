@@ -8,7 +8,6 @@ masks are those of `rollouts.chat.masks`. Not here: files of prepared conversati
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,10 +16,9 @@ import msgspec
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import RowText, SupervisedRow, TurnsRow, encode_rows, supervised_texts
 from rollouts.data.conversations import BadRowError, Conversation
+from rollouts.data.messages import THOUGHT
 from rollouts.errors import ModelError
 from rollouts.types import Message
-
-_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
 class ChatOptions(NamedTuple):
@@ -157,5 +155,5 @@ def _kept_length(row: TurnsRow, messages: Sequence[Message], max_length: int | N
 def _without_thinking(message: Message) -> Message:
     if message.role != "assistant":
         return message
-    content = _THOUGHT.sub("", message.content, count=1) if isinstance(message.content, str) else message.content
+    content = THOUGHT.sub("", message.content, count=1) if isinstance(message.content, str) else message.content
     return msgspec.structs.replace(message, reasoning=None, content=content)
