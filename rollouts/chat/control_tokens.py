@@ -81,7 +81,7 @@ class _Pattern:
         if isinstance(value, dict):
             return {self.mark(key): self.mark(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
-            return self._apart([self.mark(item) for item in value])
+            return [self.mark(item) for item in value]
         if isinstance(value, Mapping):  # last, because this check is slow
             return {self.mark(key): self.mark(item) for key, item in value.items()}
         return value
@@ -95,18 +95,6 @@ class _Pattern:
             return text
         cuts = [0, *(found.start() + 1 for found in self._starts.finditer(text)), len(text)]
         return CUT.join(text[a:b].replace(_MARK, _ITSELF) for a, b in itertools.pairwise(cuts))
-
-    def _apart(self, parts: list[Any]) -> list[Any]:
-        """Parts of a content, with cuts where two parts spell a control token when a template joins them."""
-        if len(parts) < 2 or not all(isinstance(p, dict) and isinstance(p.get("text", ""), str) for p in parts):
-            return parts
-        ends = list(itertools.accumulate(len(part.get("text", "")) for part in parts))
-        found = self._starts.finditer("".join(part.get("text", "") for part in parts))
-        cut = {place for each in found for place in ends if each.start() < place < each.end(1)}
-        return [
-            {**part, "text": CUT + part["text"]} if part.get("text") and end - len(part["text"]) in cut else part
-            for part, end in zip(parts, ends, strict=True)
-        ]
 
 
 def _normalizer(tokenizer: Any, tokens: Iterable[Any]) -> Callable[[str], str] | None:

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from rollouts.chat.format import ChatFormat
-from rollouts.errors import ModelError
+from rollouts.errors import ModelError, counted
 from rollouts.types import Message, ToolCall
 
 Row = tuple[list[int], list[tuple[int, int, int]]]
@@ -267,3 +267,13 @@ def is_plausible(row: Row, replies: Iterator[str], messages: Sequence[Message], 
         if message.text.strip() not in reply or not all(call.name in reply for call in message.tool_calls):
             return False
     return True
+
+
+def lost_words(lost: Mapping[str, int]) -> str:
+    """What is in no row, in words; "" if nothing is lost.
+
+    >>> lost_words({"the thought": 3})
+    'the chat template leaves out: the thought (3 times)'
+    """
+    fields = ", ".join(f"{field} ({counted(count, 'time')})" for field, count in sorted(lost.items()))
+    return f"the chat template leaves out: {fields}" if fields else ""

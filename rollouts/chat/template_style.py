@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from rollouts.errors import ModelError
 from rollouts.types import Message, ToolCall
 
 Tools = Sequence[dict[str, Any]]
@@ -58,9 +59,14 @@ class TemplateStyle(NamedTuple):
 def template_message(message: Message, style: TemplateStyle) -> dict[str, Any]:
     """The dict that the template reads for a message.
 
-    A message with a malformed call has the model's whole text as its content, so its calls are left out.
+    A message with a malformed call has the model's whole text as its content, so its calls are left out. Parts of text
+    are one text, because many templates print a list as Python does. Raises ModelError for a part that is not text.
     """
-    shown: dict[str, Any] = {"role": message.role, "content": message.content}
+    for part in message.content if isinstance(message.content, list) else ():
+        if part.get("type") != "text" or not isinstance(part.get("text", ""), str):
+            kind, role = part.get("type"), message.role
+            raise ModelError(f"a message of the role {role} has a part of type {kind!r}, and the model reads text only")
+    shown: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.reasoning:
         opens, closes = style.tags
         if style.thought == "key":

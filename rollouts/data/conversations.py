@@ -2,90 +2,110 @@
 
 | form | columns |
 |---|---|
-| messages | `messages`: a list of {"role", "content"}, as the API of OpenAI has them; `tools` |
-| ShareGPT | `conversations`: a list of {"from", "value"}; `system`, `tools` |
-| Alpaca | `instruction`, `input`, `output`; `system`, `history` |
-| prompt and response | `prompt` (or `question`) and `response` (or `completion`), each text or messages |
+| messages | `messages`: a list of {"role", "content"}, as the API of OpenAI has them |
+| ShareGPT | `conversations`: a list of {"from", "value"} |
+| Alpaca | `instruction`, `input`, `output`, `history` |
+| prompt and response | `prompt` (or `question`) and `response` (or `completion`), each text or messages; `history` |
 
-Pure functions. Not here: which tokens are trained (`rollouts.chat.masks`).
+All have `system`, `tools`, and marks that say what is trained (`MARKS`). Pure functions. Not here: one message
+(`messages`), and which tokens are trained (`rollouts.chat.masks`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
-
+from rollouts.data.messages import (
+    KEYS,
+    TABLE,
+    calls_from_text,
+    match_results,
+    read_json,
+    read_message,
+    read_tools,
+    results_from_text,
+)
+from rollouts.data.messages import BadRowError as BadRowError
 from rollouts.errors import counted
-from rollouts.types import Message, ToolCall
-
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "ipython": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function_response": "tool",
-}
-"""The roles of data sets, and the role of each in a Message."""
+from rollouts.types import Message
 
 FORMS = "messages; conversations (ShareGPT); instruction and output (Alpaca); prompt and response"
-_THINKING = ("reasoning", "reasoning_content", "thinking")
-_CALLS = ("function_call", "tool_call")
-_TABLE = (dict, Mapping)  # `dict` first, because checking `Mapping` is slow
 
+FLAGS, WEIGHTS = ("train", "training", "loss"), ("weight", "loss_scale")
+MARKS = (*FLAGS, *WEIGHTS)
+"""The keys of a turn, and the columns of a row, that say whether it is trained, and with which weight."""
 
-class BadRowError(ValueError):
-    """A row that is no conversation. The message says why."""
+UNREAD_MAX = 40  # names of columns that are kept for a data set; a row may make names up
+_COMMON = frozenset(("system", "tools", *MARKS))
+_NAMES = frozenset(MARKS)
+_READ = KEYS | _NAMES
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 
 
 class Conversation(NamedTuple):
-    """A row as messages. `weights` has the weight of each message, None for one without; `form` says in words from
-    which columns it was read.
+    """A row as messages. `weights` has the weight of each message: the product of its marks and those of the row, 0 for
+    context that is not trained, None without any. `form` says in words from which columns it was read. `unread` names
+    columns of the row, and keys of its turns (`messages[].id`), that were not read.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]]
     weights: list[float | None]
     form: str
+    unread: frozenset[str] = frozenset()
 
 
-def read_conversation(row: Any) -> Conversation:
-    """The conversation of a row. Raises BadRowError.
+class _Given(NamedTuple):
+    """What a row has: the form, the columns that it reads, and turns with their column and whether they are context."""
+
+    form: str
+    columns: tuple[str, ...]
+    turns: list[tuple[Any, str, bool]]
+
+
+def read_conversation(row: Any, *, keeps_parts: bool = False) -> Conversation:
+    """The conversation of a row. With `keeps_parts`, images and other parts that are not text stay in the messages.
+    Raises BadRowError.
 
     >>> found = read_conversation({"instruction": "Add.", "input": "2 + 2", "output": "4"})
     >>> [(message.role, message.text) for message in found.messages], found.form
     ([('user', 'Add.\\n\\n2 + 2'), ('assistant', '4')], 'instruction, input and output (Alpaca)')
     """
-    if not isinstance(row, _TABLE):
+    if not isinstance(row, TABLE):
         raise BadRowError(f"a row is a table of columns, got {type(row).__name__}")
-    given, form = _turns(row)
-    messages, weights = [], []
-    for number, turn in enumerate(given, start=1):
+    media = next((column for column in _MEDIA if row.get(column)), None)
+    if media and not keeps_parts:
+        raise BadRowError(f"its column {media} is not text, and the model reads and writes text only")
+    given = _given(row)
+    unread = {column for column in row.keys() - _COMMON - set(given.columns) if row[column] is not None}
+    of_row = _mark(row, "the column ")
+    messages: list[Message] = []
+    weights: list[float | None] = []
+    for number, (turn, column, is_context) in enumerate(given.turns, start=1):
         try:
-            messages.append(_message(turn))
-            weights.append(_weight(turn))
+            messages.append(read_message(turn, keeps_parts=keeps_parts))
+            mark = None if isinstance(turn, Message) else _mark(turn, "its ")
         except BadRowError as error:
             raise BadRowError(f"message {number}: {error}") from error
-    if row.get("system") and (not messages or messages[0].role != "system"):
-        messages.insert(0, Message("system", _text(row["system"])))
-        weights.insert(0, None)
+        is_reply = messages[-1].role == "assistant"
+        mark = 0.0 if mark is None and is_reply and is_context else mark
+        weights.append(mark if of_row is None else of_row * (1.0 if mark is None else mark))
+        read = KEYS if mark and not is_reply else _READ  # only replies are trained
+        if not isinstance(turn, Message) and not turn.keys() <= read:
+            unread |= {f"{column}[].{key}" for key in turn.keys() - read if turn[key] is not None}
+    tools = read_tools(row.get("tools"))
+    messages, weights = _with_calls(messages, weights, bool(tools))
+    match_results(messages)
     if not messages:
         raise BadRowError("the conversation has no messages")
-    _match_results(messages)
-    return Conversation(messages, _tools(row.get("tools")), weights, form)
+    if row.get("system"):
+        system = read_message({"role": "system", "content": row["system"]}, keeps_parts=keeps_parts)
+        if messages[0].role != "system":
+            messages, weights = [system, *messages], [None, *weights]
+        elif messages[0] != system:
+            unread.add("system")
+    return Conversation(messages, tools, weights, given.form, frozenset(unread))
 
 
 def described(forms: Mapping[str, int], count: int) -> str:
@@ -99,30 +119,61 @@ def described(forms: Mapping[str, int], count: int) -> str:
     return f"{counted(count, 'conversation')}: {', '.join(f'{number} from {form}' for form, number in forms.items())}"
 
 
-def _turns(row: Mapping[str, Any]) -> tuple[list[Any], str]:
-    """The messages as the row writes them, and the form."""
+def add_unread(names: set[str], more: Iterable[str]) -> None:
+    """Add names of columns that were not read, of which at most `UNREAD_MAX` are kept."""
+    names.update(sorted(set(more) - names)[: max(0, UNREAD_MAX - len(names))])
+
+
+def unread_words(names: Iterable[str]) -> str:
+    """The columns that were not read, in one line; "" if all were.
+
+    >>> unread_words({"id", "messages[].source"})
+    'not read: id, messages[].source'
+    """
+    found = sorted(names)
+    return f"not read: {', '.join(found)}{' and more' if len(found) >= UNREAD_MAX else ''}" if found else ""
+
+
+def _given(row: Mapping[str, Any]) -> _Given:
+    """The turns as the row writes them."""
     for column, words in (("messages", "messages"), ("conversations", "conversations (ShareGPT)")):
         if row.get(column) is not None:
-            return _list(row[column], column), words
+            turns = [(turn, column, False) for turn in _list(row[column], column)]
+            return _Given(words, (column,), turns)
     if row.get("instruction") is not None and "output" in row:
         asked = _said(row["instruction"], "instruction")
         more = _said(row["input"], "input") if row.get("input") not in (None, "") else ""
-        history = [turn for pair in row.get("history") or () for turn in zip(("user", "assistant"), pair, strict=False)]
-        reply = _said(row["output"], "output")
-        turns = [*history, ("user", f"{asked}\n\n{more}" if more else asked), ("assistant", reply)]
+        before: list[Any] = [{"role": "user", "content": f"{asked}\n\n{more}" if more else asked}]
+        after: list[Any] = [{"role": "assistant", "content": _said(row["output"], "output")}]
         words = "instruction, input and output (Alpaca)" if "input" in row else "instruction and output (Alpaca)"
-        return [{"role": role, "content": content} for role, content in turns], words
-    asked_in, replied_in = _column(row, "prompt", "question"), _column(row, "response", "completion")
-    if asked_in and replied_in:
+        columns: tuple[str, ...] = ("instruction", "input", "output")
+    else:
+        columns = _column(row, "prompt", "question"), _column(row, "response", "completion")
+        if not all(columns):
+            found = ", ".join(map(str, row)) or "none"
+            raise BadRowError(f"no conversation in the columns {found}; expected {FORMS}")
         before, after = (
             _list(row[column], column)
             if isinstance(row[column], list | tuple)
             else [{"role": role, "content": _said(row[column], column)}]
-            for role, column in (("user", asked_in), ("assistant", replied_in))
+            for role, column in zip(("user", "assistant"), columns, strict=True)
         )
-        return [*before, *after], f"{asked_in} and {replied_in}"
-    columns = ", ".join(map(str, row)) or "none"
-    raise BadRowError(f"no conversation in the columns {columns}; expected {FORMS}")
+        words = " and ".join(columns)
+    context = [(turn, columns[0], True) for turn in [*_history(row.get("history")), *before]]
+    return _Given(words, (*columns, "history"), [*context, *((turn, columns[-1], False) for turn in after)])
+
+
+def _history(value: Any) -> list[dict[str, Any]]:
+    """The turns of a column `history`: pairs of a question and its reply."""
+    pairs = _list(value, "history") if value else []
+    if not all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs):
+        raise BadRowError("the column history is no list of pairs: [[question, reply], ...]")
+    both = ("user", "assistant")
+    return [
+        {"role": role, "content": _said(said, "history")}
+        for pair in pairs
+        for role, said in zip(both, pair, strict=True)
+    ]
 
 
 def _column(row: Mapping[str, Any], *columns: str) -> str:
@@ -143,120 +194,49 @@ def _said(value: Any, column: str) -> str:
 def _list(value: Any, column: str) -> list[Any]:
     """The messages of a column, which may be JSON text."""
     if isinstance(value, str):
-        value = _json(value, f"the column {column}")
+        value = read_json(value, f"the column {column}")
     if not isinstance(value, list | tuple):
         raise BadRowError(f"the column {column} is no list of messages, got {type(value).__name__}")
     return list(value)
 
 
-def _message(turn: Any) -> Message:
-    if isinstance(turn, Message):
-        return turn
-    if not isinstance(turn, _TABLE):
-        raise BadRowError(f"expected {{'role', 'content'}}, got {type(turn).__name__}")
-    given = turn.get("role", turn.get("from"))
-    if not isinstance(given, str) or not given:
-        raise BadRowError("it has no role")
-    role = ROLES.get(given.lower())
-    if role is None:
-        raise BadRowError(f"unknown role {given!r}; expected one of {', '.join(sorted(ROLES))}")
-    content = turn.get("content", turn.get("value"))
-    if given.lower() == "function_call":
-        return Message("assistant", "", [_call(each) for each in _calls(content)])
-    calls = [_call(each) for each in _calls(turn.get("tool_calls"))]
-    calls += [_call(turn[key]) for key in _CALLS if turn.get(key)]
-    if calls and role != "assistant":
-        raise BadRowError(f"a message of the role {given} has tool calls")
-    if content is None and not calls and role != "assistant":
-        raise BadRowError("it has no content")
-    reasoning = next((turn[key] for key in _THINKING if turn.get(key)), None)
-    return Message(
-        role,
-        _content(content),
-        calls,
-        tool_call_id=turn.get("tool_call_id"),
-        name=turn.get("name"),
-        reasoning=None if reasoning is None else _text(reasoning),
-    )
-
-
-def _content(value: Any) -> str | list[dict[str, Any]]:
-    """Text, or parts. Data that is neither, as of a tool's result, becomes JSON."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if isinstance(value, list) and value and all(isinstance(each, _TABLE) and "type" in each for each in value):
-        return [dict(each) for each in value]
-    return msgspec.json.encode(value).decode()
-
-
-def _calls(value: Any) -> Iterable[Any]:
-    if isinstance(value, str):
-        value = _json(value, "the tool calls") if value.strip() else []
-    return [value] if isinstance(value, _TABLE) else value or []
-
-
-def _call(value: Any) -> ToolCall:
-    if isinstance(value, ToolCall):
-        return value
-    if isinstance(value, str):
-        value = _json(value, "a tool call")
-    if not isinstance(value, _TABLE):
-        raise BadRowError(f"a tool call is a table, got {type(value).__name__}")
-    function = value.get("function") or value
-    if not isinstance(function, _TABLE) or not isinstance(function.get("name"), str):
-        raise BadRowError("a tool call has no name")
-    arguments = function.get("arguments", function.get("parameters"))
-    if isinstance(arguments, str):
-        arguments = _json(arguments, f"the arguments of {function['name']}") if arguments.strip() else {}
-    if arguments is not None and not isinstance(arguments, _TABLE):
-        raise BadRowError(f"the arguments of {function['name']} are no table, got {type(arguments).__name__}")
-    return ToolCall(function["name"], dict(arguments or {}), str(value.get("id") or ""))
-
-
-def _match_results(messages: Sequence[Message]) -> None:
-    """Raise BadRowError for a result without its call."""
-    open_calls: list[str] = []
-    for number, message in enumerate(messages, start=1):
-        if message.role == "assistant":
-            open_calls = [call.id for call in message.tool_calls]
-        elif message.role == "tool":
-            wanted = message.tool_call_id or ""
-            if not open_calls or (wanted and any(open_calls) and wanted not in open_calls):
-                named = f" {wanted!r}" if wanted else ""
-                raise BadRowError(f"message {number}: a tool result{named} without its call")
-            open_calls.remove(wanted if wanted in open_calls else open_calls[0])
-
-
-def _tools(value: Any) -> list[dict[str, Any]]:
-    if isinstance(value, str):
-        value = _json(value, "the column tools") if value.strip() else []
-    found = []
-    for tool in value or ():
-        if isinstance(tool, str):
-            tool = _json(tool, "a tool")
-        if not isinstance(tool, _TABLE):
-            raise BadRowError(f"a tool is a JSON schema, got {type(tool).__name__}")
-        found.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
+def _mark(table: Mapping[str, Any], whose: str) -> float | None:
+    """The product of the marks of a turn or a row; None without any."""
+    found = None
+    for key in () if _NAMES.isdisjoint(table) else MARKS:
+        value = table.get(key)
+        if value is None:
+            continue
+        is_number = isinstance(value, int | float) and 0 <= value < float("inf")
+        if not is_number or (key in FLAGS and value not in (0, 1)):
+            kind = "true or false" if key in FLAGS else "a number from 0 on"
+            raise BadRowError(f"{whose}{key} is {value!r}; expected {kind}, which says how it is trained")
+        found = float(value) if found is None else found * float(value)
     return found
 
 
-def _weight(turn: Any) -> float | None:
-    weight = turn.get("weight") if isinstance(turn, _TABLE) else None
-    if weight is None:
-        return None
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
-        raise BadRowError(f"its weight is {weight!r}; expected a number from 0 on")
-    return float(weight)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise BadRowError(f"expected text, got {type(value).__name__}")
-    return value
-
-
-def _json(text: str, what: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise BadRowError(f"{what}: no JSON: {error.msg}: {text[:80]!r}") from error
+def _with_calls(
+    messages: list[Message], weights: list[float | None], has_tools: bool
+) -> tuple[list[Message], list[float | None]]:
+    """The messages with the calls that are in their text, and with the results of such calls, and their weights."""
+    if not any("<tool_call>" in each.text for each in messages if each.role == "assistant"):
+        return messages, weights
+    found: list[Message] = []
+    kept: list[float | None] = []
+    was_read = False  # whether the calls of the last reply were in its text
+    for place, (message, weight) in enumerate(zip(messages, weights, strict=True)):
+        same = [message]
+        if message.role == "assistant":
+            after = messages[place + 1 : place + 2]
+            is_answered = any(each.role == "tool" or results_from_text(each) for each in after)
+            try:
+                read = calls_from_text(message, is_answered=is_answered, has_tools=has_tools)
+            except BadRowError as error:
+                raise BadRowError(f"message {place + 1}: {error}") from error
+            was_read = read is not None
+            same = [read or message]
+        elif was_read:
+            same = results_from_text(message) or same
+        found += same
+        kept += [weight] * len(same)
+    return found, kept

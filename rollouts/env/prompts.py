@@ -21,6 +21,7 @@ import msgspec
 
 from rollouts.data.conversations import BadRowError, read_conversation
 from rollouts.data.loaders import NotARow
+from rollouts.data.messages import ROLES, read_message
 from rollouts.data.source import Row, open_rows
 from rollouts.env.advice import EnvironmentWarning
 from rollouts.errors import ConfigError, counted, first_line, in_lines
@@ -159,8 +160,8 @@ def _task_of(place: str, row: Any) -> Task:
         )
     prompt = _text_of(row["prompt"])
     try:
-        messages = prompt if isinstance(prompt, str) else msgspec.convert(prompt, list[Message])
-    except msgspec.ValidationError as error:
+        messages = prompt if isinstance(prompt, str) else _messages(prompt)
+    except (msgspec.ValidationError, BadRowError) as error:
         raise ConfigError(f'{place}: "prompt" is text or a list of {{"role", "content"}} messages: {error}') from error
     if not messages:
         raise ConfigError(f'{place}: "prompt" is empty')
@@ -174,7 +175,7 @@ def _with_prompt(place: str, row: dict[str, Any]) -> dict[str, Any]:
     rest. A row without a conversation is returned unchanged. Raises ConfigError for a bad conversation.
     """
     try:
-        conversation = read_conversation(row)
+        conversation = read_conversation(row, keeps_parts=True)
     except BadRowError as error:
         if "messages" in row or "conversations" in row:
             raise ConfigError(f"{place}: {error}") from error
@@ -196,12 +197,23 @@ def _demonstration(task: Task) -> list[Message]:
     """The task's messages and its response; empty if it has none. Raises ConfigError."""
     reply = _text_of(task.info.get("response", task.info.get("completion")))
     try:
-        replies = (
-            [Message("assistant", reply)] if isinstance(reply, str) else msgspec.convert(reply or [], list[Message])
-        )
-    except msgspec.ValidationError as error:
+        replies = [Message("assistant", reply)] if isinstance(reply, str) else _messages(reply or [])
+    except (msgspec.ValidationError, BadRowError) as error:
         raise ConfigError(f"the row of {task.key}: a response is text or messages: {error}") from error
     return [*task.messages, *replies] if replies else []
+
+
+def _messages(given: Any) -> list[Message]:
+    """Messages in the words of any API. A role that only some templates know is kept. Raises BadRowError and
+    ValidationError.
+    """
+    turns = given if isinstance(given, list) else msgspec.convert(given, list[Any])
+    return [
+        read_message(turn, keeps_parts=True)
+        if isinstance(turn, Message) or (isinstance(turn, dict) and turn.get("role") in set(ROLES.values()))
+        else msgspec.convert(turn, Message)
+        for turn in turns
+    ]
 
 
 def _text_of(value: Any) -> Any:

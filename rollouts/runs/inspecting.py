@@ -13,13 +13,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.chat.masks import SupervisedRow
+from rollouts.chat.shown import lost_words
 from rollouts.chat.token_texts import token_texts
 from rollouts.config.convert import plain
 from rollouts.config.files import load_file
 from rollouts.config.flags import Tree
 from rollouts.config.merging import merge
 from rollouts.config.resolving import resolve
-from rollouts.data.conversations import BadRowError, Conversation, described, read_conversation
+from rollouts.data.conversations import (
+    BadRowError,
+    Conversation,
+    add_unread,
+    described,
+    read_conversation,
+    unread_words,
+)
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import choose_loader, open_rows
 from rollouts.errors import ConfigError, ModelError, counted
@@ -49,13 +57,14 @@ class Shown(NamedTuple):
 
 
 class ReadRow(NamedTuple):
-    """A row as `rollouts sft` would train on it: its sequences, and what was cut. `bad` says why it is no conversation,
-    and `sample` is the begin of such a row.
+    """A row as `rollouts sft` would train on it: its sequences, what was cut, and the fields in no row. `bad` says why it
+    is no conversation, and `sample` is the begin of such a row.
     """
 
     conversation: Conversation | None
     rows: list[SupervisedRow]
     cut: Cut
+    lost: Sequence[str] = ()
     bad: str = ""
     sample: str = ""
 
@@ -85,7 +94,7 @@ class RowReader:
             conversation = conversation_of(value)
             return ReadRow(conversation, *supervised_rows(conversation, self.chat, self._options))
         except (BadRowError, ModelError) as error:
-            return ReadRow(None, [], Cut(), str(error), sample_of(value))
+            return ReadRow(None, [], Cut(), (), str(error), sample_of(value))
 
 
 def conversation_of(value: Any) -> Conversation:
@@ -104,7 +113,8 @@ def sample_of(value: Any) -> str:
 class Inspection:
     """What was read: the first sequences whole, and of all of them the lengths and the numbers of trained tokens. `bad`
     has the place, the reason and a sample of the first rows that are no conversation, `unusable` counts them. `forms`
-    counts conversations by the columns that they were read from.
+    counts conversations by the columns that they were read from; `unread` names columns that were not read, and `lost`
+    counts fields that are in no row.
     """
 
     shown: list[Shown] = field(default_factory=list)
@@ -113,6 +123,8 @@ class Inspection:
     bad: list[tuple[str, str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     forms: Counter[str] = field(default_factory=Counter)
+    unread: set[str] = field(default_factory=set)
+    lost: Counter[str] = field(default_factory=Counter)
     unusable: int = 0
     cut: Cut = field(default_factory=Cut)
 
@@ -133,16 +145,19 @@ class Inspection:
                 self.bad.append((place, row.bad, row.sample))
             return
         self.forms[row.conversation.form] += 1
+        add_unread(self.unread, row.conversation.unread)
+        self.lost.update(row.lost)
         self.cut = Cut(*(before + more for before, more in zip(self.cut, row.cut, strict=True)))
         for number, each in enumerate(row.rows, start=1):
             of = f" (sequence {number} of {len(row.rows)})" if len(row.rows) > 1 else ""
             self.add(f"{place}{of}", each.tokens, each.loss_mask, tokenizer, show)
 
     def words(self, name: str, model: str) -> list[str]:
-        """What was read for what, what was cut, and how many rows cannot be used."""
+        """What was read for what, what was not read and cut, and how many rows cannot be used."""
         words, read = [], self.forms.total()
         if read:
             words.append(f"{name}: {described(self.forms, read)}; tokens of {model}")
+        words += [each for each in (unread_words(self.unread), lost_words(self.lost)) if each]
         if any(self.cut):
             words.append(
                 f"max_length cut {counted(self.cut.rows, 'sequence')} and left out "

@@ -292,6 +292,16 @@ def test_rendering_does_not_confuse_conversations() -> None:
     assert chat.encode("\ud800") == chat.encode("?")
 
 
+@pytest.mark.parametrize("name", ["qwen2_5", "llama3_1", "gemma", "mistral"])
+def test_parts_are_shown_as_their_text_or_refused(name: str) -> None:
+    """Several templates print a list as Python does, others raise, others leave parts out."""
+    chat = chat_for(name)
+    parts = [{"type": "text", "text": "1 +"}, {"type": "text", "text": " 1?"}]
+    assert chat.render([Message("user", parts)], [], True) == chat.render([Message("user", "1 + 1?")], [], True)
+    with pytest.raises(ModelError, match="role user has a part of type 'image', and the model reads text only"):
+        chat.encode_prompt([Message("user", [*parts, {"type": "image", "image": "cat.png"}])], [])
+
+
 def test_users_mistakes() -> None:
     tokenizer = make_tokenizer("qwen3")
     with pytest.raises(ConfigError, match=r"no argument 'enable_thinkin'; did you mean enable_thinking\?"):

@@ -19,11 +19,12 @@ from rollouts.training.models import load_tokenizer
 ROWS = [
     {
         "messages": [
-            {"role": "user", "content": "Say 3 🙂."},
+            {"role": "user", "content": "Say 3 🙂.", "id": 1},
             {"role": "assistant", "content": "3 🙂"},
             {"role": "user", "content": "And 4?"},
-            {"role": "assistant", "content": "4", "weight": 0.5},
-        ]
+            {"role": "assistant", "content": "4", "weight": 0.5, "id": 2},
+        ],
+        "source": "a",
     },
     {"messages": [{"role": "tool", "content": "x"}]},
     {"instruction": "Add.", "input": "1 + 1", "output": "2\x1b[31m"},
@@ -48,9 +49,77 @@ def test_trained_text_is_marked_and_bad_rows_are_named(chat, capsys):
     assert "\x1b" not in out, "a terminal would obey what a row says"
     assert "2 conversations: 1 from messages, 1 from instruction, input and output (Alpaca); tokens of tiny" in out
     assert "chat.jsonl, line 2: message 1: a tool result without its call\nthe row: {'messages'" in out
+    assert out.splitlines()[1] == "not read: messages[].id, source", "named once"
     found = inspect_data("chat.jsonl", {})
     assert [set(each.weights) for each in found.shown] == [{0.0, 0.5, 1.0}, {0.0, 1.0}]
     assert f"median {sum(found.lengths) / 2:g}, longest {max(found.lengths)}; {sum(found.trained)} of" in out
+
+
+def said(role, content, **more):
+    return {"role": role, "content": content, **more}
+
+
+CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+ASKED, TOLD = {"from": "human", "value": "time?"}, {"from": "gpt", "value": "noon"}
+RESULT = {"from": "tool", "value": "<tool_response>\nnoon\n</tool_response>"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "trained", "words"),
+    [
+        (
+            [
+                {
+                    "messages": [
+                        said("user", [{"type": "input_text", "text": "Name a river."}]),
+                        said("assistant", [{"type": "output_text", "text": "The Rhine."}]),
+                    ]
+                },
+                {"messages": [said("user", [{"type": "image", "image": "cat.png"}]), said("assistant", "A cat.")]},
+            ],
+            ["The Rhine.<|im_end|>"],
+            "chat.jsonl, line 2: message 1: a part of type 'image' is not text",
+        ),
+        (
+            [
+                {
+                    "prompt": [said("user", "Say one."), said("assistant", "one"), said("user", "Say two.")],
+                    "completion": [said("assistant", "two")],
+                },
+                {"instruction": "Say three.", "input": "", "output": "three", "history": [["Say zero.", "zero"]]},
+            ],
+            ["two<|im_end|>", "three<|im_end|>"],
+            "",
+        ),
+        (
+            [
+                {
+                    "messages": [
+                        said("user", "x"),
+                        said("assistant", "one", train=False),
+                        said("user", "y"),
+                        said("assistant", "two"),
+                    ]
+                },
+                {"messages": [said("user", "x"), said("assistant", "one", loss=True)], "train": False},
+            ],
+            ["two<|im_end|>"],
+            "chat.jsonl, line 2: no turn of the assistant is trained: marks of the turns or of the row say so",
+        ),
+        ([{"conversations": [{"from": "gpt", "value": "I am first."}, ASKED, TOLD]}], ["noon<|im_end|>"], ""),
+        (
+            [{"conversations": [ASKED, {"from": "gpt", "value": CALL}, RESULT, TOLD]}],
+            [f"{CALL}<|im_end|>", "noon<|im_end|>"],
+            "",
+        ),
+    ],
+)
+def test_what_other_libraries_write_is_read_or_named(rows, trained, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["data", "inspect", "chat.jsonl"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"\[\[(.*?)\]\]", out, re.DOTALL) == trained and words in out
 
 
 def test_settings_of_the_data_and_limits(chat, capsys):

@@ -11,7 +11,7 @@ from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import env_term
 from rollouts.env.prompts import Prompts, split_tasks
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
-from rollouts.types import Message, Task
+from rollouts.types import Message, Task, ToolCall
 
 
 def write(path: Path, *rows: Any) -> str:
@@ -30,6 +30,30 @@ def test_rows_become_tasks(tmp_path: Path) -> None:
     assert tasks == [
         Task([Message("system", "be brief"), Message("user", "b\u2028?")]),
         Task("a?", answer=1, info={"level": "x"}, id="7"),
+    ]
+
+
+def test_a_prompt_is_read_in_the_words_of_any_api(tmp_path: Path) -> None:
+    """Thinking and calls are kept. A picture stays, for engines that take messages."""
+    picture = [{"type": "text", "text": "b?"}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    prompt = [
+        {"role": "document 1", "content": "a"},
+        {"role": "user", "content": [{"type": "input_text", "text": "a?"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "so"},
+        {"role": "tool", "content": "c", "tool_call_id": "c1"},
+        {"role": "user", "content": picture},
+    ]
+    reply = [{"role": "assistant", "content": [{"type": "output_text", "text": "d"}]}]
+    rows = Prompts(write(tmp_path / "rows.jsonl", {"prompt": prompt, "response": reply}), eval_fraction=0.0)
+    (demonstration,) = rows.demonstrations("train", random.Random(0))
+    assert demonstration == [
+        Message("document 1", "a"),
+        Message("user", "a?"),
+        Message("assistant", "", [ToolCall("look", {}, "c1")], reasoning="so"),
+        Message("tool", "c", tool_call_id="c1"),
+        Message("user", picture),
+        Message("assistant", "d"),
     ]
 
 
@@ -69,6 +93,7 @@ def test_rows_of_their_own_for_evaluation_and_a_json_list(tmp_path: Path) -> Non
         ("rows.jsonl", '{"prompt": {"a": 3}}', 'line 1: "prompt" is text or a list'),
         ("rows.jsonl", '{"prompt": [{"content": "a"}]}', "line 1: .*missing required field `role`"),
         ("rows.jsonl", '{"prompt": ""}', 'line 1: "prompt" is empty'),
+        ("rows.jsonl", '{"prompt": [{"role": "user"}]}', 'line 1: "prompt" is .*: it has no content'),
         ("rows.jsonl", "\n", "holds no rows"),
         ("rows.json", "{}", "expected a list of rows, got dict"),
         ("rows.json", '[{"prompt": "a"},\n oops]', "rows.json, line 2: not JSON"),

@@ -151,6 +151,26 @@ def test_reasoning_is_kept_apart(field):
 
 
 @pytest.mark.parametrize(
+    "content",
+    [
+        {"content": [{"type": "text", "text": "4"}, {"type": "output_text", "text": "6"}]},
+        {
+            "content": [
+                {"type": "thinking", "thinking": [{"type": "text", "text": "so"}]},
+                {"type": "text", "text": "46"},
+            ]
+        },
+        {"content": None, "refusal": "46"},
+    ],
+)
+def test_a_reply_in_parts_is_its_text(content):
+    with started(chat_body=reply(**content), **FAST) as server:
+        episode = play(server.url)
+    said = episode.trajectory.messages[-1]
+    assert (said.content, said.reasoning) == ("46", "so" if "thinking" in str(content) else None)
+
+
+@pytest.mark.parametrize(
     ("arguments", "failure"),
     [("{a: 1}", "malformed"), ("[1]", "malformed"), ('{"a": "x"}', "bad_arguments"), ('{"a": NaN}', "malformed")],
 )
@@ -193,6 +213,7 @@ def test_own_loops_speak_to_it_too():
         (completion({"content": ""}, "error"), "ended its reply with an error"),
         ('{"choices": null}', "a reply with 0 choices, expected 1"),
         ("[]", "does not have the expected fields"),
+        (reply(content=[{"type": "image_url", "image_url": {}}]), "cannot be read: a part of type 'image_url' is not"),
     ],
 )
 def test_garbage_becomes_a_typed_failure(body, words):

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollouts.chat import ChatFormat, SupervisedRow
+from rollouts.chat.tool_parsers import ToolParser
 from rollouts.data.conversations import BadRowError, read_conversation
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import Row
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, ModelError
 from rollouts.training.datasets import prepared as prepared_module
 from rollouts.training.datasets.chat_rows import ChatOptions, Cut, supervised_rows
 from rollouts.training.datasets.prepared import Preparer, ShuffledSamples, divided, prepare
+from rollouts.types import Message, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "chat"))
 from tokenizers_for_tests import chat_for
@@ -205,7 +208,7 @@ def test_which_turns_are_trained_and_with_which_weight() -> None:
     assert weights(CALLS) == [1.0, 1.0] and weights(CALLS, turns="last") == [1.0]
     half = [*EMPTY[:1], {**EMPTY[1], "weight": 0.5}, EMPTY[2], {**EMPTY[3], "weight": 0}]
     assert weights(half) == [0.5]
-    with pytest.raises(BadRowError, match="no turn of the assistant is trained"):
+    with pytest.raises(BadRowError, match="no turn of the assistant is trained: marks of the turns or of the row say"):
         weights(half, turns="last")
     with pytest.raises(BadRowError, match="no message is of the role assistant"):
         weights([ASKED])
@@ -215,6 +218,26 @@ def test_which_turns_are_trained_and_with_which_weight() -> None:
     for thinking in (THOUGHT, inside):
         (row,), _ = rows_of(thinking, chat_for("qwen3"), thinking="drop")
         assert "easy" not in chat_for("qwen3").decode(row.tokens)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "qwen3", "llama3_1", "deepseekv3", "phi3", "gemma", "mistral"])
+def test_a_conversation_that_the_assistant_begins(name: str) -> None:
+    """Its first reply is context, in the words of the template; or the error says what is wrong."""
+    chat = chat_for(name)
+    begun = [{"role": "assistant", "content": "I am first."}, ASKED, {"role": "assistant", "content": "2"}]
+    if name == "gemma":
+        with pytest.raises(ModelError, match="the conversation begins with the assistant: the chat template of"):
+            rows_of(begun, chat)
+        return
+    ((tokens, mask),), _ = rows_of(begun, chat)
+    whole = [Message(each["role"], each["content"]) for each in begun]
+    assert chat.render(whole, [], False).startswith(chat.decode(tokens))
+    trained = chat.decode([token for token, weight in zip(tokens, mask, strict=True) if weight])
+    assert trained.removesuffix(next(end for end in chat.closers if trained.endswith(end))).split()[-1] == "2"
+    assert "first" in chat.decode(tokens) and "first" not in trained
+    for turns in ("all", "last"):
+        with pytest.raises(BadRowError, match="begins with the assistant, and has no later turn of it"):
+            rows_of(begun[:2], chat, turns=turns)
 
 
 def test_no_cut_is_inside_of_a_tool_call() -> None:
@@ -244,7 +267,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     return [
         Row(
             f"f, row {n}",
-            {"messages": [{**ASKED, "content": f"{n}?"}, {"role": "assistant", "content": f"It is {n}."}]},
+            {"messages": [{**ASKED, "content": f"{n}?"}, {"role": "assistant", "content": f"It is {n}."}], f"c{n}": 1},
         )
         for n in range(11)
     ]
@@ -273,7 +296,8 @@ def test_prepared_rows_are_those_of_each_conversation(rows: list[Row], tmp_path:
         assert (sample.tokens, sample.loss_mask, sample.rollout_index) == (tokens, mask, 7)
     two = prepare(rows[:8], preparer(), processes=2, folder=tmp_path / "two")  # the second piece by a child
     assert [two.sample(n, 0) for n in range(8)] == [one.sample(n, 0) for n in range(8)]
-    assert one.words("f") == ["f: 11 conversations from messages"] and len(asked) == 3
+    columns = ", ".join(sorted(f"c{n}" for n in range(11)))
+    assert one.words("f") == ["f: 11 conversations from messages", f"f: not read: {columns}"] and len(asked) == 3
     prepare(rows, Counting(*vars(preparer()).values()), processes=1, folder=tmp_path / "one")
     assert len(asked) == 3, "all found"
     Path(asked[1]).unlink()
@@ -281,6 +305,29 @@ def test_prepared_rows_are_those_of_each_conversation(rows: list[Row], tmp_path:
     assert len(asked) == 5 and asked[3] == asked[1] and len(again) == 12
     prepare(rows, Counting(*vars(preparer(turns="last")).values()), processes=1, folder=tmp_path / "one")
     assert len(asked) == 8, "other settings, other tokens"
+
+
+def read_lines(text: str) -> tuple[list[ToolCall], str]:
+    """A tool parser: a call is a line of JSON behind `CALL`."""
+    return [ToolCall(*json.loads(each)) for each in re.findall("CALL (.*)", text)], re.sub("CALL .*", "", text).strip()
+
+
+def write_lines(calls: Sequence[ToolCall]) -> str:
+    return "\n".join(f"CALL {json.dumps([each.name, each.arguments])}" for each in calls)
+
+
+def test_rows_are_prepared_with_the_tool_parser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pieces, and not from the files of a run without it: this template cannot show calls itself."""
+    monkeypatch.setattr(prepared_module, "PIECE_ROWS", 2)
+    monkeypatch.setattr(read_lines, "write", write_lines, raising=False)
+    talks = [Row(f"f, row {n}", {"messages": [{**ASKED, "content": f"{n}?"}, ONE_CALL[1]]}) for n in range(4)]
+    alone = Preparer(chat_for("phi3").tokenizer, {}, ChatOptions())
+    with pytest.raises(ConfigError, match="row 0: the chat template cannot show its tool calls"):
+        prepare(talks, alone, processes=2, folder=tmp_path)
+    parsing = Preparer(alone.tokenizer, {}, ChatOptions(), parser=ToolParser("lines", read_lines, {}))
+    found = prepare(talks, parsing, processes=2, folder=tmp_path)
+    texts = [chat_for("phi3").decode(found.sample(number, 0).tokens) for number in range(4)]
+    assert texts == [f'<|user|>\n{n}?<|end|>\n<|assistant|>\nCALL ["add", {{"a": 1}}]<|end|>' for n in range(4)]
 
 
 def test_each_epoch_has_every_row_once_in_another_order(rows: list[Row], tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import trio
 from msgspec import Meta
 
 from rollouts.chat.tool_call_formats import read_call, typed
+from rollouts.data.messages import BadRowError, read_message
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, Spending, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
@@ -56,6 +57,7 @@ class _AssistantMessage(msgspec.Struct, frozen=True):
     tool_calls: list[Any] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
+    refusal: str | None = None
 
 
 class _Choice(msgspec.Struct, frozen=True):
@@ -317,7 +319,11 @@ class OpenAIInference:
         # A tool message must name the id of its call.
         calls = [msgspec.structs.replace(call, id=call.id or f"call_{place}") for place, call in enumerate(calls)]
         reasoning = answer.reasoning_content or answer.reasoning or None
-        message = Message("assistant", answer.content or "", calls, reasoning=reasoning)
+        try:  # some servers return parts
+            given = read_message({"role": "assistant", "content": answer.content or answer.refusal or ""})
+        except BadRowError as error:
+            raise InferenceError(f"{self.url} returned a reply that cannot be read: {error}") from error
+        message = Message("assistant", given.content, calls or given.tool_calls, reasoning=reasoning or given.reasoning)
         is_cut = choice.finish_reason == "length"
         return ChatReply(message, "length" if is_cut else "stop", usage.prompt_tokens, usage.completion_tokens)
 

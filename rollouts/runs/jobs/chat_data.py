@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollouts.chat.format import ChatFormat
+from rollouts.chat.shown import lost_words
 from rollouts.config.convert import plain
-from rollouts.data.conversations import BadRowError, described, read_conversation
+from rollouts.data.conversations import BadRowError, add_unread, described, read_conversation, unread_words
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import Row, RowSettings, choose_loader, open_rows
 from rollouts.errors import ConfigError, ModelError, counted
@@ -83,7 +84,7 @@ def chat_data(
     if rows.streaming:
         given = itertools.islice(given, count)
     given = _watched(given, watch)
-    preparer = Preparer(chat.tokenizer, dict(settings.template), chat_options(plan, rows), chat)
+    preparer = Preparer(chat.tokenizer, dict(settings.template), chat_options(plan, rows), chat, plan.tool_parser)
     prepared = prepare(
         given, preparer, processes=rows.processes, skips=rows.bad_rows == "skip", folder=cache, name=component.name
     )
@@ -133,7 +134,7 @@ def tried_rows(plan: Plan, chat: ChatFormat, count: int) -> tuple[str, bool]:
     data = {"name": component.name, **plain(component.settings)}
     rows = choose_loader(plan.manager, data).rows
     lines = plan.resolved.source.objects.rows.get(component.name)
-    forms, tokens, live, bad = Counter[str](), 0, 0, 0
+    forms, unread, lost, tokens, live, bad = Counter[str](), set[str](), Counter[str](), 0, 0, 0
     for place, value in open_rows(data, plan.manager, lines=lines):
         if sum(forms.values()) + bad == count:
             break
@@ -141,13 +142,15 @@ def tried_rows(plan: Plan, chat: ChatFormat, count: int) -> tuple[str, bool]:
             if isinstance(value, NotARow):
                 raise BadRowError(value.why)
             conversation = read_conversation(value)
-            found, _ = supervised_rows(conversation, chat, chat_options(plan, rows))
+            found, _, fields = supervised_rows(conversation, chat, chat_options(plan, rows))
         except (BadRowError, ModelError) as error:
             if rows.bad_rows != "skip":
                 raise ConfigError(f"{place}: {error}") from error
             bad += 1
             continue
         forms[conversation.form] += 1
+        add_unread(unread, conversation.unread)
+        lost.update(fields)
         tokens += sum(len(row.tokens) for row in found)
         live += sum(weight > 0 for row in found for weight in row.loss_mask)
     else:
@@ -156,6 +159,7 @@ def tried_rows(plan: Plan, chat: ChatFormat, count: int) -> tuple[str, bool]:
         why = f"none of its first {counted(bad, 'row')} is one" if bad else "it holds none"
         raise ConfigError(f"{settings.data}: no conversations: {why}")
     skipped = f"; {counted(bad, 'row')} skipped" if bad else ""
+    skipped += "".join(f"; {words}" for words in (unread_words(unread), lost_words(lost)) if words)
     words = f"{described(forms, sum(forms.values()))}: {counted(tokens, 'token')}, {live} of them trained{skipped}"
     return words if count < 0 else f"the first {words}", count < 0
 

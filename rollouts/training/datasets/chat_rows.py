@@ -1,6 +1,6 @@
 """Conversations as rows of tokens for supervised training: which turns are trained, and what is cut.
 
-    rows, cut = supervised_rows(read_conversation(row), chat, ChatOptions(turns="last", max_length=2048))
+    rows, cut, lost = supervised_rows(read_conversation(row), chat, ChatOptions(turns="last", max_length=2048))
 
 For many conversations: `plan_rows` of each, one `encode_rows` of all their texts, and `cut_rows` of each. Tokens and
 masks are those of `rollouts.chat.masks`. Not here: files of prepared conversations (`prepared`).
@@ -8,7 +8,6 @@ masks are those of `rollouts.chat.masks`. Not here: files of prepared conversati
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -25,9 +24,9 @@ from rollouts.chat.masks import (
     trained_turns,
 )
 from rollouts.data.conversations import BadRowError, Conversation
+from rollouts.data.messages import THOUGHT
+from rollouts.errors import ModelError
 from rollouts.types import Message
-
-_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
 
 
 class ChatOptions(NamedTuple):
@@ -69,20 +68,21 @@ class Planned(NamedTuple):
 
 def supervised_rows(
     conversation: Conversation, chat: ChatFormat, options: ChatOptions = _USUAL
-) -> tuple[list[SupervisedRow], Cut]:
-    """The rows of a conversation with their weights [L], and what was cut. The list is empty if all was cut.
+) -> tuple[list[SupervisedRow], Cut, list[str]]:
+    """The rows of a conversation with their weights [L], what was cut, and the fields of messages that are in no row.
+    The list of rows is empty if all was cut.
 
-    A turn has the weight of its message, else 1. With `turns="last"`, all turns but the last have weight 0. A row that
-    is too long ends with its last whole turn. If no turn fits, a turn of text alone is cut inside; one with a tool call
-    never is, so such a row is left out.
+    A turn has the weight of its message, else 1. With `turns="last"`, all turns but the last have weight 0. A reply
+    before all other messages answers nothing: it is context. A row that is too long ends with its last whole turn. If
+    no turn fits, a turn of text alone is cut inside; one with a tool call never is, so such a row is left out.
 
     Raises BadRowError for a conversation without a trained turn, and ModelError if the template refuses it.
     """
     planned = plan_rows(conversation, chat, options)
     encoded = encode_rows(planned.texts, chat)
-    planned.check(encoded, chat)
+    lost = planned.check(encoded, chat)
     rows, cut = cut_rows(planned, encoded, options.max_length)
-    return [row.masked(planned.weights) for row in rows], cut
+    return [row.masked(planned.weights) for row in rows], cut, lost
 
 
 def plan_rows(conversation: Conversation, chat: ChatFormat, options: ChatOptions = _USUAL) -> Planned:
@@ -93,18 +93,30 @@ def plan_rows(conversation: Conversation, chat: ChatFormat, options: ChatOptions
     if options.thinking == "drop":
         messages = [_without_thinking(message) for message in messages]
     spoken = [place for place, message in enumerate(messages) if message.role == "assistant"]
+    begun = next((place for place, message in enumerate(messages) if message.role != "assistant"), len(messages))
     weights = [0.0] * len(messages)
-    for place in spoken[-1:] if options.turns == "last" else spoken:
+    answers = spoken[begun:]
+    for place in answers[-1:] if options.turns == "last" else answers:
         weight = given[place]
         weights[place] = 1.0 if weight is None else weight
     if not any(weights):
-        raise BadRowError("no turn of the assistant is trained" if spoken else "no message is of the role assistant")
+        if not spoken:
+            raise BadRowError("no message is of the role assistant")
+        marked = "marks of the turns or of the row say so, or they belong to a prompt"
+        why = marked if answers else "the conversation begins with the assistant, and has no later turn of it"
+        raise BadRowError(f"no turn of the assistant is trained: {why}")
     if any(message.tool_calls for message in messages) and not (chat.report.tools or chat.report.calls_as_text):
         raise BadRowError(
             f"the chat template cannot show its tool calls ({'; '.join(chat.report.refusals) or 'it leaves them out'})"
         )
     tools = conversation.tools or [dict(tool) for tool in options.tools]
-    return Planned(messages, weights, tools, supervised_texts(messages, tools, chat, trained_turns(messages, weights)))
+    try:
+        texts = supervised_texts(messages, tools, chat, trained_turns(messages, weights))
+    except ModelError as error:
+        if any(message.role != "system" for message in messages[: spoken[0]]):
+            raise
+        raise ModelError(f"the conversation begins with the assistant: {error}") from error
+    return Planned(messages, weights, tools, texts)
 
 
 def cut_rows(planned: Planned, rows: Sequence[TurnsRow], max_length: int | None) -> tuple[list[TurnsRow], Cut]:
@@ -140,5 +152,5 @@ def _kept_length(row: TurnsRow, messages: Sequence[Message], max_length: int | N
 def _without_thinking(message: Message) -> Message:
     if message.role != "assistant":
         return message
-    content = _THOUGHT.sub("", message.content, count=1) if isinstance(message.content, str) else message.content
+    content = THOUGHT.sub("", message.content, count=1) if isinstance(message.content, str) else message.content
     return msgspec.structs.replace(message, reasoning=None, content=content)

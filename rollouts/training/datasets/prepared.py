@@ -32,7 +32,17 @@ import msgspec
 
 from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.chat.masks import TurnsRow, encode_rows
-from rollouts.data.conversations import BadRowError, described, read_conversation
+from rollouts.chat.shown import lost_words
+from rollouts.chat.template_style import probe_call
+from rollouts.chat.tool_parsers import ToolParser
+from rollouts.data.conversations import (
+    BadRowError,
+    Conversation,
+    add_unread,
+    described,
+    read_conversation,
+    unread_words,
+)
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import Row
 from rollouts.disk import partial_name
@@ -42,18 +52,20 @@ from rollouts.types import Sample
 
 PIECE_ROWS, PIECE_BYTES = 2048, 16_000_000
 _BATCH_BYTES = 200_000
-_VERSION = "2"  # of the files; a change of their content changes it
+_VERSION = "3"  # of the files; a change of their content changes it
 _SAMPLE_CHARACTERS = 200
 
 
 class PieceReport(msgspec.Struct):
     """What a piece holds. `bad` has the number of each row of the piece that is no conversation, with the reason and a
-    sample.
+    sample, `unread` the names of columns that no conversation read, `lost` counts fields that are in none of its rows.
     """
 
     forms: dict[str, int] = {}
     bad: list[tuple[int, str, str]] = []
     cut: tuple[int, int, int] = (0, 0, 0)
+    unread: set[str] = set()
+    lost: dict[str, int] = {}
 
 
 def cache_folder() -> Path:
@@ -64,19 +76,23 @@ def cache_folder() -> Path:
 
 @dataclass
 class Preparer:
-    """Prepares pieces with one tokenizer. `arguments` are those of the chat template. A process has one of these."""
+    """Prepares pieces with one tokenizer. `arguments` are those of the chat template. A process has one of these. With
+    a tool parser, which may be no function of an installed package, one process prepares all.
+    """
 
     tokenizer: Any
     arguments: dict[str, Any]
     options: ChatOptions
     chat: ChatFormat | None = None
+    parser: ToolParser | None = None
 
     def key(self) -> str:
         """A hash of everything but the rows that decides the tokens."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         vocabulary = backend.to_str() if backend is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         template = json.dumps(self.tokenizer.chat_template, sort_keys=True)
-        rest = msgspec.json.encode([_VERSION, self.arguments, self.options._asdict(), PIECE_ROWS]).decode()
+        shown = self.parser and (self.parser.name, self.parser.write and self.parser.write(probe_call().tool_calls))
+        rest = msgspec.json.encode([_VERSION, self.arguments, self.options._asdict(), PIECE_ROWS, shown]).decode()
         return hashlib.sha256("\0".join((vocabulary, template, rest)).encode()).hexdigest()[:24]
 
     def prepare(self, content: bytes, path: str) -> None:
@@ -85,7 +101,7 @@ class Preparer:
         from safetensors.numpy import save_file
 
         if self.chat is None:
-            self.chat = load_chat_format(self.tokenizer, self.arguments)
+            self.chat = load_chat_format(self.tokenizer, self.arguments, self.parser)
         report, cut = PieceReport(), Cut()
         tokens, weights = [numpy.empty(0, numpy.int32)], [numpy.empty(0, numpy.float32)]
         lengths, owners, places = array("q"), array("i"), array("d")
@@ -121,7 +137,7 @@ class Preparer:
     ) -> Iterator[tuple[Planned, list[TurnsRow], msgspec.Raw]]:
         """The conversations of a batch with their rows, encoded at once. Bad rows are added to the report."""
         assert self.chat is not None
-        found: list[tuple[int, Planned, str, msgspec.Raw]] = []
+        found: list[tuple[int, Planned, Conversation, msgspec.Raw]] = []
 
         def bad(number: int, error: Exception, raw: msgspec.Raw) -> None:
             report.bad.append((number, str(error), bytes(raw)[:_SAMPLE_CHARACTERS].decode(errors="replace")))
@@ -129,18 +145,20 @@ class Preparer:
         for number, raw in batch:
             try:
                 conversation = read_conversation(msgspec.json.decode(raw))
-                found.append((number, plan_rows(conversation, self.chat, self.options), conversation.form, raw))
+                found.append((number, plan_rows(conversation, self.chat, self.options), conversation, raw))
             except (BadRowError, ModelError) as error:
                 bad(number, error, raw)
         encoded = iter(encode_rows([text for _, planned, *_ in found for text in planned.texts], self.chat))
-        for number, planned, form, raw in found:
+        for number, planned, conversation, raw in found:
             rows = list(itertools.islice(encoded, len(planned.texts)))
             try:
-                planned.check(rows, self.chat)
+                lost = planned.check(rows, self.chat)
             except ModelError as error:
                 bad(number, error, raw)
                 continue
-            report.forms[form] = report.forms.get(form, 0) + 1
+            report.forms[conversation.form] = report.forms.get(conversation.form, 0) + 1
+            add_unread(report.unread, conversation.unread)
+            report.lost = Counter(report.lost) + Counter(lost)
             yield planned, rows, raw
 
 
@@ -191,13 +209,15 @@ def pieces(rows: Iterable[Row], bad: list[tuple[str, str, str]]) -> Iterator[Pie
 @dataclass
 class Prepared:
     """The prepared conversations: the files, and where each row is in them. `bad` has place, reason and sample of each
-    row that is no conversation.
+    row that is no conversation, `unread` the names of columns that were not read, `lost` the fields that are in no row.
     """
 
     files: list[Any] = field(default_factory=list)
     forms: Counter[str] = field(default_factory=Counter)
     bad: list[tuple[str, str, str]] = field(default_factory=list)
     cut: Cut = field(default_factory=Cut)
+    unread: set[str] = field(default_factory=set)
+    lost: Counter[str] = field(default_factory=Counter)
     file_of: array[int] = field(default_factory=lambda: array("i"))
     starts: array[int] = field(default_factory=lambda: array("q"))
     ends: array[int] = field(default_factory=lambda: array("q"))
@@ -216,6 +236,8 @@ class Prepared:
         report = msgspec.json.decode(file.metadata()["report"], type=PieceReport)
         self.forms.update(report.forms)
         self.cut = Cut(*map(sum, zip(self.cut, report.cut, strict=True)))
+        add_unread(self.unread, report.unread)
+        self.lost.update(report.lost)
         self.bad += [(places[number], why, sample) for number, why, sample in report.bad]
         ends, owners = file.get_tensor("ends").tolist(), file.get_tensor("owners").tolist()
         rows, conversations = len(self.ends), len(self.positions)
@@ -241,8 +263,9 @@ class Prepared:
         return Sample(tokens=tokens, loss_mask=weights, rollout_index=rollout_index)
 
     def words(self, name: str) -> list[str]:
-        """What was taken for what, what was cut, and what was skipped, each in one line."""
+        """What was taken for what, what was not read, cut and skipped, each in one line."""
         lines = [f"{name}: {described(self.forms, sum(self.forms.values()))}"]
+        lines += [f"{name}: {words}" for words in (unread_words(self.unread), lost_words(self.lost)) if words]
         if any(self.cut):
             rows, left_out, tokens = self.cut
             lines.append(
@@ -285,7 +308,8 @@ def prepare(
             path = folder / f"{hashlib.sha256(piece.content).hexdigest()[:32]}.safetensors"
             job = None
             if not path.is_file():
-                workers = workers or stack.enter_context(_Workers(preparer, processes or os.cpu_count() or 1))
+                count = 1 if preparer.parser else processes or os.cpu_count() or 1
+                workers = workers or stack.enter_context(_Workers(preparer, count))
                 job = workers.submit(piece.content, str(path))
             waiting.append((piece, path, job))
             while len(waiting) > (2 * workers.count if workers else 0):
@@ -330,6 +354,7 @@ class _Workers:
         self._begun = 0
         self._local = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._starting, self._is_closed = threading.Lock(), False
         self._threads = ThreadPoolExecutor(count)
 
     def __enter__(self) -> _Workers:
@@ -337,6 +362,8 @@ class _Workers:
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._starting:
+            self._is_closed = True
         for process in self._processes:
             process.kill()
             process.communicate()
@@ -367,8 +394,11 @@ class _Workers:
     def _start(self) -> subprocess.Popen[bytes]:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         command = [sys.executable, "-m", "rollouts.training.datasets.prepared"]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-        self._processes.append(process)
+        with self._starting:
+            if self._is_closed:  # another piece failed meanwhile, so nothing would end this process
+                raise RunError("the preparation of conversations has ended")
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+            self._processes.append(process)
         assert process.stdin is not None
         pickle.dump((self._preparer.tokenizer, self._preparer.arguments, tuple(self._preparer.options)), process.stdin)
         return process

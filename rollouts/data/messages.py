@@ -1,0 +1,289 @@
+"""One message of a data set, in the words of any API: its role, text, thinking, calls and results.
+
+What cannot be read without a loss makes its row a bad row. Pure functions. Not here: rows (`conversations`).
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from rollouts.types import Message, ToolCall
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "function_call": "assistant",
+    "tool_call": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "ipython": "tool",
+    "observation": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+}
+"""The roles of data sets, and the role of each in a Message."""
+
+TABLE = (dict, Mapping)  # `dict` first, because checking `Mapping` is slow
+_THINKING = ("reasoning", "reasoning_content", "thinking")
+_CALLS = ("function_call", "tool_call")  # keys of a message; as roles, the content is the call
+_RARE = frozenset(("refusal", "tool_calls", "tool_call_id", "name", *_THINKING, *_CALLS))
+KEYS = _RARE.union(("role", "from", "content", "value"))
+"""The keys of a message that are read."""
+
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_THINKING_PARTS = ("thinking", "reasoning", "reasoning_text")
+_ORDER = {**dict.fromkeys(_THINKING_PARTS, 0), **dict.fromkeys(_TEXT_PARTS, 1), "tool_use": 2}
+_MEDIA = re.compile(r"(input_)?(image|audio|video|file|document)")
+
+_OPENED, _CLOSED = re.compile(r"\s*<tool_call>\s*"), re.compile(r"\s*</tool_call>\s*")
+_RESULT = re.compile(r"\s*<tool_response>\n?(.*?)\n?</tool_response>\s*", re.DOTALL)
+THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+"""Thinking in the text of a message."""
+AS_CALLS = 'give it as "tool_calls": [{"name": "...", "arguments": {...}}]'
+
+
+class BadRowError(ValueError):
+    """A row that is no conversation. The message says why."""
+
+
+def read_message(turn: Any, *, keeps_parts: bool = False) -> Message:
+    """The message that a turn of a row is. With `keeps_parts`, parts that are not text are kept in the content, for
+    engines that take messages. Raises BadRowError.
+
+    >>> read_message({"role": "assistant", "content": [{"type": "output_text", "text": "The Rhine."}]}).content
+    'The Rhine.'
+    """
+    if isinstance(turn, Message):
+        turn = msgspec.structs.asdict(turn)
+    if not isinstance(turn, TABLE):
+        raise BadRowError(f"expected {{'role', 'content'}}, got {type(turn).__name__}")
+    given = turn.get("role") or turn.get("from")
+    if not isinstance(given, str) or not given:
+        raise BadRowError("it has no role")
+    role = ROLES.get(given.lower())
+    if role is None:
+        raise BadRowError(f"unknown role {given!r}; expected one of {', '.join(sorted(ROLES))}")
+    content = turn.get("content")
+    content = turn.get("value") if content is None else content
+    if given.lower() in _CALLS:
+        return Message("assistant", "", [_call(each) for each in _calls(content)])
+    if isinstance(content, str) and _RARE.isdisjoint(turn):
+        return Message(role, content)
+    if content is None and role == "assistant":
+        content = turn.get("refusal")
+    text, thought, calls = _content(content, role, keeps_parts)
+    listed = [_call(each) for each in _calls(turn.get("tool_calls"))]
+    listed += [_call(turn[key]) for key in _CALLS if turn.get(key)]
+    if listed and role != "assistant":
+        raise BadRowError(f"a message of the role {given} has tool calls")
+    if listed and calls:
+        raise BadRowError("it has tool calls twice: in its content and beside it; leave one out")
+    reasoning = next((_text(turn[key]) for key in _THINKING if turn.get(key)), None)
+    if reasoning and thought not in ("", reasoning):
+        raise BadRowError("it has thinking twice: in its content and beside it; leave one out")
+    reasoning, calls = reasoning or thought or None, listed or calls
+    is_missing = content is None or (content == [] and role != "tool")
+    if is_missing and not calls and not reasoning:
+        raise BadRowError(f"it has no content; its keys are {', '.join(map(str, turn))}")
+    answered = turn.get("tool_call_id")
+    return Message(role, text, calls, None if answered is None else str(answered), turn.get("name"), reasoning)
+
+
+def _content(value: Any, role: str, keeps_parts: bool) -> tuple[str | list[dict[str, Any]], str, list[ToolCall]]:
+    """The text of a content, its thinking, and its calls. A tool's result that is neither text nor parts is data, and
+    becomes JSON.
+    """
+    if value is None or isinstance(value, str):
+        return value or "", "", []
+    if not (_are_parts(value) if role == "tool" else isinstance(value, list | tuple)):
+        if isinstance(value, TABLE) and role != "tool":
+            raise BadRowError(f"its content is a {type(value).__name__}; expected text, or a list of parts")
+        return msgspec.json.encode(value).decode(), "", []
+    kinds = [_kind(part) for part in value]
+    if keeps_parts and not set(kinds) <= set(_ORDER):
+        return [dict(part) if isinstance(part, TABLE) else {"type": "text", "text": part} for part in value], "", []
+    texts, thoughts, calls = list[str](), list[str](), list[ToolCall]()
+    last = 0
+    for part, kind in zip(value, kinds, strict=True):
+        order = _ORDER.get(kind, -1)
+        if order < 0 or (order != 1 and role != "assistant"):
+            more = "; write a tool's result as a message of the role tool" if kind == "tool_result" else ""
+            raise BadRowError(f"a part of type {kind!r} is not text, and the model reads and writes text only{more}")
+        if order < last:
+            raise BadRowError(f"a part of type {kind!r} too late; the order is thinking, text, tool calls")
+        if order == 2:
+            calls.append(_call({"name": part.get("name"), "arguments": part.get("input"), "id": part.get("id")}))
+        else:
+            (texts if order else thoughts).append(text := _text_of(part, kind))
+        last = order if order == 2 or text else last
+    return "".join(texts), "".join(thoughts), calls
+
+
+def _are_parts(value: Any) -> bool:
+    """Whether the result of a tool is a list of parts. Data may have a `type` of its own."""
+    if not isinstance(value, list) or not all(isinstance(part, TABLE) and "type" in part for part in value):
+        return False
+    return any(kind in _TEXT_PARTS or _MEDIA.match(kind) for kind in map(_kind, value))
+
+
+def _kind(part: Any) -> str:
+    """The type of a part. Gemini's parts of text have none, and LangChain's may be the text itself."""
+    if not isinstance(part, TABLE):
+        return "text"
+    return str(part["type"]) if part.get("type") is not None else "text" if "text" in part else ""
+
+
+def _text_of(part: Any, kind: str) -> str:
+    """The text of a part, which may be a list of parts (Mistral's thinking)."""
+    value = part
+    if isinstance(part, TABLE):
+        value = part.get(kind) if part.get(kind) is not None else part.get("text")
+    if isinstance(value, list):
+        return "".join(_text_of(each, "text") for each in value)
+    if not isinstance(value, str):
+        raise BadRowError(f"a part of type {kind!r} has no text")
+    return value
+
+
+def _calls(value: Any) -> Iterable[Any]:
+    if isinstance(value, str):
+        value = read_json(value, "the tool calls") if value.strip() else []
+    return [value] if isinstance(value, TABLE) else value or []
+
+
+def _call(value: Any) -> ToolCall:
+    if isinstance(value, ToolCall):
+        return value
+    if isinstance(value, str):
+        value = read_json(value, "a tool call")
+    if not isinstance(value, TABLE):
+        raise BadRowError(f"a tool call is a table, got {type(value).__name__}")
+    function = value.get("function") or value
+    if not isinstance(function, TABLE) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadRowError("a tool call has no name")
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = read_json(arguments, f"the arguments of {function['name']}") if arguments.strip() else {}
+    if arguments is not None and not isinstance(arguments, TABLE):
+        raise BadRowError(f"the arguments of {function['name']} are no table, got {type(arguments).__name__}")
+    return ToolCall(function["name"], dict(arguments or {}), str(value.get("id") or ""))
+
+
+def read_tools(value: Any) -> list[dict[str, Any]]:
+    """The tools of a row as schemas. Raises BadRowError."""
+    if isinstance(value, str):
+        value = read_json(value, "the column tools") if value.strip() else []
+    found = []
+    for tool in value or ():
+        if isinstance(tool, str):
+            tool = read_json(tool, "a tool")
+        if not isinstance(tool, TABLE):
+            raise BadRowError(f"a tool is a JSON schema, got {type(tool).__name__}")
+        found.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
+    return found
+
+
+def calls_from_text(message: Message, *, is_answered: bool, has_tools: bool) -> Message | None:
+    """The message with the calls that its text ends with, as `<tool_call>{...}</tool_call>`; None if its text has none.
+
+    In a conversation with tools, any such text is read; else only a text that is nothing but calls, or that a tool
+    answers. Only a reading without a loss counts. Raises BadRowError if there must be a call that cannot be read.
+    """
+    text = message.content
+    if not isinstance(text, str) or (at := text.find("<tool_call>")) < 0 or message.tool_calls:
+        return None
+    is_certain = is_answered or not THOUGHT.sub("", text[:at], count=1).strip()
+    try:
+        calls = _tagged_calls(text[at:])
+    except ValueError as error:
+        if not is_certain:
+            return None  # a sentence that mentions the tag
+        raise BadRowError(f"the tool call in its text cannot be read: {error}; {AS_CALLS}") from error
+    is_read = is_certain or has_tools
+    return msgspec.structs.replace(message, content=text[:at].strip(), tool_calls=calls) if is_read else None
+
+
+def _tagged_calls(text: str) -> list[ToolCall]:
+    """The calls of a text that is nothing but calls in tags. Raises ValueError."""
+    calls, place = [], 0
+    while place < len(text):
+        if (opened := _OPENED.match(text, place)) is None:
+            raise ValueError("there is text behind it")
+        value, place = _value(text, opened.end())
+        if (closed := _CLOSED.match(text, place)) is None:
+            raise ValueError("there is more than one value in its tags, or no end tag")
+        place = closed.end()
+        if isinstance(value, dict) and not set(value) <= {"name", "arguments"}:
+            raise ValueError("it has other keys than name and arguments")
+        calls.append(_call(value))
+    return calls
+
+
+def _value(text: str, start: int) -> tuple[Any, int]:
+    """The value that starts there, as JSON or as a literal of Python, and its end. Raises ValueError."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        end = text.find("</tool_call>", start)
+        try:  # the data set hermes-function-calling-v1 writes dicts of Python
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SyntaxWarning)
+                value = ast.literal_eval(text[start:end].strip())
+            return json.loads(json.dumps(value, allow_nan=False)), end
+        except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+            raise ValueError(f"not JSON: {error}") from None
+
+
+def results_from_text(message: Message) -> list[Message]:
+    """The results of a message that is nothing but `<tool_response>...</tool_response>`, else an empty list."""
+    text, place, results = message.text, 0, []
+    while place < len(text):
+        if (found := _RESULT.match(text, place)) is None:
+            return []
+        results.append(Message("tool", found[1]))
+        place = found.end()
+    return results
+
+
+def match_results(messages: Sequence[Message]) -> None:
+    """Raise BadRowError for a result without its call."""
+    open_calls: list[str] = []
+    more = ""
+    for number, message in enumerate(messages, start=1):
+        if message.role == "assistant":
+            more = "" if message.tool_calls else f"; if the call is in the text of a reply, {AS_CALLS}"
+            open_calls = [call.id for call in message.tool_calls]
+        elif message.role == "tool":
+            wanted = message.tool_call_id or ""
+            if not open_calls or (wanted and any(open_calls) and wanted not in open_calls):
+                named = f" {wanted!r}" if wanted else ""
+                raise BadRowError(f"message {number}: a tool result{named} without its call{more}")
+            open_calls.remove(wanted if wanted in open_calls else open_calls[0])
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise BadRowError(f"expected text, got {type(value).__name__}")
+    return value
+
+
+def read_json(text: str, what: str) -> Any:
+    """The value of a text. Raises BadRowError, which begins with `what`."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
+        raise BadRowError(f"{what}: no JSON: {getattr(error, 'msg', error)}: {text[:80]!r}") from error
