@@ -151,7 +151,7 @@ def check_masks(
     key = shape(messages, tools, chat.literals, trained)
     known = chat.shapes.get(key)
     replies = (plain(turn.reply) for text in texts for turn in text.turns)
-    if known is not None and all(is_plausible(row, replies, messages, chat.stop_ids) for row in rows):
+    if known is not None and all(is_plausible(row, replies, messages, chat) for row in rows):
         return known
     lost = check_rows(rows, messages, tools, trained, chat)
     if key not in chat.shapes:

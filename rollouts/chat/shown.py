@@ -30,6 +30,7 @@ Row = tuple[list[int], list[tuple[int, int, int]]]
 """Tokens [L], and the trained turns, each as its start, its end and the number of the message."""
 
 THOUGHT, TEXT, CUT_PROMPT = "the thought", "the text", "the opening tag of a thought in the prompt"
+_BEGIN = 4  # tokens of a reply
 _BLANKS = re.compile(r"\A(\s*)\S(?:.*\S)?(\s*)\Z", re.DOTALL)  # a text that is not blank, and the blanks around it
 
 
@@ -55,6 +56,8 @@ def check_rows(
         for number, (start, end, place) in enumerate(turns):
             earlier = [turn[:2] for turn in turns[:number]]
             try:
+                if not 0 < start < end <= len(tokens):
+                    raise Unshown(f"its reply is at [{start}, {end}) of {len(tokens)} tokens")
                 cut = check_context(tokens[:start], earlier, messages[:place], tools, chat)
                 if cut and messages[place].reasoning:
                     raise Unshown("its prompt opens a thought, which the row leaves out")
@@ -254,17 +257,20 @@ def lost_fields(rows: Sequence[Row], fields: Mapping[str, str], chat: ChatFormat
     return [field for word, field in fields.items() if word not in text]
 
 
-def is_plausible(row: Row, replies: Iterator[str], messages: Sequence[Message], stop_ids: Collection[int]) -> bool:
-    """Whether a row of a known shape looks right: each trained turn ends with its only stop id, and has the message's
-    text and calls. `replies` are the texts of the turns. False: check it in full.
+def is_plausible(row: Row, replies: Iterator[str], messages: Sequence[Message], chat: ChatFormat) -> bool:
+    """Whether a row of a known shape looks right: each trained turn begins as its reply, ends with its only stop id, and
+    has the message's text and calls. `replies` are the texts of the turns. False: check it in full.
     """
     tokens, turns = row
-    stops = frozenset(stop_ids)
+    stops = frozenset(chat.stop_ids)
     for start, end, place in turns:
         message, reply = messages[place], next(replies)
-        if tokens[end - 1] not in stops or not stops.isdisjoint(tokens[start : end - 1]):
+        if end > len(tokens) or tokens[end - 1] not in stops or not stops.isdisjoint(tokens[start : end - 1]):
             return False
-        if message.text.strip() not in reply or not all(call.name in reply for call in message.tool_calls):
+        begin = chat.decode(tokens[start : min(start + _BEGIN, end - 1)]).rstrip("\ufffd")
+        if not reply.startswith(begin) or message.text.strip() not in reply:
+            return False
+        if not all(call.name in reply for call in message.tool_calls):
             return False
     return True
 

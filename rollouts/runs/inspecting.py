@@ -57,8 +57,8 @@ class Shown(NamedTuple):
 
 
 class ReadRow(NamedTuple):
-    """A row as `rollouts sft` would train on it: its sequences, what was cut, and the fields in no row. `bad` says why it
-    is no conversation, and `sample` is the begin of such a row.
+    """A row as `rollouts sft` would train on it: its sequences, what was cut, and the fields in no row. `bad` says why
+    it is no conversation, and `sample` is the begin of such a row.
     """
 
     conversation: Conversation | None

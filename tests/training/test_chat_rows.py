@@ -161,7 +161,8 @@ LABELED = [
 
 
 def rows_of(messages: list[dict[str, Any]], chat: ChatFormat, **options: Any) -> tuple[list[SupervisedRow], Cut]:
-    return supervised_rows(read_conversation({"messages": messages}), chat, ChatOptions(**options))
+    rows, cut, _ = supervised_rows(read_conversation({"messages": messages}), chat, ChatOptions(**options))
+    return rows, cut
 
 
 def labeled(row: SupervisedRow, chat: ChatFormat) -> str:
@@ -290,7 +291,7 @@ def test_prepared_rows_are_those_of_each_conversation(rows: list[Row], tmp_path:
     one = prepare(rows, Counting(*vars(preparer()).values()), processes=1, folder=tmp_path / "one")
     chat = chat_for("qwen3")
     for number, row in enumerate(rows):
-        ((tokens, mask),), _ = supervised_rows(read_conversation(row.value), chat)
+        ((tokens, mask),), *_ = supervised_rows(read_conversation(row.value), chat)
         (index,) = one.rows_of(number)
         sample = one.sample(index, 7)
         assert (sample.tokens, sample.loss_mask, sample.rollout_index) == (tokens, mask, 7)
