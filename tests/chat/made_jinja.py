@@ -25,13 +25,15 @@ def jinja_of(c: Any) -> str:
     lines += ["{%- elif m.role == 'tool' -%}", _tool(c)]
     lines += ["{%- elif m.role == 'assistant' -%}", _assistant(c), "{%- endif -%}", "{%- endfor -%}"]
     tail = "{%- else -%}{{ eos_token }}" if c.tail else ""
-    lines += ["{%- if add_generation_prompt -%}", out(c.assistant), _opening(c), tail, "{%- endif -%}"]
+    lines += ["{%- if add_generation_prompt -%}", out(c.assistant + c.prompt_tail), _opening(c), tail, "{%- endif -%}"]
     # No white space of the template itself is written.
-    return "\n".join(line for line in lines if line).replace("{{ ", "{{- ").replace(" }}", " -}}")
+    text = "\n".join(line for line in lines if line).replace("{{ ", "{{- ").replace(" }}", " -}}")
+    last = ("loop.last", "(loop.index0 == messages | length - 1)", "(loop.nextitem is not defined)")
+    return text.replace("@last", last[c.idiom])
 
 
 def _opening(c: Any) -> str:
-    opened, closed = out(c.tags[0]), out(c.tags[0] + c.tags[1])
+    opened, closed = out(c.tags[0]), out(c.nothing)
     off = "{%- if enable_thinking is defined and enable_thinking is false -%}"
     if c.word:
         says = "{%- if ns.word -%}" + closed + "{%- else -%}"
@@ -95,10 +97,12 @@ def _first(c: Any) -> str:
 
 
 def _user(c: Any) -> str:
-    lines = [out(c.user + c.gap)]
+    before, role, behind = (c.user + c.gap).partition("user")
+    named = "{{ " + q(before) + " + m.role + " + q(behind) + " }}" if role and c.idiom == 1 else ""
+    lines = [named or out(c.user + c.gap)]
     if c.tools_in == "last_user":
         lines += ["{%- if tools and loop.index0 == ns.last -%}", TOOLS, "{%- endif -%}"]
-    here = {"first": "loop.index0 == ns.first", "last": "loop.index0 == ns.last", "last_message": "loop.last"}
+    here = {"first": "loop.index0 == ns.first", "last": "loop.index0 == ns.last", "last_message": "@last"}
     if c.system_in in here or c.system_in == "every":
         lines += ["{%- if messages[0].role == 'system' and " + here.get(c.system_in, "true") + " -%}"]
         lines += ["{{ (" + _text(c, "system", "messages[0]") + r") + '\n\n' }}{%- endif -%}"]
@@ -112,15 +116,15 @@ def _tool(c: Any) -> str:
     if c.tool_merge:
         begin = "{%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}" + begin
         begin += r"{%- else -%}{{ '\n' }}{%- endif -%}"
-        end = "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}" + end + "{%- endif -%}"
+        end = "{%- if @last or messages[loop.index0 + 1].role != 'tool' -%}" + end + "{%- endif -%}"
     if c.tool_last == "no_end":
-        end = "{%- if not loop.last -%}" + end + "{%- endif -%}"
+        end = "{%- if not @last -%}" + end + "{%- endif -%}"
     content = "{{ " + _text(c, "tool") + " }}"
     if c.tool_style == "user":
         content = r"{{ '<tool_response>\n' }}" + content + r"{{ '\n</tool_response>' }}"
     extra = {
-        "newline": r"{%- if not loop.last -%}{{ '\n' }}{%- endif -%}",
-        "note": r"{%- if loop.last -%}{{ '\n(last)' }}{%- endif -%}",
+        "newline": r"{%- if not @last -%}{{ '\n' }}{%- endif -%}",
+        "note": r"{%- if @last -%}{{ '\n(last)' }}{%- endif -%}",
     }
     return "\n".join([begin, content, extra.get(c.tool_last, ""), end])
 
@@ -139,8 +143,9 @@ def _assistant(c: Any) -> str:
     if c.trim in ("all", "assistant"):
         lines += ["{%- set content = content | trim -%}"]
     elif c.trim == "history":
-        lines += ["{%- if not loop.last -%}{%- set content = content | trim -%}{%- endif -%}"]
-    end, call_end = out(c.end), out(c.call_end or c.end)
+        lines += ["{%- if not @last -%}{%- set content = content | trim -%}{%- endif -%}"]
+    end = "{{ eos_token }}" if c.eos_by_name else out(c.end)
+    call_end = out(c.call_end) or end
     if c.tools_in == "no":
         return "\n".join([*lines, "{{ content }}", end, out(c.after)])
     lines.append("{%- if m.tool_calls -%}")
@@ -158,14 +163,14 @@ def _assistant(c: Any) -> str:
 def _thought(c: Any) -> str:
     shows = {
         "kept": "m.reasoning_content",
-        "at_once": "loop.last and m.reasoning_content",
+        "at_once": "@last and m.reasoning_content",
         "last_query": "loop.index0 > ns.last and m.reasoning_content",
         "final": "loop.index0 >= ns.final and m.reasoning_content",
     }.get(c.think)
     if shows is None:
         return ""
-    inserts = {"last": "loop.last", "history": "not loop.last", "always": "true"}.get(c.empty)
-    empty = "{%- elif " + inserts + " -%}" + out(c.tags[0] + c.tags[1]) if inserts else ""
+    inserts = {"last": "@last", "history": "not @last", "always": "true"}.get(c.empty)
+    empty = "{%- elif " + inserts + " -%}" + out(c.nothing) if inserts else ""
     shown = out(c.tags[0]) + "{{ m.reasoning_content }}" + out(c.tags[1])
     return "{%- if " + shows + " -%}" + shown + empty + "{%- endif -%}"
 

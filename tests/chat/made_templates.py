@@ -13,74 +13,27 @@ the conversation's own text spells it. So a text that is compared says which con
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
+from made_choices import THINK, Choices, draw
 from made_jinja import jinja_of
 
 from rollouts.types import Message
 
 OPEN, CLOSE = "\x02", "\x03"  # around a special token
-THINK = ("<think>\n", "\n</think>\n\n")
 
 
 class Refused(Exception):
     """The template raises at this conversation."""
-
-
-@dataclass(frozen=True)
-class Choices:
-    """The choices of one template. The first value of each comment is the plainest."""
-
-    family: str = "chatml"
-    special: tuple[str, ...] = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
-    user: str = "<|im_start|>user\n"
-    assistant: str = "<|im_start|>assistant\n"
-    system: str = "<|im_start|>system\n"
-    tool: str = "<|im_start|>tool\n"
-    gap: str = ""  # written before the body of a turn, and not by the generation prompt
-    user_end: str = "<|im_end|>\n"
-    end: str = "<|im_end|>"  # of an assistant's turn; "": the next role's token ends it
-    call_end: str = ""  # of a turn with calls; "": as `end`
-    after: str = "\n"
-    eos: str = "<|endoftext|>"
-    bos: str = ""
-    head: str = ""  # text that begins the system turn
-    tail: bool = False  # the eos token follows the last turn if there is no generation prompt
-    system_in: str = "own"  # own, first, last, last_message, every, no
-    trim: str = "none"  # none, all, user, assistant, history
-    tools_in: str = "no"  # no, system, last_user, head
-    needs_tools: bool = False
-    calls: str = "hermes"  # hermes, xml, mistral, json, llama3
-    parallel: bool = True
-    text_arguments: bool = False
-    place: str = "inside"  # inside, before, behind (the end token), instead (of the content)
-    tool_style: str = "own"  # own, user (as <tool_response> in a user's turn)
-    tool_merge: bool = False
-    tool_last: str = "same"  # same, newline, no_end, note
-    think: str = "no"  # no, kept, at_once, last_query, final, hidden, stripped
-    tags: tuple[str, str] = THINK
-    empty: str = "no"  # no, last, history, always
-    prompt: str = "plain"  # plain, open, switch (open unless enable_thinking is false), no_think (if it is false)
-    enable_thinking: bool | None = None
-    word: str = ""  # in the last user message, it makes the generation prompt close the thought
-    alternates: bool = False
-
-    def differences(self) -> dict[str, Any]:
-        """The choices that differ from the plainest template of the family."""
-        plain = FAMILIES[self.family]
-        return {"family": self.family} | {
-            each.name: getattr(self, each.name)
-            for each in fields(self)
-            if getattr(self, each.name) != getattr(plain, each.name)
-        }
 
 
 class Form(NamedTuple):
@@ -190,7 +143,7 @@ class Made:
         if c.think in ("no", "hidden") and any(each.reasoning for each in messages[: place + 1]):
             # The template has no place for a thought, so a program may write it into the content.
             try:
-                shuts = str(self.pieces(messages[:place], tools, True)[-1]).endswith("".join(c.tags))
+                shuts = str(self.pieces(messages[:place], tools, True)[-1]).endswith(c.nothing)
             except Refused:
                 return found
             others = [_inlined(each) if at != place or not shuts else each for at, each in enumerate(messages)]
@@ -215,11 +168,15 @@ class Made:
                 left_out.append("reasoning")
             if message.text.strip() and not form.content.strip():
                 left_out.append("content")
+            if c.prompt_tail:
+                left_out.append("the end of the prompt")
             _Writer(self, messages[: place + 1], tools).refuse()
         except Refused as why:
             return Turn(place, [], (), str(why))
         if message.tool_calls and message.text.strip() and c.place == "behind":
-            return Turn(place, [], (), "the end token stands between content and calls")
+            return Turn(place, [], (), "the end token is between content and calls")
+        if c.no_end:
+            return Turn(place, [], (), "no token ends the reply")
         spans = self._spans(c, before, form, message.reasoning)
         if c.trim == "history" and message.text != message.text.strip():  # the history's spelling of the same message
             trimmed = replace_message(message, content=message.text.strip())
@@ -238,21 +195,26 @@ class Made:
         return Turn(place, ended, tuple(left_out))
 
     def _spans(self, c: Choices, before: list[str | Form], form: Form, thought: str | None) -> list[Span]:
-        opening, closed = str(before[-1])[len(self.mark(c.assistant)) :], "".join(c.tags)
+        opening = str(before[-1])[len(self.mark(c.assistant)) :]
         span = functools.partial(Span, form=form, content=form.content, thought=form.think)
-        if not opening or form.text.startswith(opening):
+        if form.text.startswith(opening):
             return [span(before, opening, form.text[len(opening) :])]
-        if opening == closed:
-            return [span(before, opening, form.text)] if form.think is None else []
-        assert form.think is None, "a thought begins with the opened tag"
+        if opening in (c.nothing, c.prompt_tail):
+            return [span(before, opening, form.text)] if not form.think or c.prompt_tail else []
+        assert not form.think, "a thought begins with the opened tag"
         head = [*before[:-1], str(before[-1])[: -len(opening)]]
-        found = [span(before, opening, closed[len(opening) :] + form.text, way="sampled")]
+        rest = form.text[len(c.nothing) :] if form.think == "" else form.text
+        is_closed = c.prompt == "switch" or form.think == ""  # the template says how it writes an empty thought
+        found = [span(before, opening, c.tags[1] + rest, way="closed" if is_closed else "sampled")]
         if thought:
-            found.append(span(before, opening, thought + c.tags[1] + form.text, thought=thought, way="written"))
-        if c.prompt == "switch":  # close the thought as the template's own no-thinking mode does
-            found = [found[0]._replace(way="closed"), *found[1:]]
-            return [*found, span([*head[:-1], str(head[-1]) + closed], closed, form.text, way="closed")]
-        return [*found, span(head, "", form.text, way="prefix")]
+            found.append(span(before, opening, thought + c.tags[1] + rest, thought=thought, way="written"))
+        if is_closed and c.nothing.startswith(opening):
+            found.append(span(before, opening, c.nothing[len(opening) :] + rest, way="closed"))
+        if c.prompt == "switch":  # the prompt of the template's own no-thinking mode
+            return [*found, span([*head[:-1], str(head[-1]) + c.nothing], c.nothing, rest, way="closed")]
+        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(opening, form.text, strict=False))
+        common = "".join(one for one, _ in pairs)
+        return [*found, span([*head[:-1], str(head[-1]) + common], common, form.text[len(common) :], way="prefix")]
 
 
 def replace_message(message: Message, **changes: Any) -> Message:
@@ -334,7 +296,7 @@ class _Writer:
             elif message.role == "assistant":
                 pieces += [mark(c.assistant), self.form(place, message), mark(c.after)]
         if prompt:
-            pieces.append(mark(c.assistant) + self.opening())
+            pieces.append(mark(c.assistant) + c.prompt_tail + self.opening())
         elif c.tail:
             pieces.append(mark(c.eos))
         return pieces
@@ -344,7 +306,7 @@ class _Writer:
         c = self.c
         is_told = bool(c.word and self.users and c.word in self.messages[self.users[-1]].text)
         if is_told or (c.enable_thinking is False and c.prompt in ("switch", "no_think")):
-            return c.tags[0] + c.tags[1]
+            return c.nothing
         return c.tags[0] if c.prompt in ("open", "switch") else ""
 
     def tool_list(self) -> str:
@@ -393,7 +355,7 @@ class _Writer:
         calls = self.calls(message)
         if calls and c.place == "instead":
             content = ""
-        body = "" if think is None else c.tags[0] + think + c.tags[1]
+        body = "" if think is None else c.tags[0] + think + c.tags[1] if think else c.nothing
         end = self.mark((c.call_end if calls else "") or c.end)
         if calls and c.place == "before":
             body += calls + ("\n" + content if content else "")
@@ -448,114 +410,14 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-LLAMA = Choices(
-    "llama", ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"),
-    *(f"<|start_header_id|>{role}<|end_header_id|>\n\n" for role in ("user", "assistant", "system", "ipython")),
-    user_end="<|eot_id|>", end="<|eot_id|>", after="", eos="<|eot_id|>", bos="<|begin_of_text|>",
-)  # fmt: skip
-FAMILIES = {
-    "chatml": Choices(),
-    "llama": LLAMA,
-    "gemma": Choices(
-        "gemma", ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"),
-        *(f"<start_of_turn>{role}\n" for role in ("user", "model", "developer", "tool")),
-        user_end="<end_of_turn>\n", end="<end_of_turn>", eos="<eos>", bos="<bos>",
-    ),
-    "glm": Choices(
-        "glm", ("[gMASK]", "<|user|>", "<|assistant|>", "<|system|>", "<|observation|>", "<|endoftext|>"),
-        "<|user|>\n", "<|assistant|>\n", "<|system|>\n", "<|observation|>\n",
-        user_end="", end="", after="", bos="[gMASK]",
-    ),
-    "phi": Choices(
-        "phi", ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "<|end|>", "<|endoftext|>"),
-        "<|user|>\n", "<|assistant|>\n", "<|system|>\n", "<|tool|>\n", user_end="<|end|>\n", end="<|end|>",
-    ),
-    "inst": Choices(
-        "inst", ("<s>", "</s>", "[INST]", "[/INST]", "[SYS]", "[TOOL_CALLS]", "[RESULT]"),
-        "[INST] ", "", "[SYS] ", "[RESULT] ", " ", "[/INST]", "</s>", after="", eos="</s>", bos="<s>",
-    ),
-    "words": Choices(
-        "words", ("<s>", "</s>"), "USER:", "ASSISTANT:", "SYSTEM:", "TOOL:", " ", "\n", "</s>", eos="</s>", bos="<s>",
-    ),
-    "alpaca": Choices(
-        "alpaca", ("<s>", "</s>"),
-        "    ### Instruction:\n", "    ### Response:\n", "    ### System:\n", "    ### Result:\n",
-        user_end="\n\n", end="</s>", after="\n\n", eos="</s>",
-    ),
-    "deepseek": Choices(
-        "deepseek", ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<｜Tool｜>"),
-        "<｜User｜>", "<｜Assistant｜>", "", "<｜Tool｜>", user_end="", end="<｜end▁of▁sentence｜>", after="",
-        eos="<｜end▁of▁sentence｜>", bos="<｜begin▁of▁sentence｜>",
-    ),
-}  # fmt: skip
-
-
 def choose(seed: int) -> Made:
     """The template of this seed."""
     rng = random.Random(f"made template {seed}")
-    choices = _drawn(rng)
+    choices = draw(rng)
     if choices.tools_in != "no" and not choices.needs_tools and rng.random() < 0.15:
         plain = replace(choices, tools_in="no", tool_last="same", tool_merge=False, place="inside", call_end="")
         return Made(plain, choices, seed)
     return Made(choices, None, seed)
-
-
-def _drawn(rng: random.Random) -> Choices:
-    c = FAMILIES[rng.choice(list(FAMILIES))]
-    pick = functools.partial(_pick, rng)
-    c = replace(
-        c,
-        bos=pick(c.bos, ""),
-        tail=bool(c.end) and c.eos != c.end and rng.random() < 0.15,
-        trim=pick("none", "all", "user", "assistant", "history"),
-        system_in=pick("own", "own", "first", "last", "last_message", "every", "no"),
-        head=pick("", "", "", "Knowledge: 2023. Today: 26 Jul 2024.\n\n"),
-        think=pick("no", "kept", "at_once", "last_query", "final", "hidden", "stripped"),
-        tags=pick(THINK, THINK, ("<think>", "</think>"), ("<think>\n", "\n</think>\n")),
-        alternates=rng.random() < 0.15,
-    )
-    if c.think in ("kept", "at_once", "last_query", "final"):
-        c = replace(c, empty=pick("no", "no", "last", "history", "always"))
-        c = replace(c, prompt=pick("plain", "plain", "open", "switch", "no_think"))
-    elif c.think in ("hidden", "stripped"):
-        c = replace(
-            c, prompt=pick("open", "switch", "no_think") if c.think == "stripped" else pick("switch", "no_think")
-        )
-    if c.prompt in ("switch", "no_think") and rng.random() < 0.3:
-        c = replace(c, enable_thinking=False)
-    if c.prompt != "plain" and rng.random() < 0.3:
-        c = replace(c, word="/no_think")
-    if c.gap and c.prompt != "plain":
-        c = replace(c, gap="", assistant=c.assistant + c.gap, user=c.user + c.gap)
-    return _with_tools(c, rng) if rng.random() < 0.75 else c
-
-
-def _with_tools(c: Choices, rng: random.Random) -> Choices:
-    pick = functools.partial(_pick, rng)
-    calls = pick("hermes", "hermes", "xml", "mistral", "json", "llama3")
-    bare = calls in ("json", "llama3")
-    c = replace(
-        c,
-        tools_in=pick("system", "last_user", "head") if c.system_in == "own" else pick("last_user", "head"),
-        calls=calls,
-        parallel=not bare and rng.random() < 0.8,
-        text_arguments=calls != "xml" and rng.random() < 0.3,
-        place="instead" if bare else pick("inside", "inside", "before" if calls != "mistral" else "inside", "behind"),
-        tool_style=pick("own", "user"),
-        tool_merge=rng.random() < 0.3,
-        tool_last=pick("same", "same", "newline", "no_end", "note"),
-        needs_tools=rng.random() < 0.1,
-    )
-    added = {"mistral": ("[TOOL_CALLS]",), "llama3": pick((), ("<|python_tag|>",))}.get(calls, ())
-    if c.end and rng.random() < 0.25:
-        added, c = (*added, "<|call|>"), replace(c, call_end="<|call|>")
-    if not c.end and c.tool_merge:
-        c = replace(c, tool_merge=False)
-    return replace(c, special=tuple(dict.fromkeys([*c.special, *added])))
-
-
-def _pick(rng: random.Random, *values: Any) -> Any:
-    return rng.choice(values)
 
 
 if __name__ == "__main__":
