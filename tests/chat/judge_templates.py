@@ -6,6 +6,7 @@ python tests/chat/made_templates.py --seed 0 --count 300
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import random
@@ -320,17 +321,20 @@ def _difference(message: Message, reply: Message, span: Span) -> tuple[str, str]
         return "reasoning", f"expected {span.thought!r}"
     calls = [(each.name, each.arguments) for each in (message.tool_calls if span.form.calls else [])]
     read = [(each.name, each.arguments) for each in reply.tool_calls]
-    if calls != read and _as_text(calls) != _as_text(read):
+    if calls != read and _untyped(calls) != _untyped(read):
         return "calls", f"expected {calls}"
     return None
 
 
-def _as_text(calls: Sequence[tuple[str, dict[str, Any]]]) -> list[Any]:
-    """Calls whose arguments have no types: an XML call has none, and the tool's schema gives them later."""
-    return [
-        (name, {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()})
-        for name, arguments in calls
-    ]
+def _untyped(value: Any) -> Any:
+    """Arguments with what their texts mean: an XML call writes no types, and the tool's schema gives them later."""
+    if isinstance(value, dict):
+        return {key: _untyped(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_untyped(each) for each in value]
+    with contextlib.suppress(ValueError, TypeError):
+        return json.loads(value)
+    return value
 
 
 def _record(trajectory: Any, sampled: Sequence[Sequence[int]]) -> Wrong | None:

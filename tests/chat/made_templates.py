@@ -200,18 +200,22 @@ class Made:
         if form.text.startswith(opening):
             return [span(before, opening, form.text[len(opening) :])]
         if opening in (c.nothing, c.prompt_tail):
-            return [span(before, opening, form.text)] if not form.think or c.prompt_tail else []
+            if c.prompt_tail:
+                return [span(before, opening, form.text)]
+            return [] if form.think else [span(before, opening, form.text, form=form._replace(think=""))]
         assert not form.think, "a thought begins with the opened tag"
         head = [*before[:-1], str(before[-1])[: -len(opening)]]
         rest = form.text[len(c.nothing) :] if form.think == "" else form.text
+        empty = functools.partial(span, form=form._replace(think=""))
         is_closed = c.prompt == "switch" or form.think == ""  # the template says how it writes an empty thought
-        found = [span(before, opening, c.tags[1] + rest, way="closed" if is_closed else "sampled")]
+        found = [empty(before, opening, c.tags[1] + rest, way="closed" if is_closed else "sampled")]
         if thought:
-            found.append(span(before, opening, thought + c.tags[1] + rest, thought=thought, way="written"))
+            thinks = functools.partial(span, form=form._replace(think=thought), thought=thought)
+            found.append(thinks(before, opening, thought + c.tags[1] + rest, way="written"))
         if is_closed and c.nothing.startswith(opening):
-            found.append(span(before, opening, c.nothing[len(opening) :] + rest, way="closed"))
+            found.append(empty(before, opening, c.nothing[len(opening) :] + rest, way="closed"))
         if c.prompt == "switch":  # the prompt of the template's own no-thinking mode
-            return [*found, span([*head[:-1], str(head[-1]) + c.nothing], c.nothing, rest, way="closed")]
+            return [*found, empty([*head[:-1], str(head[-1]) + c.nothing], c.nothing, rest, way="closed")]
         pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(opening, form.text, strict=False))
         common = "".join(one for one, _ in pairs)
         return [*found, span([*head[:-1], str(head[-1]) + common], common, form.text[len(common) :], way="prefix")]
