@@ -193,19 +193,19 @@ def runs(tokens: Sequence[int], weights: Sequence[float], stops: set[int]) -> It
 
 def _why(turns: Sequence[Turn], context: str, reply: str, said: Any) -> str:
     """The kind of wrongness of a stretch that is none of the right ones."""
-    for turn in turns:
-        if any(each.reply == reply for each in turn.spans):
-            return "the context is not the prompt"
-    for turn in turns:
-        if any(pattern(each.before, said).fullmatch(context) for each in turn.spans):
-            ends = any(reply and each.reply.startswith(reply) for each in turn.spans)
-            return "the reply lacks its end" if ends else "another reply in the right context"
-    whole = context + reply
-    if any(joined(each.before) + each.reply == whole for turn in turns for each in turn.spans):
-        return "the reply begins elsewhere"
-    if any(turn.refused for turn in turns):
-        return "a conversation that cannot be shown is trained"
-    return "another text is trained"
+    spans = [each for turn in turns for each in turn.spans]
+    asked = [joined(each.before) for each in spans]
+    if any(pattern(each.before, said).fullmatch(context) for each in spans):
+        ends = any(reply and each.reply.startswith(reply) for each in spans)
+        return "the reply lacks its end" if ends else "another reply behind the right prompt"
+    if any(each.reply == reply for each in spans):
+        shorter = any(text.startswith(context) for text in asked)
+        return "the context lacks the end of the prompt" if shorter else "the context is another than the prompt"
+    if any(text.startswith(context) and (context + reply).startswith(text) for text in asked):
+        return "the reply begins inside the prompt"
+    if any(context.startswith(text) for text in asked):
+        return "the reply begins behind its start"
+    return "a refused conversation is trained" if any(turn.refused for turn in turns) else "another text is trained"
 
 
 def short(text: str) -> str:

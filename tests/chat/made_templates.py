@@ -13,7 +13,6 @@ the conversation's own text spells it. So a text that is compared says which con
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import random
 import re
@@ -216,9 +215,11 @@ class Made:
             found.append(empty(before, opening, c.nothing[len(opening) :] + rest, way="closed"))
         if c.prompt == "switch":  # the prompt of the template's own no-thinking mode
             return [*found, empty([*head[:-1], str(head[-1]) + c.nothing], c.nothing, rest, way="closed")]
-        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(opening, form.text, strict=False))
-        common = "".join(one for one, _ in pairs)
-        return [*found, span([*head[:-1], str(head[-1]) + common], common, form.text[len(common) :], way="prefix")]
+        found.append(span(head, "", form.text, way="prefix"))
+        if form.think == "":  # the prompt and the empty thought begin with the same tag
+            tag = c.tags[0].strip()
+            found.append(span([*head[:-1], str(head[-1]) + tag], tag, form.text[len(tag) :], way="prefix"))
+        return found
 
 
 def replace_message(message: Message, **changes: Any) -> Message:
