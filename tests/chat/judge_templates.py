@@ -164,6 +164,8 @@ def supervised(made: Made, conversation: Conversation, turns: list[Turn], chat: 
                 for turn in turns
                 if any(each.reply == reply and pattern(each.before, said).fullmatch(context) for each in turn.spans)
             ]
+            if found and row.tokens[b - 1] not in chat.stop_ids and row.tokens[b - 1] in stops:
+                return "the end is no stop id", texts.marked(row.tokens[b - 1 : b])
             if not found:
                 return _why(turns, context, reply, said), _got(context, reply, turns)
             trained[found[0]] += 1

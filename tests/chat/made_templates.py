@@ -190,6 +190,7 @@ class Made:
             role = messages[place + 1].role
             role = "user" if role == "tool" and c.tool_style == "user" else role
             ends = [self.mark(self._special.findall(getattr(c, role))[0])]
+            left_out += ["its end"] if role == "assistant" else []  # the token of its own role stops no reply
         ended = [each._replace(reply=each.reply + end) for each in spans for end in ends]
         return Turn(place, ended, tuple(left_out))
 
