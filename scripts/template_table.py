@@ -256,7 +256,8 @@ def family_of(name: str) -> str:
     """The family in a template's file name."""
     known = """qwq deepseek qwen hermes nemotron rwkv functionary firefunction llama mistral ministral devstral pixtral
         gemma glm phi cohere command aya kimi smollm granite exaone falcon lfm gpt-oss gptoss step giga apertus apriel
-        seed mimo miro reka idefics llava jamba zephyr vicuna alpaca saiga openchat chatml solar amber chatqa metharme"""
+        seed mimo miro reka idefics llava jamba zephyr vicuna alpaca saiga openchat chatml solar amber chatqa
+        metharme"""
     return next((each for each in known.split() if each in name.lower()), "other")
 
 

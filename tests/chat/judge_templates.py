@@ -380,12 +380,13 @@ def main() -> None:
     parser.add_argument("--kind", default="", help="print only kinds that contain this text")
     parser.add_argument("--mode", default="", help="supervised or rollout")
     parser.add_argument("--template", action="store_true", help="print the Jinja text of each case")
+    parser.add_argument("--foreign", action="store_true", help="templates whose thoughts have other tags than <think>")
     asked = parser.parse_args()
     counts: Counter[tuple[str, str]] = Counter()
     kinds: dict[tuple[str, str, str], list[tuple[Made, Judged]]] = {}
     began = time.process_time()
     for seed in range(asked.seed, asked.seed + asked.count):
-        made = choose(seed)
+        made = choose(seed, asked.foreign)
         for judged in judge(made, [asked.mode] if asked.mode else MODES):
             counts[judged.mode, judged.outcome] += 1
             if judged.outcome != "right":

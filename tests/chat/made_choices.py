@@ -114,8 +114,11 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def draw(rng: random.Random) -> Choices:
-    """The choices of one template."""
+FOREIGN = (("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"), ("<|channel>thought\n", "<channel|>"))
+
+
+def draw(rng: random.Random, foreign: bool = False) -> Choices:
+    """The choices of one template. `foreign`: its thoughts have tags of other families than <think>."""
     names = list(FAMILIES)
     c = FAMILIES[rng.choices(names, [0.2 if name == "bare" else 1 for name in names])[0]]
     pick = functools.partial(_pick, rng)
@@ -127,11 +130,11 @@ def draw(rng: random.Random) -> Choices:
         system_in=pick("own", "own", "first", "last", "last_message", "every", "no"),
         head=pick("", "", "", "Knowledge: 2023. Today: 26 Jul 2024.\n\n"),
         think=pick("no", "kept", "at_once", "last_query", "final", "hidden", "stripped"),
-        tags=pick(THINK, THINK, ("<think>", "</think>"), ("<think>\n", "\n</think>\n")),
+        tags=pick(*FOREIGN) if foreign else pick(THINK, THINK, ("<think>", "</think>"), ("<think>\n", "\n</think>\n")),
         alternates=rng.random() < 0.15,
         idiom=rng.randrange(3),
         eos_by_name=c.end == c.eos and rng.random() < 0.5,
-        void=pick("", "", "", "<think></think>", "<think>\n</think>\n"),
+        void="" if foreign else pick("", "", "", "<think></think>", "<think>\n</think>\n"),
     )
     if c.think in ("kept", "at_once", "last_query", "final"):
         c = replace(c, empty=pick("no", "no", "last", "history", "always"))

@@ -416,10 +416,10 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def choose(seed: int) -> Made:
-    """The template of this seed."""
+def choose(seed: int, foreign: bool = False) -> Made:
+    """The template of this seed. `foreign`: its thoughts have tags of other families than <think>."""
     rng = random.Random(f"made template {seed}")
-    choices = draw(rng)
+    choices = draw(rng, foreign)
     if choices.tools_in != "no" and not choices.needs_tools and rng.random() < 0.15:
         plain = replace(choices, tools_in="no", tool_last="same", tool_merge=False, place="inside", call_end="")
         return Made(plain, choices, seed)
