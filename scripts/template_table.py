@@ -38,6 +38,7 @@ SPECIAL = re.compile(
     r"|<seed:(?:bos|eos)>|<SPECIAL_\d+>|<sep>|<end_of_utterance>"
 )
 TAG = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value|seed:think|seed:tool_call|tool_calls)>")
+OPENED = re.compile(r"<(?:seed:)?think>\s*$|\[THINK\]\s*$|THINKING\|>\s*$(?<!END_THINKING\|>)|channel>\w+\s*$")
 ENDS = ("<|im_end|>", "<|endoftext|>", "</s>", "<eos>")
 TOOL = {
     "type": "function",
@@ -80,8 +81,8 @@ READINGS = ("calls read", "calls unread", "thoughts read", "thoughts unread", "t
 
 class Row(NamedTuple):
     """The outcome of one conversation, and why; `ids` are its rows. Beside right, wrong and refused, `lost` says that
-    the template cannot show a call or a content, and the rest is trained, and `prefix` that the prompt opens or closes
-    a thought that is not in the text before the reply.
+    the template cannot show a call or a content, and the rest is trained, and `prefix` that the prompt opens a thought
+    which is not in the text before the reply.
     """
 
     outcome: str
@@ -129,7 +130,7 @@ def prompts(tokenizer: Any, messages: Sequence[Message], tools: list[Any], argum
             with contextlib.suppress(Exception):  # a template may raise anything
                 texts.append(
                     tokenizer.apply_chat_template(
-                        given, tools=tools or None, tokenize=False, add_generation_prompt=True
+                        given, tools=tools or None, tokenize=False, add_generation_prompt=True, **arguments
                     )
                 )
         calls = [sum(not word.startswith("thought") for word in WORDS.findall(text)) for text in texts]
@@ -178,8 +179,8 @@ def judge(chat: Any, messages: list[Message], tools: list[Any], arguments: dict[
             elif asked and context not in same:
                 longer = [each for each in same if each.startswith(context)]
                 where = f"the prompt goes on {longer[0][len(context) :]!r}" if longer else difference(same[0], context)
-                is_thought = bool(longer and re.search(r"think|channel", longer[0][-40:], re.IGNORECASE))
-                (shorter if is_thought else faults).append(where)
+                is_opened = bool(longer and OPENED.search(longer[0]))
+                (shorter if is_opened else faults).append(where)
     faults += [f"{word} is trained" for word in trained if word not in own]
     faults += [f"{word} is trained {trained[word]} times" for word in own if trained[word] > 1]
     lost = tuple(word for word in own if not trained[word])
