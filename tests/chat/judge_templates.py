@@ -257,7 +257,9 @@ class _Speaker:
         if not right:
             expected = "\n".join(f"expected {short(joined(each.before))}" for each in turn.spans)
             raise Fault("the prompt is another", f"got      {short(got)}\n{expected}")
-        self.span = self.rng.choice(right)
+        ends = [self.texts.marked([index]) for index in request.stop_ids]
+        known = [each for each in right if each.form.end and each.reply.endswith(tuple(ends))]
+        self.span = self.rng.choice(known or right)  # a turn may end as in the history, or as the last one
         text = self.span.reply
         if self.span.form.calls and self.rng.random() < 0.4:  # JSON as the model likes it
             text = text.replace('": ', '":').replace(', "', ',"')

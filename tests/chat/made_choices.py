@@ -26,6 +26,7 @@ class Choices:
     no_end: bool = False  # no token at all ends it
     eos_by_name: bool = False  # the template writes eos_token in place of the end
     call_end: str = ""  # of a turn with calls; "": as `end`
+    last_end: str = ""  # of the last message, if it has no calls; "": as `end`
     after: str = "\n"
     eos: str = "<|endoftext|>"
     bos: str = ""
@@ -38,7 +39,7 @@ class Choices:
     calls: str = "hermes"  # hermes, xml, mistral, json, llama3
     parallel: bool = True
     text_arguments: bool = False
-    place: str = "inside"  # inside, before, behind (the end token), instead (of the content)
+    place: str = "inside"  # inside, before, behind (the end), cut_off (always behind an end), instead (of content)
     tool_style: str = "own"  # own, user (as <tool_response> in a user's turn)
     tool_merge: bool = False
     tool_last: str = "same"  # same, newline, no_end, note
@@ -151,7 +152,18 @@ def draw(rng: random.Random, foreign: bool = False) -> Choices:
         c = replace(c, prompt_tail="\n")
     if c.gap and c.prompt != "plain":
         c = replace(c, gap="", assistant=c.assistant + c.gap, user=c.user + c.gap)
-    return _with_tools(c, rng) if rng.random() < 0.75 else c
+    return _with_rare(_with_tools(c, rng) if rng.random() < 0.75 else c, rng)
+
+
+def _with_rare(c: Choices, rng: random.Random) -> Choices:
+    """Choices that few templates make. They are drawn last."""
+    if c.end and rng.random() < 0.08:
+        c = replace(c, last_end="<|return|>", special=(*c.special, "<|return|>"))
+    if c.place == "behind" and rng.random() < 0.3:
+        c = replace(c, place="cut_off")
+    if c.calls == "mistral" and c.place == "inside" and rng.random() < 0.3:
+        c = replace(c, place="instead")
+    return c
 
 
 def _with_tools(c: Choices, rng: random.Random) -> Choices:

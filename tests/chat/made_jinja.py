@@ -146,18 +146,21 @@ def _assistant(c: Any) -> str:
         lines += ["{%- if not @last -%}{%- set content = content | trim -%}{%- endif -%}"]
     end = "{{ eos_token }}" if c.eos_by_name else out(c.end)
     call_end = out(c.call_end) or end
+    end_alone = "{%- if @last -%}" + out(c.last_end) + "{%- else -%}" + end + "{%- endif -%}" if c.last_end else end
     if c.tools_in == "no":
-        return "\n".join([*lines, "{{ content }}", end, out(c.after)])
+        return "\n".join([*lines, "{{ content }}", end_alone, out(c.after)])
     lines.append("{%- if m.tool_calls -%}")
     if c.place == "before":
         lines += [_calls(c), r"{%- if content -%}{{ '\n' + content }}{%- endif -%}"]
     elif c.place == "behind":
         lines += ["{%- if content -%}{{ content }}", end, r"{{ '\n' }}{%- endif -%}", _calls(c)]
+    elif c.place == "cut_off":
+        lines += ["{{ content }}", end, r"{{ '\n' }}", _calls(c)]
     elif c.place == "instead":
         lines += [_calls(c)]
     else:
         lines += [r"{{ content }}{%- if content -%}{{ '\n' }}{%- endif -%}", _calls(c)]
-    return "\n".join([*lines, call_end, "{%- else -%}", "{{ content }}", end, "{%- endif -%}", out(c.after)])
+    return "\n".join([*lines, call_end, "{%- else -%}", "{{ content }}", end_alone, "{%- endif -%}", out(c.after)])
 
 
 def _thought(c: Any) -> str:

@@ -44,13 +44,14 @@ class Form(NamedTuple):
     think: str | None
     content: str
     calls: str
+    end: str
     text: str
 
     def same(self, other: Form) -> bool:
         """Whether two forms are one message in other words."""
         return (self.think is None) == (other.think is None) and (
-            ((self.think or "").strip(), self.content.strip(), self.calls)
-            == ((other.think or "").strip(), other.content.strip(), other.calls)
+            ((self.think or "").strip(), self.content.strip(), self.calls, self.end)
+            == ((other.think or "").strip(), other.content.strip(), other.calls, other.end)
         )
 
 
@@ -115,7 +116,7 @@ class Made:
         """The tokens that may end a reply, as text."""
         found: list[str] = []
         for c in (self.choices, self.with_tools or self.choices):
-            found += [c.end, c.call_end] if c.end else [c.user, c.tool, c.eos]
+            found += [c.end, c.call_end, c.last_end] if c.end else [c.user, c.tool, c.eos]
         return tuple(dict.fromkeys(token for text in found for token in self._special.findall(text)))
 
     def mark(self, text: str) -> str:
@@ -172,7 +173,7 @@ class Made:
             _Writer(self, messages[: place + 1], tools).refuse()
         except Refused as why:
             return Turn(place, [], (), str(why))
-        if message.tool_calls and message.text.strip() and c.place == "behind":
+        if message.tool_calls and (c.place == "cut_off" or (c.place == "behind" and message.text.strip())):
             return Turn(place, [], (), "the end token is between content and calls")
         if c.no_end:
             return Turn(place, [], (), "no token ends the reply")
@@ -191,8 +192,15 @@ class Made:
             role = "user" if role == "tool" and c.tool_style == "user" else role
             ends = [self.mark(self._special.findall(getattr(c, role))[0])]
             left_out += ["its end"] if role == "assistant" else []  # the token of its own role stops no reply
+        spans += [self._as_history(each) for each in spans if c.last_end and each.form.end == self.mark(c.last_end)]
         ended = [each._replace(reply=each.reply + end) for each in spans for end in ends]
         return Turn(place, ended, tuple(left_out))
+
+    def _as_history(self, span: Span) -> Span:
+        """The span with the end token that the turn has once another message follows."""
+        end, cut = self.mark(self.choices.end), len(span.form.end)
+        form = span.form._replace(end=end, text=span.form.text[:-cut] + end)
+        return span._replace(form=form, reply=span.reply[:-cut] + end)
 
     def _spans(self, c: Choices, before: list[str | Form], form: Form, thought: str | None) -> list[Span]:
         opening = str(before[-1])[len(self.mark(c.assistant)) :]
@@ -207,7 +215,7 @@ class Made:
         head = [*before[:-1], str(before[-1])[: -len(opening)]]
         rest = form.text[len(c.nothing) :] if form.think == "" else form.text
         empty = functools.partial(span, form=form._replace(think=""))
-        is_closed = c.prompt == "switch" or form.think == ""  # the template says how it writes an empty thought
+        is_closed = c.prompt == "switch" or bool(c.word) or form.think == ""
         found = [empty(before, opening, c.tags[1] + rest, way="closed" if is_closed else "sampled")]
         if thought:
             thinks = functools.partial(span, form=form._replace(think=thought), thought=thought)
@@ -362,14 +370,16 @@ class _Writer:
         if calls and c.place == "instead":
             content = ""
         body = "" if think is None else c.tags[0] + think + c.tags[1] if think else c.nothing
-        end = self.mark((c.call_end if calls else "") or c.end)
+        end = self.mark((c.call_end if calls else c.last_end if is_last else "") or c.end)
         if calls and c.place == "before":
             body += calls + ("\n" + content if content else "")
         elif calls and c.place == "behind":
             body += (content + self.mark(c.end) + "\n" if content else "") + calls
+        elif calls and c.place == "cut_off":
+            body += content + self.mark(c.end) + "\n" + calls
         else:
             body += content + ("\n" if calls and content else "") + calls
-        return Form(place, think, content, calls, self.mark(c.gap) + body + end)
+        return Form(place, think, content, calls, end, self.mark(c.gap) + body + end)
 
     def thought(self, place: int, message: Message) -> str | None:
         c, is_last = self.c, place == len(self.messages) - 1
