@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+import judge_templates
 from judge_templates import REFUSED_MAX, judge, show, tokenizer_for
+from made_choices import FAMILIES
 from made_conversations import conversations
 from made_templates import Made, Refused, choose
 
+from rollouts.chat import tokenize_supervised
 from rollouts.types import Message
 
 
@@ -74,3 +77,26 @@ def test_replies_are_trained_and_recorded_where_they_belong(mode: str) -> None:
             outcomes[each.outcome] += 1
     assert outcomes["refused"] <= REFUSED_MAX * (outcomes["right"] + outcomes["refused"]), outcomes
     assert outcomes["right"] > outcomes["not shown"], outcomes
+
+
+def moved(row, by: int):
+    """The row with its mask moved by so many tokens."""
+    return row._replace(loss_mask=[*row.loss_mask[-by:], *row.loss_mask[:-by]])
+
+
+HARMS = {
+    "the reply begins a token early": lambda rows: [moved(row, -1) for row in rows],
+    "the reply begins a token late": lambda rows: [moved(row, 1) for row in rows],
+    "a row is missing": lambda rows: rows[1:],
+    "a row is trained twice": lambda rows: [*rows, rows[0]],
+    "everything is trained": lambda rows: [row._replace(loss_mask=[1.0] * len(row.tokens)) for row in rows],
+    "the prompt lacks its first token": lambda rows: [type(row)(*(part[1:] for part in row)) for row in rows],
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+def test_a_planted_fault_is_found(harm: str, monkeypatch) -> None:
+    made = Made(FAMILIES["chatml"])
+    assert {each.outcome for each in judge(made, ["supervised"])} == {"right", "not shown"}
+    monkeypatch.setattr(judge_templates, "tokenize_supervised", lambda *given: HARMS[harm](tokenize_supervised(*given)))
+    assert {each.outcome for each in judge(made, ["supervised"])} == {"wrong", "not shown"}
