@@ -6,17 +6,19 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import judge_templates
-from judge_templates import REFUSED_MAX, judge, show, tokenizer_for
+from judge_templates import REFUSED_MAX, Texts, judge, show, tokenizer_for
 from made_choices import FAMILIES
 from made_conversations import conversations
-from made_templates import Made, Refused, choose
+from made_templates import Made, Refused, choose, joined
 
-from rollouts.chat import tokenize_supervised
+from rollouts.chat import SupervisedRow, tokenize_supervised
+from rollouts.errors import ModelError
 from rollouts.types import Message
 
 
@@ -100,3 +102,23 @@ def test_a_planted_fault_is_found(harm: str, monkeypatch) -> None:
     assert {each.outcome for each in judge(made, ["supervised"])} == {"right", "not shown"}
     monkeypatch.setattr(judge_templates, "tokenize_supervised", lambda *given: HARMS[harm](tokenize_supervised(*given)))
     assert {each.outcome for each in judge(made, ["supervised"])} == {"wrong", "not shown"}
+
+
+def test_rows_that_are_right_are_found_right(monkeypatch) -> None:
+    for seed in range(20):
+        made = choose(seed)
+        texts = Texts(tokenizer_for(made))
+
+        def rows(messages, tools, chat, made=made, texts=texts):
+            turns = made.turns(messages, tools)
+            if any(turn.refused for turn in turns):
+                raise ModelError("the template cannot show it")
+            spans = [next(each for each in turn.spans if each.way != "sampled") for turn in turns]
+            pairs = [(texts.encode(joined(each.before)), texts.encode(each.reply)) for each in spans]
+            return [SupervisedRow(a + b, [0.0] * len(a) + [1.0] * len(b)) for a, b in pairs]
+
+        monkeypatch.setattr(judge_templates, "tokenize_supervised", rows)
+        monkeypatch.setattr(
+            judge_templates, "load_chat_format", lambda *_, ids=texts.ids: SimpleNamespace(stop_ids=tuple(ids.values()))
+        )
+        assert {each.outcome for each in judge(made, ["supervised"])} <= {"right", "not shown"}
