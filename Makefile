@@ -1,4 +1,4 @@
-.PHONY: run test test-adapters test-clients test-engines lint docs site
+.PHONY: run test test-templates test-adapters test-clients test-engines lint docs site
 
 ADAPTERS ?= $(HOME)/.cache/rollouts/adapters
 PYTHON_3_12 ?= python3.12
@@ -8,6 +8,9 @@ run:  ## the main job: an agent learns to use a tool
 
 test:
 	pytest
+
+test-templates:  ## supervised rows and rollouts of 300 chat templates whose true spans are known
+	python tests/chat/made_templates.py --count 300
 
 test-adapters:  ## every environment of the upstream packages, which it installs, played beside upstream's own loop
 	python -m venv $(ADAPTERS)
