@@ -258,7 +258,7 @@ def lost_fields(rows: Sequence[Row], fields: Mapping[str, str], chat: ChatFormat
 
 
 def is_plausible(row: Row, replies: Iterator[str], messages: Sequence[Message], chat: ChatFormat) -> bool:
-    """Whether a row of a known shape looks right: each trained turn begins as its reply, ends with its only stop id, and
+    """Whether a row of a known shape looks right: each trained turn begins as its reply, ends with its only stop id and
     has the message's text and calls. `replies` are the texts of the turns. False: check it in full.
     """
     tokens, turns = row
