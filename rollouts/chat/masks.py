@@ -262,12 +262,13 @@ def _reply_elsewhere(place: int, talk: _Talk) -> tuple[str, int]:
     if rest.startswith(opens):  # with other white space
         return rest[len(opens) :].lstrip(), 0
     quiet = chat.quiet.render_marked(before, talk.tools, True) if chat.quiet is not None else ""
-    closing = quiet[len(prompt) :] if quiet.startswith(prompt) else ""
+    usual = f"\n{closes}\n\n" if thought.endswith("\n") else closes
     if message.reasoning:  # the template drops all thoughts, but its prompt asks for one
         rest = _behind_header(prompt.removesuffix(thought), place, unthinking, talk)
-        closing = closing or (f"\n{closes}\n\n" if thought.endswith("\n") else closes)
-        return chat.mark_reply(message.reasoning) + closing + rest.lstrip(), 0
-    return closing + rest, 0 if closing else len(thought)
+        return chat.mark_reply(message.reasoning) + usual + rest.lstrip(), 0
+    if quiet.startswith(prompt):
+        return quiet[len(prompt) :] + rest, 0
+    return (usual + rest, 0) if closes in chat.thoughts.of_prompt(quiet) else (rest, len(thought))
 
 
 def _behind_header(prompt: str, place: int, message: Message, talk: _Talk) -> str:

@@ -154,6 +154,14 @@ def supervised(made: Made, conversation: Conversation, turns: list[Turn], chat: 
     if not made.of(conversation.tools).end:  # the end of such a turn belongs to the next one
         said = {place: [(f, text[: text.rfind(OPEN)]) for f, text in each] for place, each in said.items()}
     trained: Counter[int] = Counter()
+    # A template that shows no thought does not say which white space is around one.
+    blanks = re.compile(
+        rf"\s*{re.escape(TAGS[1])}\s*" if made.choices.think in ("no", "hidden", "stripped") else "(?!)"
+    )
+
+    def same(one: str, other: str) -> bool:
+        return blanks.sub(TAGS[1], one) == blanks.sub(TAGS[1], other)
+
     for row in rows:
         if len(row.tokens) != len(row.loss_mask) or not set(row.loss_mask) <= {0.0, 1.0}:
             return "streams", f"{len(row.tokens)} tokens, weights {row.loss_mask}"
@@ -162,7 +170,7 @@ def supervised(made: Made, conversation: Conversation, turns: list[Turn], chat: 
             found = [
                 turn.place
                 for turn in turns
-                if any(each.reply == reply and pattern(each.before, said).fullmatch(context) for each in turn.spans)
+                if any(same(each.reply, reply) and pattern(each.before, said).fullmatch(context) for each in turn.spans)
             ]
             if found and row.tokens[b - 1] not in chat.stop_ids and row.tokens[b - 1] in stops:
                 return "the end is no stop id", texts.marked(row.tokens[b - 1 : b])
@@ -258,7 +266,7 @@ class _Speaker:
             expected = "\n".join(f"expected {short(joined(each.before))}" for each in turn.spans)
             raise Fault("the prompt is another", f"got      {short(got)}\n{expected}")
         ends = [self.texts.marked([index]) for index in request.stop_ids]
-        known = [each for each in right if each.form.end and each.reply.endswith(tuple(ends))]
+        known = [each for each in right if each.reply.endswith(tuple(ends))]
         self.span = self.rng.choice(known or right)  # a turn may end as in the history, or as the last one
         text = self.span.reply
         if self.span.form.calls and self.rng.random() < 0.4:  # JSON as the model likes it

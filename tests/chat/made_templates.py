@@ -173,7 +173,8 @@ class Made:
             _Writer(self, messages[: place + 1], tools).refuse()
         except Refused as why:
             return Turn(place, [], (), str(why))
-        if message.tool_calls and (c.place == "cut_off" or (c.place == "behind" and message.text.strip())):
+        is_cut = c.place == "cut_off" or (c.place == "behind" and message.text.strip())
+        if message.tool_calls and c.end and is_cut:
             return Turn(place, [], (), "the end token is between content and calls")
         if c.no_end:
             return Turn(place, [], (), "no token ends the reply")
@@ -190,8 +191,8 @@ class Made:
         if not c.end and any(each.role == "assistant" for each in messages[place + 1 :]):
             role = messages[place + 1].role
             role = "user" if role == "tool" and c.tool_style == "user" else role
-            ends = [self.mark(self._special.findall(getattr(c, role))[0])]
-            left_out += ["its end"] if role == "assistant" else []  # the token of its own role stops no reply
+            if role != "assistant":  # the token of its own role stops no reply
+                ends = [self.mark(self._special.findall(getattr(c, role))[0])]
         spans += [self._as_history(each) for each in spans if c.last_end and each.form.end == self.mark(c.last_end)]
         ended = [each._replace(reply=each.reply + end) for each in spans for end in ends]
         return Turn(place, ended, tuple(left_out))
