@@ -408,9 +408,10 @@ class ChatFormat:
         """Whether history shows the sampled text, except for spelling."""
         if shown == sampled:
             return True
-        if (self._thoughts.closes in shown) != (self._thoughts.closes in sampled):
+        form = self._thoughts
+        if any((mark in shown) != (mark in sampled) for mark in (form.closes, form.header)):
             return False
-        if self._thoughts.is_open(sampled):
+        if form.is_open(sampled):
             return False  # the reply was cut off in a thought; the history would close the thought
         return self.same_message(shown, sampled, tools)
 
