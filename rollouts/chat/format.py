@@ -441,9 +441,10 @@ class ChatFormat:
         """Whether history shows the text of a reply, except for spelling."""
         if shown == sampled:
             return True
-        if (self.thoughts.closes in shown) != (self.thoughts.closes in sampled):
+        form = self.thoughts
+        if any((mark in shown) != (mark in sampled) for mark in (form.closes, form.header)):
             return False
-        if self.thoughts.is_open(sampled):
+        if form.is_open(sampled):
             return False  # the reply was cut off in a thought; the history would close the thought
         return self.same_message(shown, sampled, tools)
 

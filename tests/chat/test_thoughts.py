@@ -99,6 +99,10 @@ def test_the_header_of_a_reply_stands_once() -> None:
     again = chat.extend([USER], REPLY, [AGAIN], [], sampled)
     assert again is not None
     assert chat.decode([*sampled, *again]).count("[channel]final[message]") == 1
+    bare = [*chat.encode("The Rhine."), *chat.closers.values()]
+    assert chat.extend([USER], chat.parse(bare, []), [AGAIN], [], bare) is None, (
+        "history shows a header that is not here"
+    )
 
 
 @pytest.mark.parametrize(
