@@ -116,8 +116,8 @@ def compare(run: Sequence[str], metric: Sequence[str], reduce: str | None, as_js
     """Show what differs between runs: settings, metrics and evaluations.
 
     Each run's last evaluation is compared, task by task, with that of the first run that has the same tasks. The 95 %
-    interval is a bootstrap over the tasks that both have, of which there must be five. Several samples of a task are reduced as the evaluation did,
-    or all by --reduce.
+    interval is a bootstrap over the tasks that both have, of which there must be five. Several samples of a task are
+    reduced as the evaluation did, or all by --reduce.
     """
     from rollouts.runs import comparing
     from rollouts.runs.listing import METRICS, numbers_of, phases_of, require_run, sampled_lines

@@ -210,7 +210,8 @@ def paired_difference(
     first: Mapping[str, float], second: Mapping[str, float], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Paired | None:
     """The mean difference of the tasks that both have, with a bootstrap interval over tasks, which is infinite for
-    fewer than TASKS_MIN tasks. None for fewer than two tasks. Raises UserError if numpy is not installed, which the light installation does not have.
+    fewer than TASKS_MIN tasks. None for fewer than two tasks. Raises UserError if numpy is not installed, which the
+    light installation does not have.
 
     A plain percentile interval is too narrow for few tasks. This one has the tails of Hesterberg, "What Teachers Should
     Know About the Bootstrap" (2015), section 4.2: Phi(-sqrt(n / (n - 1)) t(n - 1)) on each side.
