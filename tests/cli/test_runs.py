@@ -107,6 +107,24 @@ def test_states(runs, capsys):
     assert said(capsys, "list", "runs/notes") == (0, "runs/notes has no runs\n")
 
 
+def test_the_steps_of_both_phases_count(runs, capsys):
+    config = 'mode = "sft+rl"\nsteps = 3\n[sft]\nsteps = 24\n[env]\nname = "toy"\n'
+
+    def listed():
+        return [line.split() for line in said(capsys, "list")[1].splitlines()[1:-1]]
+
+    folder = make_run(runs / "a", config=config)
+    make_run(folder / "sft", config=config)
+    (folder / "sft" / "metrics.jsonl").write_text('{"step": 0, "policy/loss": 2.5}\n{"step": 7, "policy/loss": 1.5}\n')
+    assert "8 of 27 –" in " ".join(listed()[0]), "it was killed in the first phase"
+    (folder / "sft" / "summary.json").write_text('{"status": "done", "steps": 24}')
+    make_run(folder / "rl", config=config, rewards=[0.25, 0.5])
+    assert "26 of 27 0.500" in " ".join(listed()[0])
+    (folder / "rl" / "summary.json").write_text('{"status": "done", "steps": 3}')
+    (folder / "summary.json").write_text('{"status": "done", "steps": 3}')
+    assert "27 of 27 0.500" in " ".join(listed()[0])
+
+
 def test_a_long_metrics_file_is_sampled_and_a_short_one_read_whole(tmp_path):
     lines = [json.dumps({"step": step, "pad": "x" * (step % 97)}) + "\n" for step in range(20_000)]
     (tmp_path / "long").write_text("".join(lines) + '{"step": 20000, "pa')
