@@ -69,8 +69,9 @@ class Prompts:
         """Raise ConfigError if no rows are named, or if their file is not there. Nothing is read."""
         if not self.data:
             raise ConfigError(f"the environment {self._own_name} needs rows: type --data rows.jsonl")
-        for data in filter(None, (self.data, self.eval_data)):
-            self._require_file(data)
+        for data in (self.data, self.eval_data):
+            if data:
+                self._require_file(data)
 
     def demonstrations(self, split: str, rng: random.Random) -> list[list[Message]]:
         """The conversations of the split's rows that have a response. Raises ConfigError if there are none."""

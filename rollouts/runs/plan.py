@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.chat.tool_parsers import ToolParser
-from rollouts.config.convert import plain
 from rollouts.config.merging import Component, component_tables
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import Resolved
@@ -55,8 +54,9 @@ from rollouts.runs.evaluated import evaluated
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
 from rollouts.runs.opponents import PlannedOpponent, plan_lora_roles, plan_opponents
-from rollouts.runs.sandboxes import unused_sandbox, with_sandboxes
+from rollouts.runs.sandboxes import with_sandboxes
 from rollouts.runs.session import model_words
+from rollouts.runs.unused import Whole, unused
 from rollouts.runs.workers import Workers, refuse_env_of_rewards
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
@@ -265,10 +265,16 @@ def title(plan: Plan) -> str:
     )
 
 
-def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_absent: bool = False) -> Plan:
+def make_plan(
+    resolved: Resolved,
+    *,
+    needs_environment: bool = True,
+    may_be_absent: bool = False,
+    used_elsewhere: Sequence[str] = (),
+) -> Plan:
     """Find, import and check every component. Only a conversation with a model needs no environment. With
-    `may_be_absent`, torch may be missing: a training backend that needs it is `Chosen.is_absent`. Raises a UserError
-    that says what to type.
+    `may_be_absent`, torch may be missing: a training backend that needs it is `Chosen.is_absent`. `used_elsewhere`
+    are keys whose components another phase of the run uses. Raises a UserError that says what to type.
     """
     resolved = with_rows(resolved)
     settings, source = resolved.settings, resolved.source
@@ -289,8 +295,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     else:
         _check_trainable(inference, chosen["training"][0], resolved)
         settings, notes = _models_of_runs(settings)
-        whole = resolved._replace(settings=settings)
-        composed = compose(manager, whole, chosen, _critic_lr(settings), has_torch=not may_be_absent)
+        with_models = resolved._replace(settings=settings)
+        composed = compose(manager, with_models, chosen, _critic_lr(settings), has_torch=not may_be_absent)
         settings = dataclasses.replace(settings, schedule=composed.schedule)
     components = {**resolved.components, **completed(own, chosen)}
     run = run_of(resolved.settings.model) if is_evaluation else None
@@ -299,9 +305,9 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     environments = _of_run(environments, chosen, settings)
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
-    notes = composed.notes if is_evaluation else (*notes, *composed.notes, *_unused(resolved, filters, chosen))
+    notes = composed.notes if is_evaluation else (*notes, *composed.notes)
+    check_pinned(chosen.get("eval_inference", ()), settings)
     resolved = resolved._replace(settings=settings, components=components)
-    notes += unused_sandbox(chosen["sandbox"][0], environments)
     notes += () if is_evaluation else trained_before(manager, environments, resolved)
     if run is not None:
         notes += overlap_notes(manager, run, environments, resolved)
@@ -316,6 +322,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
     _check_environments(environments, chosen["tool"], rewards if judges else None, mode)
     components["env"] = _with_curricula(components["env"], environments)
+    whole = Whole(settings, chosen, composed.stages, composed.stages_chosen, environments, rewards, filters)
+    notes += tuple(unused(whole, used_elsewhere))
     plan = Plan(
         resolved,
         chosen,
@@ -514,25 +522,6 @@ def _lr(settings: Settings) -> float:
 
 def _critic_lr(settings: Settings) -> float:
     return settings.critic_lr if settings.critic_lr is not None else _lr(settings) * LR_CRITIC_FACTOR
-
-
-def _unused(resolved: Resolved, filters: Sequence[Filter], chosen: Mapping[str, list[Chosen]]) -> list[str]:
-    """Notes about settings that a training run does not use, such as those for filters without filters. Raises
-    ConfigError for an engine of `--eval-inference` that cannot be used.
-    """
-    settings = resolved.settings
-    notes = check_pinned(chosen["eval_inference"], settings)
-    if not settings.lora_rank:
-        of_lora = {"lora_alpha": (None, "none"), "lora_targets": ("all-linear",)}
-        settings_of_backend = plain(resolved.components["training"][0].settings)
-        given = [n for n, defaults in of_lora.items() if settings_of_backend.get(n, defaults[0]) not in defaults]
-        notes += [
-            f"--training.{name.replace('_', '-')} is not used: every weight is trained; type --lora-rank 16"
-            for name in given
-        ]
-    if settings.refill and not filters:
-        notes.append(f"--refill {settings.refill} is not used: there is no filter; type --filter nonzero_std")
-    return notes
 
 
 def _check_settings(settings: Settings, lacks_environment: bool) -> None:
