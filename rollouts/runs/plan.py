@@ -306,14 +306,8 @@ def make_plan(
     environments = _of_run(environments, chosen, settings)
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
     notes = composed.notes if is_evaluation else (*notes, *composed.notes)
-    check_pinned(chosen.get("eval_inference", ()), settings)
     resolved = resolved._replace(settings=settings, components=components)
-    notes += () if is_evaluation else trained_before(manager, environments, resolved)
-    if run is not None:
-        notes += overlap_notes(manager, run, environments, resolved)
-        notes += unused_of_run(run, resolved, given)
-        used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
-        notes += tuple(changed_code(Path(run.source.path).parent, code_files(used, source)))
+    notes += _notes_of_earlier_run(manager, environments, resolved, chosen, run, given)
     rewards = reward_terms(components["reward"], chosen["reward"])
     notes += (*_dropped_rewards(environments, rewards), *unread_notes(resolved))
     mode = "rl" if takes_rows(settings.mode, chosen) else settings.mode  # of the environments
@@ -339,14 +333,38 @@ def make_plan(
         plan_opponents(manager, settings, environments, source),
         plan_lora_roles(settings, chosen, environments),
     )
-    if is_evaluation and not may_be_absent:
-        _require_packages(inference)
-    _run_checks(plan)
+    _run_checks(plan, may_be_absent)
     return plan
 
 
-def _run_checks(plan: Plan) -> None:
-    """Let the backends and the rewards check their settings. Raises ConfigError."""
+def _notes_of_earlier_run(
+    manager: PluginManager,
+    environments: Sequence[Environment],
+    resolved: Resolved,
+    chosen: Mapping[str, list[Chosen]],
+    run: Resolved | None,
+    model: str,
+) -> tuple[str, ...]:
+    """Notes about the run that wrote the model: of an evaluation of `model`, its settings are `run`."""
+    if resolved.settings.mode != "eval":
+        return trained_before(manager, environments, resolved)
+    if run is None:
+        return ()
+    used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
+    return (
+        *overlap_notes(manager, run, environments, resolved),
+        *unused_of_run(run, resolved, model),
+        *changed_code(Path(run.source.path).parent, code_files(used, resolved.source)),
+    )
+
+
+def _run_checks(plan: Plan, may_be_absent: bool) -> None:
+    """Let the backends and the rewards check their settings. Raises ConfigError, and MissingExtraError for an
+    evaluation without the packages of its engine.
+    """
+    check_pinned(plan.chosen.get("eval_inference", ()), plan.settings)
+    if plan.settings.mode == "eval" and not may_be_absent:
+        _require_packages(plan.one("inference"))
     if plan.settings.mode != "eval":
         training = plan.one("training")
         run_check(training.component, plan.training_arguments(), training.settings)
