@@ -167,7 +167,9 @@ def _reward(run: Whole, component: Chosen) -> str:
         return ""
     if theirs is None or component.name in {each.name for each in theirs.components["reward"]}:
         return ""
-    return f"--from trains on the rewards that were saved; to judge again: rollouts rescore {folder} --reward ..."
+    evaluations = ", and only evaluations ask it" if run.evaluates else ""
+    again = f"to judge again: rollouts rescore {folder} --reward ..."
+    return f"--from trains on the rewards that were saved{evaluations}; {again}"
 
 
 def _sampler(run: Whole, component: Chosen) -> str:

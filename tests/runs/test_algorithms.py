@@ -484,6 +484,17 @@ def test_a_part_that_may_have_an_effect_is_not_named(parts):
         assert plan(**{key: parts + name}).notes == ()
 
 
+def test_what_a_run_on_saved_groups_does_not_use(tmp_path):
+    """It trains on the rewards that were saved, and draws no tasks."""
+    (tmp_path / "config.toml").write_text('mode = "rl"\nreward = ["env:1"]\n[env]\nname = "calculator"\n')
+    saved = {"from_run": [str(tmp_path)], "loss": "rft"}
+    assert plan(**saved).notes == ()
+    (note,) = plan(**saved, reward=["env:1", "constant"]).notes
+    assert "--reward constant is not used: --from trains on the rewards that were saved" in note and "rescore" in note
+    (note,) = plan(**saved, sampler="difficulty").notes
+    assert "--sampler difficulty is not used" in note and "saved groups" in note
+
+
 # --- mode sft --------------------------------------------------------------------------------------------------------
 
 
