@@ -21,7 +21,7 @@ import sys
 import textwrap
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -250,6 +250,23 @@ def shown(value: Any, characters_max: int = CHARACTERS_MAX) -> str:
     if text is None:
         return f"a value of type {type(value).__name__}"
     return printable(text if len(text) <= characters_max else f"{text[:characters_max]}...")
+
+
+def why_no_list(value: Any) -> str:
+    """Why a value is not read as a list of values; empty if it is. An iterable is read in its order.
+
+    >>> why_no_list({"a": 1}), why_no_list("ab"), why_no_list(3), why_no_list(iter([3]))
+    ('of which only the keys would be read', 'of which the characters would be read', 'which cannot be iterated', '')
+    """
+    if isinstance(value, str | bytes | bytearray):
+        return "of which the characters would be read"
+    if isinstance(value, Mapping):
+        return "of which only the keys would be read"
+    if hasattr(value, "iterrows"):  # a table of pandas
+        return "of which only the names of the columns would be read"
+    if isinstance(value, set | frozenset):
+        return "whose order is not the same in each run"
+    return "" if isinstance(value, Iterable) and not inspect.isawaitable(value) else "which cannot be iterated"
 
 
 def unwrapped(function: Any) -> Any:

@@ -46,7 +46,7 @@ AFTER = {
     "losses/opd_topk": "--teacher tiny",
     "losses/ppo": "--critic head",
     "advantages/distill": "--teacher tiny",
-    "advantages/gae": "--critic head",
+    "advantages/gae": "--loss ppo --critic head",
     "aggregations/pair_mean": "--loss dpo",
     "aggregations/per_rollout": "--loss ./my_loss.py:my_loss",
     "references/adapter_off": "--lora-rank 16",

@@ -325,6 +325,15 @@ FILES = [
 
 DATA = [
     row("no rows.jsonl", PROMPTS, "rows.jsonl cannot be read", "--data", files=GOOD),
+    row("no rows.jsonl and no reward", "run --data rows.jsonl", "rows.jsonl cannot be read", never=("reward",)),
+    row("no rows to evaluate on", "eval --data rows.csv", "rows.csv cannot be read", never=("reward",)),
+    row(
+        "no held-out rows",
+        "run --data rows.jsonl --env.eval-data held_out.jsonl",
+        "held_out.jsonl cannot be read",
+        files=rows(ROW),
+        never=("reward",),
+    ),
     row("an empty rows.jsonl", PROMPTS, "holds no rows", '"prompt"', files=rows("")),
     row("csv in jsonl", PROMPTS, "line 1: not JSON", '{"prompt": "...", "answer": ...}', files=rows("prompt,answer\n")),
     row("other keys", PROMPTS, "line 1", "answer, question", files=rows('{"question": "a", "answer": "b"}\n')),
@@ -344,6 +353,18 @@ ENVIRONMENTS = [
     dice("tasks that are numbers", (YIELD, "        return [3]\n"), "3 (int)", "Task"),
     dice("tasks that are none", (YIELD, "        [Task('a')]\n"), "NoneType", "list of Task"),
     dice("one task", (YIELD, "        return Task('a')\n"), "cannot be iterated", "list of Task"),
+    dice("tasks by name", (YIELD, "        return {'a': Task('a')}\n"), "gave dict", "only the keys", "a list of Task"),
+    dice(
+        "tasks in a set", (YIELD, "        return {'a', 'b'}\n"), "gave set", "order is not the same", "a list of Task"
+    ),
+    dice("tasks as text", (YIELD, "        return 'What is 2+2?'\n"), "gave str", "the characters", "a list of Task"),
+    row(
+        "demonstrations by name",
+        "sft --env ./e.py:Dice --eval-tasks 0 --dry-run",
+        "demonstrations('train', rng) gave dict, of which only the keys would be read",
+        "a list of lists of Message",
+        files=env(("    @tool", "    def demonstrations(self, split, rng):\n        return {'a': []}\n\n    @tool")),
+    ),
     dice(
         "tasks as attribute", ("    def tasks(self, split, rng):\n" + YIELD, "    tasks = []"), "def tasks(self, split"
     ),

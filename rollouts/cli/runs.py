@@ -116,8 +116,8 @@ def compare(run: Sequence[str], metric: Sequence[str], reduce: str | None, as_js
     """Show what differs between runs: settings, metrics and evaluations.
 
     Each run's last evaluation is compared, task by task, with that of the first run that has the same tasks. The 95 %
-    interval is a bootstrap over the tasks that both have. Several samples of a task are reduced as the evaluation did,
-    or all by --reduce.
+    interval is a bootstrap over the tasks that both have, of which there must be five. Several samples of a task are
+    reduced as the evaluation did, or all by --reduce.
     """
     from rollouts.runs import comparing
     from rollouts.runs.listing import METRICS, numbers_of, phases_of, require_run, sampled_lines
@@ -151,7 +151,7 @@ def compare(run: Sequence[str], metric: Sequence[str], reduce: str | None, as_js
             "metrics": {name: [numbers_of(lines[each], name) for each in run] for name in metrics},
             "evaluations": [[one._asdict() for one in each] for each in evaluations],
             "paired": [
-                each and {**each._asdict(), "verdict": each.verdict, "against": run[other or 0]}
+                each and {**each.as_json(), "against": run[other or 0]}
                 for each, other in zip(paired[1:], against[1:], strict=True)
             ],
         }
@@ -219,7 +219,14 @@ def _reduced_words(reducer: Reducer) -> str:
 
 def paired_words(name: str, first: str, found: Paired) -> str:
     """A paired comparison in one line."""
+    from rollouts.runs.comparing import TASKS_MIN
+
     left_out = f"; {counted(found.left_out, 'task')} of one alone" if found.left_out else ""
+    if found.tasks < TASKS_MIN:
+        return (
+            f"{name} against {first}: no verdict, because both have only {counted(found.tasks, 'task')}, and it takes "
+            f"{TASKS_MIN}; the mean difference is {found.difference:+.3f}{left_out}"
+        )
     return (
         f"{name} against {first}: {found.verdict}, {found.difference:+.3f} with the 95 % interval "
         f"{found.low:+.3f} to {found.high:+.3f}, over {counted(found.tasks, 'task')} of both{left_out}"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from rollouts.author_code import authors_code, shown
+from rollouts.author_code import authors_code, shown, why_no_list
 from rollouts.errors import ConfigError, RolloutsError, words_of
 from rollouts.types import Message, Task
 
@@ -24,7 +24,7 @@ def rows_of(prompts: Any) -> tuple[str, bytes]:
     >>> rows_of(["What is 2+2?"])
     ('code/prompts_d842d630.jsonl', b'{"prompt":"What is 2+2?"}\\n')
     """
-    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+    if why_no_list(prompts):
         file = "\nto read a file of rows: data='rows.jsonl'" if isinstance(prompts, str) else ""
         raise ConfigError(f"prompts: expected a list of prompts; got {shown(prompts)}\n{_EXPECTED}{file}")
     try:

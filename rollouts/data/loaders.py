@@ -35,7 +35,7 @@ def jsonl(source: str) -> Iterator[Any]:
         with opener(source, "rt", encoding="utf-8-sig", newline="\n") as lines:
             yield from json_lines(lines)
     except OSError as error:
-        raise _unreadable(source, error) from error
+        raise unreadable(source, error) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is not UTF-8 text: {error}") from error
 
@@ -45,7 +45,7 @@ def json(source: str) -> Iterator[Any]:
     try:
         text = Path(source).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise _unreadable(source, error) from error
+        raise unreadable(source, error) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source} is not UTF-8 text: {error}") from error
     if not text.strip():
@@ -160,7 +160,7 @@ def _file(form: str, source: str, **options: Any) -> Iterator[Any]:
     import datasets
 
     if not Path(source).is_file():
-        raise ConfigError(f"{source} cannot be read: No such file or directory; type --data PATH-OF-ROWS")
+        raise unreadable(source)
     try:
         rows = datasets.load_dataset(form, data_files=source, split="train", streaming=True, **options)
         for row in rows:
@@ -170,8 +170,14 @@ def _file(form: str, source: str, **options: Any) -> Iterator[Any]:
         raise ConfigError(f"{source} cannot be read as {form}: {first_line(cause)}") from error
 
 
-def _unreadable(source: str, error: OSError) -> ConfigError:
-    return ConfigError(f"{source} cannot be read: {error.strerror or error}; type --data PATH-OF-ROWS")
+OF_FILES = (jsonl, json, csv, parquet)
+"""The loaders whose source is a file on this machine."""
+
+
+def unreadable(source: str, error: OSError | None = None) -> ConfigError:
+    """The error for a file that the system does not read; without one, for a file that is not there."""
+    why = "No such file or directory" if error is None else error.strerror or error
+    return ConfigError(f"{source} cannot be read: {why}; type --data PATH-OF-ROWS")
 
 
 def _not_json(error: json_library.JSONDecodeError) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.types import Message, ToolCall
+from rollouts.types import Message, ToolCall, call_arguments
 
 ROLES = {
     "system": "system",
@@ -175,12 +175,10 @@ def _call(value: Any) -> ToolCall:
     function = value.get("function") or value
     if not isinstance(function, TABLE) or not isinstance(function.get("name"), str) or not function["name"]:
         raise BadRowError("a tool call has no name")
-    arguments = function.get("arguments", function.get("parameters"))
+    arguments = call_arguments(function.get("arguments", function.get("parameters")))
     if isinstance(arguments, str):
-        arguments = read_json(arguments, f"the arguments of {function['name']}") if arguments.strip() else {}
-    if arguments is not None and not isinstance(arguments, TABLE):
-        raise BadRowError(f"the arguments of {function['name']} are no table, got {type(arguments).__name__}")
-    return ToolCall(function["name"], dict(arguments or {}), str(value.get("id") or ""))
+        raise BadRowError(f"the arguments of {function['name']}: {arguments}")
+    return ToolCall(function["name"], arguments, str(value.get("id") or ""))
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:

@@ -17,9 +17,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rollouts.author_code import authors_code
+from rollouts.author_code import authors_code, why_no_list
 from rollouts.config.files import NOWHERE
-from rollouts.data.loaders import NotARow, json_lines
+from rollouts.data.loaders import OF_FILES, NotARow, json_lines, unreadable
 from rollouts.errors import ConfigError, RolloutsError, SignatureError, first_line, in_lines, suggestion, words_of
 from rollouts.plugins.index import ComponentRef, names_file, names_module, normalize
 from rollouts.plugins.loading import install_hint
@@ -177,6 +177,13 @@ def choose_loader(manager: PluginManager, data: str | Mapping[str, Any]) -> Load
     return Loader(table["name"], ref, source, found, settings, common)
 
 
+def require_file(data: str | Mapping[str, Any]) -> None:
+    """Raise ConfigError if the loader of this data reads a file, and there is none. Nothing is read."""
+    loader = choose_loader(PluginManager(), data)
+    if loader.component in OF_FILES and not Path(loader.source).exists():
+        raise unreadable(loader.source)
+
+
 def open_rows(
     data: str | Mapping[str, Any], manager: PluginManager | None = None, *, lines: bytes | None = None
 ) -> Iterator[Row]:
@@ -213,8 +220,10 @@ def _load(loader: Loader) -> Iterator[Any]:
     try:
         with authors_code():
             rows = call_with(loader.component, available, loader.settings)
-            if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
-                raise ConfigError(f"{label}: its loader returned {type(rows).__name__}; expected an iterable of rows")
+            if reason := why_no_list(rows):
+                raise ConfigError(
+                    f"{label}: its loader returned {type(rows).__name__}, {reason}; expected an iterable of rows"
+                )
             yield from rows
     except RolloutsError:
         raise

@@ -11,11 +11,9 @@ the working directory of the run. In a sandbox with a network of its own, a rela
 from __future__ import annotations
 
 import os
-import random
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,14 +42,14 @@ SECONDS_MAX = 86_400.0
 class Agent(Prompts):
     """Tasks from the rows of a file, each played by a program that speaks the API of OpenAI or Anthropic."""
 
+    _own_name = "agent"
+
     command: str = ""  # the program, as a shell command, such as 'python my_agent.py'
 
-    def tasks(self, split: str, rng: random.Random) -> list[Task] | Iterator[Task]:
-        """All tasks of the split, as `Prompts.tasks`. Raises ConfigError if there is no such program."""
+    def check_data(self) -> None:
+        """Raise ConfigError if there is no such program, or no such file of rows."""
         _check_command(self.command)
-        if not self.data:
-            raise ConfigError("the environment agent needs tasks: type --data rows.jsonl")
-        return super().tasks(split, rng)
+        super().check_data()
 
     def setup(self, task: Task, sandbox: Sandbox) -> None:
         """Keep the sandbox of the episode. Raises EnvironmentDefinitionError for one without a way to the model."""

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rollouts.author_code import shown, with_place
+from rollouts.author_code import shown, why_no_list, with_place
 from rollouts.config.settings import REQUIRED
 from rollouts.env.authoring import (
     WORDS,
@@ -31,6 +31,7 @@ from rollouts.env.authoring import (
 from rollouts.env.calls import UNDER_TRIO, RemoteCall, async_library_of
 from rollouts.env.inputs import inputs_of, names_input, with_inputs
 from rollouts.env.mixing import RewardTerm
+from rollouts.env.prompts import Prompts
 from rollouts.env.schema import check_tool
 from rollouts.errors import EnvironmentDefinitionError, SignatureError, near_misses
 from rollouts.plugins.signature import check_signature, read_signature
@@ -65,6 +66,7 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
     The checks: `tasks` exists, the core's calls fit the methods, marked methods have a `self`, every tool has a schema,
     and the parameters of `@reward` and `@metric` methods are among `task`, `trajectory`, `env`. Roles have different
     names, and marks name a role that exists. With `rewards` (a run's terms): at least one reward judges the rollouts.
+    Without one, raises ConfigError if the rows of an environment that reads them are not there.
     """
     if isinstance(env, Remote):
         env.remote_check()
@@ -72,6 +74,8 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
         _check_class(env)
     if rewards is None or (rewards and (rewards_of(env) or any(term.function is not None for term in rewards))):
         return
+    if isinstance(env, Prompts):
+        env.check_data()  # without its rows, what is said of rewards leads nowhere
     label = environment_name(env)
     if not rewards:
         raise EnvironmentDefinitionError(f"no reward was named; type --reward env:1 for the rewards of {label} itself")
@@ -181,16 +185,15 @@ def _check_marked_roles(env: Any, label: str, methods: Mapping[str, Sequence[Too
                 )
 
 
-def check_task_source(tasks: Any, label: str) -> None:
-    """Raise EnvironmentDefinitionError if the result of `tasks` cannot be iterated, or is text. `label` names the call
-    of `tasks`.
+def check_source(values: Any, label: str, of: str = "Task") -> None:
+    """Raise EnvironmentDefinitionError if the result of `tasks` or `demonstrations` is no list and no iterator of
+    values. `label` names the call, and `of` what it must give.
     """
-    if inspect.isawaitable(tasks) or not isinstance(tasks, Iterable) or isinstance(tasks, str):
-        if inspect.iscoroutine(tasks):
-            tasks.close()
-        reason = "whose characters are no tasks" if isinstance(tasks, str) else "which cannot be iterated"
+    if reason := why_no_list(values):
+        if inspect.iscoroutine(values):
+            values.close()
         raise EnvironmentDefinitionError(
-            f"{label} gave {type(tasks).__name__}, {reason}; it must be a plain generator or return a list of Task"
+            f"{label} gave {type(values).__name__}, {reason}; it must be a plain generator or return a list of {of}"
         )
 
 

@@ -22,7 +22,7 @@ import msgspec
 from rollouts.data.conversations import BadRowError, read_conversation
 from rollouts.data.loaders import NotARow
 from rollouts.data.messages import ROLES, read_message
-from rollouts.data.source import Row, open_rows
+from rollouts.data.source import Row, open_rows, require_file
 from rollouts.env.advice import EnvironmentWarning
 from rollouts.errors import ConfigError, counted, first_line, in_lines
 from rollouts.types import Message, Task
@@ -39,6 +39,8 @@ CONVERSATION_COLUMNS = ("messages", "conversations", "instruction", "input", "ou
 class Prompts:
     """Tasks from rows: one turn, no tools."""
 
+    _own_name = "prompts"
+
     data: str | dict[str, Any] = ""  # the rows: a file, a folder, OWNER/NAME of a hub, or LOADER:SOURCE
     eval_data: str | dict[str, Any] = ""  # rows for evaluation; without them, a fraction of `data` is held out
     eval_fraction: float = 0.1  # the fraction of rows to hold out, by a hash of the row: the same in every run
@@ -50,10 +52,9 @@ class Prompts:
         With `eval_fraction` above 0 and at least two tasks, each split has at least one, unless the data is streamed.
         Raises ConfigError for data that is missing or malformed (with the row), and for settings out of their range.
         """
-        if not self.data:
-            raise ConfigError("the environment prompts needs rows: type --data rows.jsonl")
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"--env.eval-fraction {self.eval_fraction}: expected 0 or more, below 1, such as 0.1")
+        self.check_data()
         data = self.eval_data if self.eval_data and split == "eval" else self.data
         divides = not self.eval_data
         if isinstance(data, dict) and data.get("streaming"):
@@ -64,6 +65,14 @@ class Prompts:
             chosen = held_out if split == "eval" else rest
         rng.shuffle(chosen)
         return chosen
+
+    def check_data(self) -> None:
+        """Raise ConfigError if no rows are named, or if their file is not there. Nothing is read."""
+        if not self.data:
+            raise ConfigError(f"the environment {self._own_name} needs rows: type --data rows.jsonl")
+        for data in (self.data, self.eval_data):
+            if data:
+                self._require_file(data)
 
     def demonstrations(self, split: str, rng: random.Random) -> list[list[Message]]:
         """The conversations of the split's rows that have a response. Raises ConfigError if there are none."""
@@ -102,6 +111,9 @@ class Prompts:
     def _rows(self, data: Data) -> Iterator[Row]:
         return open_rows(data)
 
+    def _require_file(self, data: Data) -> None:
+        require_file(data)
+
 
 def _name(data: Data) -> str:
     return data if isinstance(data, str) else str(data.get("name"))
@@ -118,8 +130,11 @@ def given_prompts(rows: Mapping[str, bytes]) -> type[Prompts]:
     @dataclass
     class GivenPrompts(Prompts):
         def _rows(self, data: Data) -> Iterator[Row]:
-            name = data if isinstance(data, str) else str(data.get("name"))
-            return open_rows(data, lines=rows.get(name))
+            return open_rows(data, lines=rows.get(_name(data)))
+
+        def _require_file(self, data: Data) -> None:
+            if _name(data) not in rows:
+                require_file(data)
 
     GivenPrompts.__name__ = GivenPrompts.__qualname__ = Prompts.__name__
     return GivenPrompts

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.author_code import shown
+from rollouts.author_code import shown, why_no_list
 from rollouts.env.added_tools import added_tool
 from rollouts.env.authoring import (
     TIMEOUT_SECONDS,
@@ -85,7 +85,7 @@ def read_tools(env: Any, returned: Any) -> list[ToolMethod]:
     label = f"{environment_name(env)}.tools(task)"
     if inspect.iscoroutine(returned):
         returned.close()
-    if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
+    if why_no_list(returned):
         raise EnvironmentDefinitionError(f"{label} returned {shown(returned)}; expected {EXPECTED}")
     marked = {tool.name: tool for tool in tools_of(env)}
     roles = [role.name for role in roles_of(env)]

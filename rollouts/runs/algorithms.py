@@ -6,7 +6,7 @@ checked before a model loads. Not here: finding components and their settings (`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.config.resolving import Resolved
@@ -71,7 +71,7 @@ def compose(
     composed: list[Stage] = []
     notes: list[str] = []
     for step, parts in ((0, chosen), *((each.step, parts) for each, parts in zip(planned, later, strict=True))):
-        with said_of(_from_step(step)):
+        with said_of(from_step(step)):
             _check_mode(parts, settings)
             algorithm = _compose(parts, settings)
             _check(algorithm, parts, settings)
@@ -84,12 +84,13 @@ def compose(
             f"{settings.prompts_per_step}; type --minibatches {settings.prompts_per_step} or less"
         )
     asked = frozenset(name for stage in composed for name in asked_names(stage.algorithm))
+    if settings.critic and asked & CRITIC_NAMES:
+        _check_critic([stage.algorithm for stage in composed], settings)
     reference = _reference(chosen, settings, asked)
     for stage in composed if has_torch else ():
-        with said_of(_from_step(stage.step)):
+        with said_of(from_step(stage.step)):
             checks.probe_settings(stage.algorithm, reference, settings.max_tokens)
     critic, teacher = settings.critic if asked & CRITIC_NAMES else "", settings.teacher if asked & TEACHER_NAMES else ""
-    notes += _unused(chosen, settings, asked)
     auxiliary_models = None
     if reference is not None or critic or teacher:
         auxiliary_models = AuxiliaryModels(reference, critic, critic_lr, teacher, settings.teacher_top_k)
@@ -109,7 +110,7 @@ def asked_names(algorithm: Algorithm) -> frozenset[str]:
     return names
 
 
-def _from_step(step: int) -> str:
+def from_step(step: int) -> str:
     """The name of a later stage in errors and notes."""
     return f"[[schedule]], from step {step}" if step else ""
 
@@ -132,16 +133,9 @@ def _compose(parts: Mapping[str, list[Chosen]], settings: Settings) -> Algorithm
         shaping += bind_each(each.component, each.settings) if is_own else [bind(each.component, each.settings)]
     algorithm = algorithm._replace(shaping=tuple(shaping), correction=None)
     for each in parts["correction"]:
-        if settings.mode == "rl" and (_is_weighed(algorithm) or not _is_auto(parts)):
+        if settings.mode == "rl" and (checks.is_weighed(algorithm) or not _is_auto(parts)):
             algorithm = algorithm._replace(correction=bind(each.component, each.settings))
     return algorithm
-
-
-def _is_weighed(algorithm: Algorithm) -> bool:
-    """Whether a correction has an effect: a term with one value per token is a mean over sampled tokens."""
-    if algorithm.pairs is not None or checks.unit_of(algorithm) == "rollout":
-        return False
-    return any({"advantages", "old_logprobs"} & set(requests(term.function)) for term in active_terms(algorithm))
 
 
 def _uses_rewards(algorithm: Algorithm) -> bool:
@@ -174,6 +168,19 @@ def _check(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings: Se
     if is_rl:
         checks.check_advantage(algorithm.advantage, available)
     checks.check_composition(algorithm, settings.samples_per_prompt if is_rl else None)
+
+
+def _check_critic(algorithms: Sequence[Algorithm], settings: Settings) -> None:
+    """Raise ConfigError if no stage trains the critic that a part of the run asks for: its values would stay 0."""
+    if any("values" in needs(algorithm) for algorithm in algorithms):
+        return
+    who = next(filter(None, (_who_asks(algorithm, CRITIC_NAMES) for algorithm in algorithms)))
+    terms = [term for algorithm in algorithms for term in algorithm.terms if "values" in requests(term.function)]
+    again = f"--loss.{terms[0].name.replace('_', '-')}-coef 0.5" if terms and terms[0].name else "--loss ppo"
+    raise ConfigError(
+        f"--critic {settings.critic}: {who}, but no term of the loss names `values`, so nothing would train the "
+        f"critic, and its values would stay 0\ntype {again}, or an advantage without a critic: --advantage group_norm"
+    )
 
 
 def _who_asks(algorithm: Algorithm, wanted: Iterable[str]) -> str:
@@ -260,31 +267,10 @@ def _check_backend(chosen: Mapping[str, list[Chosen]], wanted: AuxiliaryModels |
     )
 
 
-def _unused(chosen: Mapping[str, list[Chosen]], settings: Settings, asked: frozenset[str]) -> list[str]:
-    """Notes about settings and components that no part of the run uses."""
-    notes = []
-    if "ref_logprobs" not in asked:
-        notes += [
-            f"--reference {each.name} is not used: nothing names `ref_logprobs`; --kl rk3_loss would"
-            for each in chosen["reference"]
-        ]
-    of_teacher = "`teacher_logprobs` or `teacher_topk_logprobs`; --loss opd or --loss opd_topk"
-    beside = (
-        ("critic", settings.critic, CRITIC_NAMES, "`values`, `old_values` or `returns`; --loss ppo"),
-        ("teacher", settings.teacher, TEACHER_NAMES, of_teacher),
-    )
-    for flag, given, names, who in beside:
-        if given and not asked & names:
-            notes.append(f"--{flag} {given} is not used, and not loaded: nothing names {who} would")
-    if settings.critic_lr is not None and not settings.critic:
-        notes.append(f"--critic-lr {settings.critic_lr:g} is not used: there is no critic")
-    return notes
-
-
 def _notes_of(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings: Settings, step: int) -> list[str]:
     """Warnings about one stage, before the run."""
     notes = []
-    place = f"{_from_step(step)}: " if step else ""
+    place = f"{from_step(step)}: " if step else ""
     if algorithm.kl is not None and warning_of(algorithm.kl.function):
         notes.append(warning_of(algorithm.kl.function))
     if settings.steps and step >= settings.steps:
@@ -293,12 +279,6 @@ def _notes_of(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings:
     if step and loss.component.filters:
         names = " ".join(f"--filter {function_label(each)}" for each in loss.component.filters)
         notes.append(f"{place}the filters of {loss.name} are not used, for filters do not change; type {names}")
-    if algorithm.pairs is not None:
-        notes += [
-            f"{place}--advantage {each.name} is not used: pairs are compared"
-            for each in parts["advantage"]
-            if each.name
-        ]
     if settings.mode == "rl" and settings.samples_per_prompt == 1 and compares_groups(algorithm):
         notes.append(f"warning: {place}{ONE_SAMPLE}, or --advantage baseline, which compares nothing")
     if settings.mode == "rl" and not any(each.component for each in parts["filter"]) and not _uses_rewards(algorithm):
@@ -306,10 +286,4 @@ def _notes_of(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings:
             f"warning: {place}{loss.name} does not use the rewards: it trains on every rollout alike; type --select "
             "reward_at_least to train on the good ones, or --mode sft to train on demonstrations"
         )
-    if not _is_weighed(algorithm):
-        notes += [
-            f"{place}--correction {each.name} is not used: {loss.name} has no value a token that it would weigh"
-            for each in parts["correction"]
-            if each.name != AUTO
-        ]
     return notes

@@ -19,6 +19,9 @@ from rollouts.runs.seeds import t_quantile
 from rollouts.types import Message, Task, Trajectory
 
 RESAMPLES = 10_000
+TASKS_MIN = 5
+"""A paired comparison of fewer tasks has no interval. A bootstrap of 2 tasks covers the truth in half of the cases."""
+
 _OWN_TO_A_RUN = ("out",)
 
 
@@ -40,7 +43,7 @@ class Evaluation(NamedTuple):
 
 class Paired(NamedTuple):
     """How much more the second run earns than the first, over `tasks` tasks of both: the mean difference, and its 95 %
-    interval. `left_out` tasks were judged in one of them alone.
+    interval, which is infinite for fewer than TASKS_MIN tasks. `left_out` tasks were judged in one of them alone.
     """
 
     difference: float
@@ -53,6 +56,11 @@ class Paired(NamedTuple):
     def verdict(self) -> str:
         """`better` or `worse` if the interval excludes 0."""
         return "better" if self.low > 0 else "worse" if self.high < 0 else "no difference shown"
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields and the verdict, with None in place of an interval that is infinite and of its verdict."""
+        none = {} if math.isfinite(self.low) else {"low": None, "high": None, "verdict": None}
+        return {**self._asdict(), "verdict": self.verdict, **none}
 
 
 def differing_settings(folders: Sequence[Path]) -> dict[str, list[Any]]:
@@ -201,14 +209,15 @@ def opponents_of(rewards: Sequence[Mapping[str, float]]) -> list[int | None]:
 def paired_difference(
     first: Mapping[str, float], second: Mapping[str, float], *, resamples: int = RESAMPLES, seed: int = 0
 ) -> Paired | None:
-    """The mean difference of the tasks that both have, with a bootstrap interval over tasks. None for fewer than two
-    tasks. Raises UserError if numpy is not installed, which the light installation does not have.
+    """The mean difference of the tasks that both have, with a bootstrap interval over tasks, which is infinite for
+    fewer than TASKS_MIN tasks. None for fewer than two tasks. Raises UserError if numpy is not installed, which the
+    light installation does not have.
 
     A plain percentile interval is too narrow for few tasks. This one has the tails of Hesterberg, "What Teachers Should
     Know About the Bootstrap" (2015), section 4.2: Phi(-sqrt(n / (n - 1)) t(n - 1)) on each side.
 
     >>> paired_difference({"a": 0.0, "b": 0.0, "c": 1.0}, {"a": 1.0, "b": 1.0, "d": 1.0})
-    Paired(difference=1.0, low=1.0, high=1.0, tasks=2, left_out=2)
+    Paired(difference=1.0, low=-inf, high=inf, tasks=2, left_out=2)
     """
     both = sorted(first.keys() & second.keys())
     if len(both) < 2:
@@ -219,10 +228,13 @@ def paired_difference(
         raise UserError("a paired comparison needs numpy; type: pip install numpy") from error
     differences = np.array([second[key] - first[key] for key in both])
     n, rng = len(both), np.random.default_rng(seed)
+    left_out = len(first.keys() | second.keys()) - n
+    if n < TASKS_MIN:
+        return Paired(float(differences.mean()), -math.inf, math.inf, n, left_out)
     means = np.empty(resamples)
     for begin in range(0, resamples, 500):  # in blocks, so that 10,000 tasks take little memory
         block = min(500, resamples - begin)
         means[begin : begin + block] = differences[rng.integers(n, size=(block, n))].mean(axis=1)
     tail = 0.5 * math.erfc(math.sqrt(n / (n - 1)) * t_quantile(n - 1) / math.sqrt(2))
     low, high = np.quantile(means, [tail, 1 - tail])
-    return Paired(float(differences.mean()), float(low), float(high), n, len(first.keys() | second.keys()) - n)
+    return Paired(float(differences.mean()), float(low), float(high), n, left_out)

@@ -181,8 +181,8 @@ def chosen_optimizer(chosen: Mapping[str, list[Chosen]]) -> Any:
     return None
 
 
-def check_pinned(chosen: Sequence[Chosen], settings: Settings) -> list[str]:
-    """Notes about `--eval-inference`. Raises ConfigError if the engine cannot get the weights of the run."""
+def check_pinned(chosen: Sequence[Chosen], settings: Settings) -> None:
+    """Raise ConfigError if the engine of `--eval-inference` cannot get the weights of the run."""
     for engine in chosen:
         what = f"--eval-inference {engine.name}"
         if is_evaluation_only(engine.component):
@@ -195,9 +195,6 @@ def check_pinned(chosen: Sequence[Chosen], settings: Settings) -> list[str]:
                 f"{what}: other models play roles of the environment, and training would share them with the "
                 "evaluation; leave it out"
             )
-        if not settings.eval_every:
-            return [f"{what} is not used: it is for evaluations between steps; type --eval-every 10"]
-    return []
 
 
 def chosen_sampler(chosen: Mapping[str, list[Chosen]]) -> Callable[..., TaskSampler]:

@@ -29,7 +29,7 @@ from rollouts.config.merging import Component
 from rollouts.config.settings import Settings
 from rollouts.env.author_thread import AuthorThread
 from rollouts.env.authoring import ToolMethod, of_role, roles_of, tools_of
-from rollouts.env.checks import check_task_source, check_text
+from rollouts.env.checks import check_source, check_text
 from rollouts.env.inputs import inputs_of, with_inputs
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
@@ -210,7 +210,7 @@ class Environment(NamedTuple):
         conversation = None
         thread = AuthorThread()
         rng = self._rng("demonstrations")
-        given = self._in_time(thread, lambda: self._begun(env, "demonstrations", "train", rng), label)
+        given = self._in_time(thread, lambda: self._begun(env, "demonstrations", label, "train", rng), label)
         for conversation in self._in_order(given, thread, label):
             messages = as_conversation(conversation, label)
             check_text(messages, f"a demonstration of {label}")
@@ -230,7 +230,7 @@ class Environment(NamedTuple):
         env = self.make_checked()
         label = f"{self.name}.demonstrations({split!r}, rng)"
         thread = AuthorThread()
-        given = self._in_time(thread, lambda: self._begun(env, "demonstrations", split, rng), label)
+        given = self._in_time(thread, lambda: self._begun(env, "demonstrations", label, split, rng), label)
         return (as_conversation(messages, label) for messages in self._guarded(given, thread, label))
 
     def demonstration_order(self, count: int, epoch: int) -> list[int]:
@@ -253,8 +253,7 @@ class Environment(NamedTuple):
         """The result of the environment's `tasks`. With `whole`, a sequence is read to its end."""
         label = f"{self.name}.tasks({split!r}, rng)"
         thread = AuthorThread()
-        tasks = self._in_time(thread, lambda: self._begun(self.make(), "tasks", split, rng), label)
-        check_task_source(tasks, label)
+        tasks = self._in_time(thread, lambda: self._begun(self.make(), "tasks", label, split, rng), label)
         if isinstance(tasks, list | tuple):
             return tasks
         if whole and isinstance(tasks, Sequence):
@@ -262,12 +261,14 @@ class Environment(NamedTuple):
             return drawn
         return self._guarded(tasks, thread, label)
 
-    def _begun(self, env: Any, name: str, *arguments: Any) -> Any:
-        """The result of a method of the environment, which gets `shared` if it names it."""
+    def _begun(self, env: Any, name: str, label: str, *arguments: Any) -> Any:
+        """The result of `tasks` or `demonstrations`, checked. The method gets `shared` if it names it."""
         method = getattr(env, name)
         inputs = {each: self.shared().get_now() for each in inputs_of(method, name)}
         function, *rest = with_inputs(method, arguments, inputs)
-        return function(*rest)
+        given = function(*rest)
+        check_source(given, label, "Task" if name == "tasks" else "lists of Message")
+        return given
 
     def _system_messages(self) -> list[Message]:
         return [Message("system", self.system)] if self.system else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,8 +39,9 @@ class Labels(msgspec.Struct, frozen=True):
 
 
 class RunInfo(msgspec.Struct, frozen=True):
-    """One run. `name` is its path as it was found, `steps` counts the finished steps, `curve` has a few values of
-    `metric` from its first step to its last. `reward` is the last mean reward, of an evaluation its own. `bytes` are
+    """One run. `name` is its path as it was found, `steps` counts the finished steps, and `steps_asked` all of them; of
+    mode sft+rl, both count the steps of both phases. `curve` has a few values of `metric` from the first step to the
+    last, of the last phase that has begun. `reward` is the last mean reward, of an evaluation its own. `bytes` are
     those of all files. `problem` says why a run is damaged or failed.
     """
 
@@ -105,8 +106,8 @@ def read_run(folder: Path) -> RunInfo:
     """One run. A file that is missing or cannot be read leaves out what it says; without its settings a run is
     damaged.
     """
-    labels, summary, last = read_labels(folder), read_json(folder / SUMMARY), phases_of(folder)[-1]
-    started = str(read_json(last / MANIFEST).get("started", ""))
+    labels, summary, phases = read_labels(folder), read_json(folder / SUMMARY), phases_of(folder)
+    started = str(read_json(phases[-1] / MANIFEST).get("started", ""))
     size = sum(size_of(folder))
     run = RunInfo(str(folder), "damaged", bytes=size, started=started, tags=labels.tags, note=labels.note)
     try:
@@ -114,7 +115,9 @@ def read_run(folder: Path) -> RunInfo:
     except ConfigError as error:
         return msgspec.structs.replace(run, problem=str(error))
     state, problem = _state(folder, summary)
-    lines = sampled_lines(last / METRICS)
+    logged = [sampled_lines(each / METRICS) for each in phases]
+    steps = [_finished_steps(*each) for each in zip(phases, logged, strict=True)]
+    asked, lines = [settings.get("steps"), settings.get("sft", {}).get("steps")], logged[-1]
     metric = REWARD if any(REWARD in line for line in lines) else LOSS
     curve = numbers_of(lines, metric)
     return msgspec.structs.replace(
@@ -125,12 +128,24 @@ def read_run(folder: Path) -> RunInfo:
         environment=_named(settings, "env"),
         model=str(settings.get("model", "")),
         loss=_named(settings, "loss"),
-        steps=summary.get("steps", lines[-1]["step"] + 1 if curve else None),
-        steps_asked=settings.get("steps"),
+        steps=_total(steps),
+        steps_asked=_total(asked),
         reward=summary.get("reward_mean", curve[-1] if curve and metric == REWARD else None),
         metric=metric if curve else "",
         curve=curve,
     )
+
+
+def _finished_steps(phase: Path, lines: Sequence[Mapping[str, Any]]) -> int | None:
+    """How many steps a run or a phase has finished: its summary says so, or else its metrics do. None if neither."""
+    steps = read_json(phase / SUMMARY).get("steps")
+    return int(steps) if steps is not None else lines[-1]["step"] + 1 if lines else None
+
+
+def _total(counts: Sequence[int | None]) -> int | None:
+    """The sum of those that are known; None if none is."""
+    known = [count for count in counts if isinstance(count, int)]
+    return sum(known) if known else None
 
 
 def _state(folder: Path, summary: Mapping[str, Any]) -> tuple[State, str]:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.chat.tool_parsers import ToolParser
-from rollouts.config.convert import plain
 from rollouts.config.merging import Component, component_tables
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import Resolved
@@ -55,8 +54,9 @@ from rollouts.runs.evaluated import evaluated
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
 from rollouts.runs.opponents import PlannedOpponent, plan_lora_roles, plan_opponents
-from rollouts.runs.sandboxes import unused_sandbox, with_sandboxes
+from rollouts.runs.sandboxes import with_sandboxes
 from rollouts.runs.session import model_words
+from rollouts.runs.unused import Whole, unused
 from rollouts.runs.workers import Workers, refuse_env_of_rewards
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
@@ -265,10 +265,16 @@ def title(plan: Plan) -> str:
     )
 
 
-def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_absent: bool = False) -> Plan:
+def make_plan(
+    resolved: Resolved,
+    *,
+    needs_environment: bool = True,
+    may_be_absent: bool = False,
+    used_elsewhere: Sequence[str] = (),
+) -> Plan:
     """Find, import and check every component. Only a conversation with a model needs no environment. With
-    `may_be_absent`, torch may be missing: a training backend that needs it is `Chosen.is_absent`. Raises a UserError
-    that says what to type.
+    `may_be_absent`, torch may be missing: a training backend that needs it is `Chosen.is_absent`. `used_elsewhere`
+    are keys whose components another phase of the run uses. Raises a UserError that says what to type.
     """
     resolved = with_rows(resolved)
     settings, source = resolved.settings, resolved.source
@@ -289,8 +295,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     else:
         _check_trainable(inference, chosen["training"][0], resolved)
         settings, notes = _models_of_runs(settings)
-        whole = resolved._replace(settings=settings)
-        composed = compose(manager, whole, chosen, _critic_lr(settings), has_torch=not may_be_absent)
+        with_models = resolved._replace(settings=settings)
+        composed = compose(manager, with_models, chosen, _critic_lr(settings), has_torch=not may_be_absent)
         settings = dataclasses.replace(settings, schedule=composed.schedule)
     components = {**resolved.components, **completed(own, chosen)}
     run = run_of(resolved.settings.model) if is_evaluation else None
@@ -299,15 +305,9 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     environments = _of_run(environments, chosen, settings)
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
-    notes = composed.notes if is_evaluation else (*notes, *composed.notes, *_unused(resolved, filters, chosen))
+    notes = composed.notes if is_evaluation else (*notes, *composed.notes)
     resolved = resolved._replace(settings=settings, components=components)
-    notes += unused_sandbox(chosen["sandbox"][0], environments)
-    notes += () if is_evaluation else trained_before(manager, environments, resolved)
-    if run is not None:
-        notes += overlap_notes(manager, run, environments, resolved)
-        notes += unused_of_run(run, resolved, given)
-        used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
-        notes += tuple(changed_code(Path(run.source.path).parent, code_files(used, source)))
+    notes += _notes_of_earlier_run(manager, environments, resolved, chosen, run, given)
     rewards = reward_terms(components["reward"], chosen["reward"])
     notes += (*_dropped_rewards(environments, rewards), *unread_notes(resolved))
     mode = "rl" if takes_rows(settings.mode, chosen) else settings.mode  # of the environments
@@ -316,6 +316,8 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
     _check_environments(environments, chosen["tool"], rewards if judges else None, mode)
     components["env"] = _with_curricula(components["env"], environments)
+    whole = Whole(settings, chosen, composed.stages, composed.stages_chosen, environments, rewards, filters)
+    notes += tuple(unused(whole, used_elsewhere))
     plan = Plan(
         resolved,
         chosen,
@@ -331,14 +333,38 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
         plan_opponents(manager, settings, environments, source),
         plan_lora_roles(settings, chosen, environments),
     )
-    if is_evaluation and not may_be_absent:
-        _require_packages(inference)
-    _run_checks(plan)
+    _run_checks(plan, may_be_absent)
     return plan
 
 
-def _run_checks(plan: Plan) -> None:
-    """Let the backends and the rewards check their settings. Raises ConfigError."""
+def _notes_of_earlier_run(
+    manager: PluginManager,
+    environments: Sequence[Environment],
+    resolved: Resolved,
+    chosen: Mapping[str, list[Chosen]],
+    run: Resolved | None,
+    model: str,
+) -> tuple[str, ...]:
+    """Notes about the run that wrote the model: of an evaluation of `model`, its settings are `run`."""
+    if resolved.settings.mode != "eval":
+        return trained_before(manager, environments, resolved)
+    if run is None:
+        return ()
+    used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
+    return (
+        *overlap_notes(manager, run, environments, resolved),
+        *unused_of_run(run, resolved, model),
+        *changed_code(Path(run.source.path).parent, code_files(used, resolved.source)),
+    )
+
+
+def _run_checks(plan: Plan, may_be_absent: bool) -> None:
+    """Let the backends and the rewards check their settings. Raises ConfigError, and MissingExtraError for an
+    evaluation without the packages of its engine.
+    """
+    check_pinned(plan.chosen.get("eval_inference", ()), plan.settings)
+    if plan.settings.mode == "eval" and not may_be_absent:
+        _require_packages(plan.one("inference"))
     if plan.settings.mode != "eval":
         training = plan.one("training")
         run_check(training.component, plan.training_arguments(), training.settings)
@@ -514,25 +540,6 @@ def _lr(settings: Settings) -> float:
 
 def _critic_lr(settings: Settings) -> float:
     return settings.critic_lr if settings.critic_lr is not None else _lr(settings) * LR_CRITIC_FACTOR
-
-
-def _unused(resolved: Resolved, filters: Sequence[Filter], chosen: Mapping[str, list[Chosen]]) -> list[str]:
-    """Notes about settings that a training run does not use, such as those for filters without filters. Raises
-    ConfigError for an engine of `--eval-inference` that cannot be used.
-    """
-    settings = resolved.settings
-    notes = check_pinned(chosen["eval_inference"], settings)
-    if not settings.lora_rank:
-        of_lora = {"lora_alpha": (None, "none"), "lora_targets": ("all-linear",)}
-        settings_of_backend = plain(resolved.components["training"][0].settings)
-        given = [n for n, defaults in of_lora.items() if settings_of_backend.get(n, defaults[0]) not in defaults]
-        notes += [
-            f"--training.{name.replace('_', '-')} is not used: every weight is trained; type --lora-rank 16"
-            for name in given
-        ]
-    if settings.refill and not filters:
-        notes.append(f"--refill {settings.refill} is not used: there is no filter; type --filter nonzero_std")
-    return notes
 
 
 def _check_settings(settings: Settings, lacks_environment: bool) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rollouts.config.settings import Settings
 from rollouts.env.inputs import names_input
 from rollouts.env.workers.describe import SandboxSent, settings_as_sent
 from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
@@ -53,13 +52,6 @@ def _as_sent(chosen: Chosen, concurrency: int) -> SandboxSent:
         raise ConfigError(
             f"--sandbox {chosen.name}: a worker opens it, so its settings must be plain data: {error}"
         ) from error
-
-
-def unused_sandbox(chosen: Chosen, environments: Sequence[Environment]) -> tuple[str, ...]:
-    """A note if a sandbox was chosen, and no environment asks for one."""
-    if chosen.name == Settings.sandbox or any(env.sandboxes is not None for env in environments):
-        return ()
-    return (f"--sandbox {chosen.name} is not used: no environment asks for one with `def setup(self, task, sandbox)`",)
 
 
 def sandbox_lines(name: str, environments: Sequence[Environment]) -> Iterator[str]:

@@ -147,7 +147,7 @@ def compose_phases(resolved: Resolved, *, may_be_absent: bool = False) -> PhaseP
     first, second = phases(resolved)
     rl = make_plan(second, may_be_absent=may_be_absent)
     with said_of(SUPERVISED):
-        sft = make_plan(first, may_be_absent=may_be_absent)
+        sft = make_plan(first, may_be_absent=may_be_absent, used_elsewhere=_SHARED)
     tables = component_tables(sft.resolved.components)
     own: Tree = {"steps": sft.settings.steps}  # written down: those of the run may be others when it is resumed
     own |= {key: tables[key] if key in COMPONENT_KINDS else value for key, value in resolved.settings.sft.items()}

@@ -58,7 +58,7 @@ def _named(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _words(found: Paired | None) -> dict[str, Any] | None:
-    return None if found is None else {**found._asdict(), "verdict": found.verdict}
+    return None if found is None else found.as_json()
 
 
 def _plain(pairs: list[tuple[_Task, _Task]]) -> list[dict[str, Any]]:

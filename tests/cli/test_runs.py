@@ -107,6 +107,24 @@ def test_states(runs, capsys):
     assert said(capsys, "list", "runs/notes") == (0, "runs/notes has no runs\n")
 
 
+def test_the_steps_of_both_phases_count(runs, capsys):
+    config = 'mode = "sft+rl"\nsteps = 3\n[sft]\nsteps = 24\n[env]\nname = "toy"\n'
+
+    def listed():
+        return [line.split() for line in said(capsys, "list")[1].splitlines()[1:-1]]
+
+    folder = make_run(runs / "a", config=config)
+    make_run(folder / "sft", config=config)
+    (folder / "sft" / "metrics.jsonl").write_text('{"step": 0, "policy/loss": 2.5}\n{"step": 7, "policy/loss": 1.5}\n')
+    assert "8 of 27 –" in " ".join(listed()[0]), "it was killed in the first phase"
+    (folder / "sft" / "summary.json").write_text('{"status": "done", "steps": 24}')
+    make_run(folder / "rl", config=config, rewards=[0.25, 0.5])
+    assert "26 of 27 0.500" in " ".join(listed()[0])
+    (folder / "rl" / "summary.json").write_text('{"status": "done", "steps": 3}')
+    (folder / "summary.json").write_text('{"status": "done", "steps": 3}')
+    assert "27 of 27 0.500" in " ".join(listed()[0])
+
+
 def test_a_long_metrics_file_is_sampled_and_a_short_one_read_whole(tmp_path):
     lines = [json.dumps({"step": step, "pad": "x" * (step % 97)}) + "\n" for step in range(20_000)]
     (tmp_path / "long").write_text("".join(lines) + '{"step": 20000, "pa')
@@ -154,12 +172,12 @@ def test_runs_are_compared(real, monkeypatch, capsys):
     found = json.loads(out)
     assert code == 0 and found["settings"]["mode"] == ["rl", "eval"] and "steps" not in found["settings"]
     assert found["paired"] == [
-        {"difference": 0.0, "low": 0.0, "high": 0.0, "tasks": 4, "left_out": 0, "verdict": "no difference shown"}
+        {"difference": 0.0, "low": None, "high": None, "tasks": 4, "left_out": 0, "verdict": None}
         | {"against": "runs/trained"}
     ]
     assert [each["when"] for each in found["evaluations"][0]] == ["before", "after"]
     code, out = said(capsys, "compare", "runs/trained", "runs/judged", "--metric", "rollout/t*")
-    assert "rollout/turns" in out and "policy/entropy" not in out and "4 tasks of both" in out
+    assert "rollout/turns" in out and "policy/entropy" not in out and "both have only 4 tasks" in out
     code, out = said(capsys, "compare", "runs/trained", "runs/judged", "--metric", "rollout/turn")
     assert code == 2 and "did you mean: rollout/turns" in out
     code, out = said(capsys, "compare", "runs/trained")
@@ -186,6 +204,15 @@ def test_a_better_run_is_called_better(runs, capsys):
     (runs / "a" / "trajectories" / "eval.jsonl").write_text("{}\n")
     code, out = said(capsys, "compare", "runs/b", "runs/a")
     assert code == 2 and "eval.jsonl, line 1 cannot be read" in out
+
+
+def test_few_tasks_give_no_verdict(runs, capsys):
+    for count in (4, 5):
+        for name, reward in (("a", 0.0), ("b", 1.0)):
+            judged(runs / f"{name}{count}", {f"{count} {task}": reward for task in range(count)})
+        _, out = said(capsys, "compare", f"runs/a{count}", f"runs/b{count}")
+        few = f"runs/b{count} against runs/a{count}: no verdict, because both have only 4 tasks, and it takes 5"
+        assert (few in out, "better" in out) == (count == 4, count == 5), out
 
 
 def leaderboard(runs, rng):

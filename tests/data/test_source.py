@@ -164,7 +164,7 @@ def test_a_loader_of_your_own(tmp_path: Path) -> None:
     for name, error, words in (
         ("taken", SignatureError, "limit have the names of settings that all data has"),
         ("breaks", ConfigError, r"its loader raised KeyError: 'no' \(.*line 6"),
-        ("text", ConfigError, "returned str; expected an iterable of rows"),
+        ("text", ConfigError, "returned str, of which the characters would be read; expected an iterable"),
     ):
         with pytest.raises(error, match=words):
             read(f"{tmp_path}/mine.py:{name}")

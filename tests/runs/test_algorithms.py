@@ -29,6 +29,9 @@ from composing import plan, refused
 LOSSES = "grpo dapo dr_grpo gspo cispo reinforce reinforce_pp rloo is rft dpo".split()
 
 PARTS = """\
+from rollouts import Task, reward
+
+
 def my_kl(logprobs, ref_logprobs, *, power: float = 2.0):
     return (logprobs - ref_logprobs) ** power
 
@@ -76,6 +79,27 @@ def old_name(model, companions): ...
 
 def wants_values(batch, values):
     return values
+
+
+def late_mixer(parts, weights, step):
+    return parts.sum(1) * (2.0 if step > 9 else 1.0)
+
+
+def half(old_logprobs):
+    return old_logprobs * 0 + 0.5
+
+
+def late_selector(rewards, step):
+    return rewards >= (0.5 if step > 9 else -1e9)
+
+
+class Toolless:
+    def tasks(self, split, rng):
+        yield Task("?")
+
+    @reward
+    def good(self, task):
+        return 1.0
 """
 
 
@@ -236,11 +260,6 @@ def test_the_correction_is_the_runs_unless_it_is_named():
     refused(ConfigError, "correction.kap", "cap", correction={"name": "auto", "kap": 1})
 
 
-def test_a_correction_that_weighs_nothing_is_told():
-    (note,) = plan(loss="rft", correction="truncated").notes
-    assert "--correction truncated is not used" in note
-
-
 def test_a_loss_that_ignores_the_rewards_gives_a_warning():
     words = "sft does not use the rewards: it trains on every rollout alike; type --select reward_at_least"
     for settings in ({}, {"kl": "rk3_loss"}):
@@ -292,10 +311,8 @@ def test_the_reference_is_there_where_something_needs_it():
     assert plan(schedule=[{"step": 3, "kl": "rk3_loss"}]).auxiliary_models.reference is frozen
 
 
-def test_a_reference_that_nothing_needs_is_told():
-    found = plan(reference="ema")
-    assert found.auxiliary_models is None
-    assert "--reference ema is not used" in found.notes[0] and "ref_logprobs" in found.notes[0]
+def test_a_reference_that_nothing_needs_is_not_kept():
+    assert plan(reference="ema").auxiliary_models is None
 
 
 def test_adapter_off_needs_adapters(parts):
@@ -317,6 +334,16 @@ def test_ppo_needs_a_critic():
     assert no_critic.auxiliary_models is None
 
 
+def test_a_critic_that_nothing_trains_is_refused():
+    said = "gae names `values`, but no term of the loss names `values`, so nothing would train the critic"
+    message = refused(ConfigError, "--critic head", said, loss="reinforce", advantage="gae", critic="head")
+    assert "--loss ppo" in message and "--advantage group_norm" in message
+    off = {"name": "ppo", "value_coef": 0.0}
+    refused(ConfigError, said, "type --loss.value-coef 0.5", loss=off, critic="tiny")
+    later = plan(loss="ppo", critic="head", schedule=[{"step": 5, "loss": "reinforce", "advantage": "gae"}])
+    assert later.auxiliary_models.critic == "head"  # trained before
+
+
 def test_an_advantage_needs_a_critic_too(parts):
     refused(SignatureError, "wants_values names `values`", "--critic head", advantage=f"{parts}wants_values")
 
@@ -332,8 +359,6 @@ def test_a_teacher():
 def test_models_that_nothing_needs_are_told_and_not_loaded():
     found = plan(critic="head", teacher="tiny")
     assert found.auxiliary_models is None and [note.split()[0] for note in found.notes] == ["--critic", "--teacher"]
-    (note,) = plan(critic_lr=0.1).notes
-    assert "--critic-lr 0.1 is not used" in note
 
 
 @pytest.mark.parametrize("name", ["critic", "teacher"])
@@ -391,9 +416,83 @@ def test_a_part_that_cannot_be_called(parts, settings, words):
     refused(SignatureError, *words, **{key: parts + name})
 
 
-def test_an_advantage_that_pairs_leave_no_use_for():
-    (note,) = plan(loss="dpo", advantage="rloo").notes
-    assert "--advantage rloo is not used" in note
+FEW = {"samples_per_prompt": 4}
+ONE = {"samples_per_prompt": 1, "advantage": "baseline"}
+TOOLLESS = "./algorithm_parts.py:Toolless"
+
+
+@pytest.mark.parametrize(
+    ("words", "settings", "used"),
+    [
+        ("--advantage rloo is not used: pairs are", {"loss": "dpo", "advantage": "rloo"}, {"loss": "grpo"}),
+        ("--advantage rloo is not used: the loss cross", {"loss": "rft", "advantage": "rloo"}, {"loss": "grpo"}),
+        ("--kl rk3_loss is not used", {"kl": {"name": "rk3_loss", "coef": 0.0}}, {"kl": "rk3_loss"}),
+        ("--reference ema is not used", {"reference": "ema"}, {"kl": "rk3_loss"}),
+        ("--correction icepop is not used: hf", {"correction": "icepop"}, {"over_sampling": 1.5}),
+        ("--correction truncated is not used: hf", {"correction": "truncated"}, {"staleness": 1}),
+        ("--correction truncated is not used: rft",
+         {"loss": "rft", "correction": "truncated", "staleness": 1}, {"loss": "is"}),
+        ("--mix minimum is not used: there is one", {"mix": "minimum"}, {"reward": ["env:1", "constant:1"]}),
+        ("--mix product is not used: there is one", {"mix": "product"}, {"reward": ["env:2"]}),
+        ("--mix product is not used: nothing",
+         {"loss": "opd", "teacher": "tiny", "mix": "product", "reward": ["env:2"]}, {"filter": ["any_success"]}),
+        ("--shaping overlong is not used",
+         {"loss": "opd", "teacher": "tiny", "shaping": ["overlong"]}, {"filter": ["any_success"]}),
+        ("--select top is not used", FEW | {"select": {"name": "top", "count": 4}}, {"samples_per_prompt": 5}),
+        ("--select max_variance is not used", FEW | {"select": "max_variance"}, {"select": "reward_at_least"}),
+        ("--filter any_success is not used",
+         ONE | {"filter": [{"name": "any_success", "threshold": -1e9}]}, {"filter": ["any_success"]}),
+        ("the filter nonzero_std drops every group", ONE | {"filter": ["nonzero_std"]}, {"samples_per_prompt": 2}),
+        ("the filter accuracy_std drops every group", ONE | {"loss": "dapo"}, {"filter": "none"}),
+        ("--tool-parser hermes is not used", {"env": TOOLLESS, "tool_parser": "hermes"}, {"env": "calculator"}),
+        ("--tool-parser hermes is not used",
+         {"env": TOOLLESS, "tool_parser": "hermes", "mode": "eval"}, {"env": "calculator"}),
+        ("--sampler difficulty is not used", {"mode": "sft", "sampler": "difficulty"}, {"mode": "rl"}),
+        ("--inference vllm is not used", {"mode": "sft", "eval_tasks": 0, "inference": "vllm"}, {"eval_tasks": 4}),
+        ("--reward constant is not used",
+         {"mode": "sft", "eval_tasks": 0, "reward": ["env", "constant"]}, {"eval_tasks": 4}),
+        ("--eval-inference hf is not used",
+         {"eval_inference": "hf", "eval_every": 2, "eval_tasks": 0}, {"eval_tasks": 4}),
+        ("--env calculator is not used: its weight",
+         {"env": ["a=calculator:1", "b=calculator:0"]}, {"env": "calculator"}),
+        ("--env calculator: its weight is not used", {"env": "calculator:2"}, {"env": "calculator"}),
+        ("--critic head is not used, and not loaded", {"critic": "head"}, {"loss": "ppo"}),
+        ("--critic tiny is trained, and nothing uses",
+         {"critic": "tiny", "loss": "ppo", "advantage": "group_norm"}, {"advantage": "gae"}),
+        ("--critic-lr 0.5 is not used", {"critic_lr": 0.5}, {"critic": "head", "loss": "ppo"}),
+        ("--teacher tiny is not used, and not loaded", {"teacher": "tiny"}, {"loss": "opd"}),
+        ("--teacher-top-k 3 is not used",
+         {"loss": "opd", "teacher": "tiny", "teacher_top_k": 3}, {"loss": "opd_topk"}),
+        ("--refill 3 is not used", {"refill": 3}, {"filter": ["nonzero_std"]}),
+        ("from step 5: --advantage rloo is not used",
+         {"advantage": "rloo", "schedule": [{"step": 5, "loss": "dpo"}]}, {"schedule": []}),
+        ("from step 5: it changes nothing",
+         {"schedule": [{"step": 5, "loss": "grpo"}]}, {"schedule": [{"step": 5, "loss": "cispo"}]}),
+    ],
+)  # fmt: skip
+def test_what_is_chosen_and_has_no_effect_is_named(parts, words, settings, used):
+    """And not if something uses it: with the settings `used`."""
+    (note,) = plan(**settings).notes
+    assert words in note
+    assert plan(**(settings | used)).notes == ()
+
+
+def test_a_part_that_may_have_an_effect_is_not_named(parts):
+    """One that asks for the step may act in a later one."""
+    for settings in ({"mix": "late_mixer"}, {"select": "late_selector"}, {"correction": "half"}):
+        ((key, name),) = settings.items()
+        assert plan(**{key: parts + name}).notes == ()
+
+
+def test_what_a_run_on_saved_groups_does_not_use(tmp_path):
+    """It trains on the rewards that were saved, and draws no tasks."""
+    (tmp_path / "config.toml").write_text('mode = "rl"\nreward = ["env:1"]\n[env]\nname = "calculator"\n')
+    saved = {"from_run": [str(tmp_path)], "loss": "rft"}
+    assert plan(**saved).notes == ()
+    (note,) = plan(**saved, reward=["env:1", "constant"]).notes
+    assert "--reward constant is not used: --from trains on the rewards that were saved" in note and "rescore" in note
+    (note,) = plan(**saved, sampler="difficulty").notes
+    assert "--sampler difficulty is not used" in note and "saved groups" in note
 
 
 # --- mode sft --------------------------------------------------------------------------------------------------------

@@ -367,6 +367,19 @@ def generator():
     raise ValueError("no more")
 
 
+class Table:
+    """Like a table of pandas: its iterator gives the names of the columns."""
+
+    def __iter__(self):
+        return iter(["prompt", "answer"])
+
+    def iterrows(self):
+        return enumerate([("What is 2+2?", "4")])
+
+    def __repr__(self):
+        return "a table"
+
+
 class NoEnvironment:
     pass
 
@@ -404,6 +417,8 @@ class Loaded:
         ({"rewards": brevity()}, "did you mean: reward"),
         ({"env": None, "prompts": []}, "prompts: got an empty list, so the run has no task"),
         ({"env": None, "prompts": "What is 2+2?"}, "prompts: expected a list of prompts; got 'What is 2+2?'"),
+        ({"env": None, "prompts": {"a", "b"}}, "prompts: expected a list of prompts; got {"),
+        ({"env": None, "prompts": Table()}, "prompts: expected a list of prompts; got a table"),
         ({"env": None, "prompts": generator()}, "prompts: they cannot be read to the end: ValueError: no more (tests/"),
         ({"env": None, "prompts": ["a", {"role": "user"}]}, "prompts[1]: got {'role': 'user'}"),
         ({"env": None, "prompts": ["a", ""]}, "prompts[1]: the prompt is empty"),

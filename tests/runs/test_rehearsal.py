@@ -103,6 +103,10 @@ def group_reward(tasks, trajectories):
     return [1.0]
 
 
+def named_reward(tasks, trajectories):
+    return {0: 1.0, 1: 0.5}
+
+
 def broken_filter(rewards):
     return rewards[7]
 
@@ -236,6 +240,7 @@ def test_every_tool_is_called_and_a_long_conversation_is_cut(here, limits):
         (ConfigError, "'bad' returned nan", {"env": "NaN"}),
         (EnvironmentDefinitionError, "environment_error: running setup: OSError: no such", {"env": "RaisingSetup"}),
         (ConfigError, "'group_reward' returned [1.0] for 2 rollouts", {"reward": ["./parts.py:group_reward"]}),
+        (ConfigError, "'named_reward' returned {0: 1.0, 1: 0.5} for 2", {"reward": ["./parts.py:named_reward"]}),
         (ConfigError, "broken_filter raised IndexError", {"filter": ["./parts.py:broken_filter"]}),
         (ConfigError, "the loss mean_loss returned a scalar", {"loss": "./parts.py:mean_loss"}),
         (ConfigError, "misspelt_loss raised NameError", {"loss": "./parts.py:misspelt_loss"}),

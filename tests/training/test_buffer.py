@@ -154,3 +154,9 @@ def test_draw_tasks_reads_no_further_than_it_must():
     source = iter("abcd")
     draw_tasks(source, 2)
     assert list(source) == ["c", "d"]
+
+
+@pytest.mark.parametrize("prompts", [{"a": Task("a")}, "What is 2+2?", {"a", "b"}, 3])
+def test_what_is_no_list_of_prompts(prompts):
+    with pytest.raises(ConfigError, match=f"the prompts are a {type(prompts).__name__}, .*expected a list of tasks"):
+        DataBuffer(prompts)

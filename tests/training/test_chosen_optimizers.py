@@ -201,6 +201,7 @@ def test_a_step_that_fails_in_a_run_names_the_line(capsys):
         ({"optimizer": "./mine.py:nothing"}, ConfigError, ["returned NoneType"]),
         ({"optimizer": "./mine.py:part"}, ConfigError, ["leaves out some of the parameters"]),
         ({"optimizer": "./mine.py:closure"}, ConfigError, ["a step failed", "closure"]),
+        ({"optimizer": {"name": "adamw", "eps": 0.0}}, ConfigError, ["NaN", "--optimizer.eps 1e-8"]),
         ({"optimizer": "./mine.py:positional"}, SignatureError, ["'lr' is positional and has a default"]),
         ({"optimizer": {"name": "sgd", "betas": [0.9, 0.9]}}, ConfigError, ["no setting 'betas'", "momentum"]),
         ({"optimizer": "sgd", "training": {"name": "torch", "weight_decay": 0.1}},

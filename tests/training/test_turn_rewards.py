@@ -197,19 +197,26 @@ def test_wrong_rewards_per_turn_are_refused() -> None:
 # --- turn_return ------------------------------------------------------------------------------------------------------
 
 
-def by_loops(turn_rewards: list[list[float]], gamma: float, scale: bool, eps: float = 1e-4) -> list[list[float]]:
-    """The advantage by turn, from its formula, with plain loops."""
-    returns = [
+def returns_of(turn_rewards: Any, gamma: float) -> list[list[float]]:
+    return [
         [sum(gamma ** (later - turn) * own[later] for later in range(turn, len(own))) for turn in range(len(own))]
         for own in turn_rewards
     ]
+
+
+def by_loops(turn_rewards: list[list[float]], gamma: float, scale: bool, eps: float = 1e-4) -> list[list[float]]:
+    """The advantage by turn, from its formula, with plain loops."""
+    returns = returns_of(turn_rewards, gamma)
     found = []
-    for own in returns:
+    for place, own in enumerate(returns):
+        peers = returns[:place] + returns[place + 1 :]
         row = []
         for turn, value in enumerate(own):
-            same = [other[turn] for other in returns if len(other) > turn]
-            spread = np.std(same, ddof=1) if len(same) > 1 else 0.0
-            row.append((value - np.mean(same)) / (spread + eps if scale else 1.0) if spread > 1e-9 else 0.0)
+            last = min(turn, max(map(len, peers)) - 1)  # the last turn, up to this one, that another rollout has
+            others = [peer[last] for peer in peers if len(peer) > last]
+            spread = np.std([value, *others], ddof=1)
+            difference = (1 - 1 / len(returns)) * (value - np.mean(others))
+            row.append(difference / (spread + eps if scale else 1.0) if spread > 1e-9 else 0.0)
         found.append(row)
     return found
 
@@ -221,10 +228,13 @@ def test_turn_return_is_the_formula(gamma: float, scale: bool) -> None:
     found = turn_return(rewards, gamma=gamma, scale=scale)
     for ours, wanted in zip(found, by_loops(rewards, gamma, scale), strict=True):
         assert ours.tolist() == pytest.approx(wanted, abs=1e-12)
-    assert found[3][3] == 0  # no other rollout has a fourth turn
+    assert found[3][3] != 0  # no other rollout has a fourth turn: it is compared with the third ones
     whole = turn_return([[1.0], [0.0]], scale=False)
     assert [float(each) for each in whole] == group_mean([1.0, 0.0]).tolist()  # of one turn: as without turns
     assert turn_return([]) == []
+    assert [own.tolist() for own in turn_return([[1.0, 2.0]])] == [[0.0, 0.0]]  # nothing to compare with
+    flat = turn_return([[1.0, 2.0], [1.0, 2.0], [1.0]], gamma=0.0, eps=0.0)
+    assert [own.tolist() for own in flat] == [[0.0, 0.0], [0.0, 0.0], [0.0]]  # not 0 / 0
     for wrong in ({"gamma": 1.5}, {"eps": -1.0}):
         with pytest.raises(ConfigError, match=r"--advantage\."):
             turn_return([[1.0]], **wrong)
@@ -273,6 +283,61 @@ def test_credit_by_turn_has_the_true_gradient_and_less_variance() -> None:
     assert turn == pytest.approx(true / 2, abs=1e-8) and whole == pytest.approx(true / 2, abs=1e-8)
     assert not np.allclose(wrong, true / 2, atol=1e-2)  # control
     assert turn_variance < 0.8 * whole_variance
+
+
+def by_present(turn_rewards: Any, gamma: float) -> list[list[float]]:
+    """The control: a turn minus the mean of those that are there, and 0 for the only one."""
+    returns = returns_of(turn_rewards, gamma)
+    columns = [[own[turn] for own in returns if len(own) > turn] for turn in range(max(map(len, returns)))]
+    return [[value - float(np.mean(columns[turn])) for turn, value in enumerate(own)] for own in returns]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("gamma", [0.0, 0.6, 1.0])
+def test_credit_by_turn_has_the_true_gradient_where_rollouts_end_early(size: int, gamma: float) -> None:
+    """All groups over a tree of up to three turns, in which most episodes end early: no sampling. The gradient is that
+    of sum_k E[G_k log pi(turn k)], with gamma 1 of the expected reward.
+    """
+    logits = np.array([-1.2, -0.4, 0.3])  # of going on, of going on, of the good action
+    ones = 1 / (1 + np.exp(-logits))
+    paths = [[0], [1, 0], [1, 1, 0], [1, 1, 1]]
+    rewards = [[0.3], [0.1, 0.7], [0.1, -0.2, 0.5], [0.1, -0.2, 4.0]]
+
+    def probability(path: list[int], at: np.ndarray = logits) -> float:
+        own = 1 / (1 + np.exp(-at[: len(path)]))
+        return float(np.prod(np.where(path, own, 1 - own)))
+
+    def gradient(path: list[int], advantages: Any) -> np.ndarray:
+        return np.pad((path - ones[: len(path)]) * np.array(advantages), (0, 3 - len(path)))
+
+    def expected(advantage: Any) -> np.ndarray:
+        total = np.zeros(3)
+        for group in itertools.product(range(4), repeat=size):
+            weight = np.prod([probability(paths[each]) for each in group])
+            found = advantage([rewards[each] for each in group])
+            total += weight * sum(gradient(paths[each], own) for each, own in zip(group, found, strict=True)) / size
+        return total
+
+    true = sum(
+        probability(path) * gradient(path, own) for path, own in zip(paths, returns_of(rewards, gamma), strict=True)
+    )
+    true = (1 - 1 / size) * np.array(true)
+    assert expected(lambda of: [own.tolist() for own in turn_return(of, gamma=gamma, scale=False)]) == pytest.approx(
+        true
+    )
+    assert not np.allclose(expected(lambda of: by_present(of, gamma)), true, rtol=0.1)  # control
+    if gamma == 1.0:
+        whole = expected(
+            lambda of: [[a] * len(own) for a, own in zip(group_mean([*map(sum, of)]).tolist(), of, strict=True)]
+        )
+        assert whole == pytest.approx(true)
+
+        def value(at: np.ndarray) -> float:
+            return sum(probability(path, at) * sum(own) for path, own in zip(paths, rewards, strict=True))
+
+        step = 1e-6
+        slopes = [(value(logits + step * unit) - value(logits - step * unit)) / (2 * step) for unit in np.eye(3)]
+        assert (1 - 1 / size) * np.array(slopes) == pytest.approx(true, abs=1e-8)
 
 
 # --- from turns to tokens ---------------------------------------------------------------------------------------------

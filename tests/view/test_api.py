@@ -260,6 +260,7 @@ def test_two_runs_on_the_same_tasks(make, asked, make_episode):
     found = asked("/api/compare", f"run={first}&run={second}")
     assert found["settings"] == {"seed": [0, 1]}
     (other,) = found["others"]
+    assert other["paired"]["verdict"] is None, "two tasks are too few"
     assert other["file"] == "eval_000001" and other["paired"]["tasks"] == 2 and other["paired"]["left_out"] == 1
     assert [(each["task"], each["first"], each["second"]) for each in other["tasks"]] == [
         ("What is 2 + 1?", {"reward": 0.375, "line": 4}, {"reward": 0.0, "line": 4}),

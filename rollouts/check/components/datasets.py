@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 
-from rollouts.author_code import shown
+from rollouts.author_code import shown, why_no_list
 from rollouts.check.components.common import snapshot
 from rollouts.check.components.subject import Function, Subject, at, trying
 from rollouts.check.report import FailedError, Passed, SkippedError
@@ -132,8 +131,8 @@ def _rows(
     """The first rows, without blank lines. Raises what the loader raises."""
     available = {"source": subject.kept["source"] if source is None else source, "streaming": streams}
     found = call_with(function, available)
-    if isinstance(found, str | bytes | Mapping) or not isinstance(found, Iterable):
-        raise ConfigError(f"it returned {type(found).__name__}; expected an iterable of rows")
+    if reason := why_no_list(found):
+        raise ConfigError(f"it returned {type(found).__name__}, {reason}; expected an iterable of rows")
     return [row for row in itertools.islice(found, ROWS) if row != NotARow("")]
 
 

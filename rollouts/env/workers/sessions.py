@@ -24,7 +24,7 @@ from rollouts.env.advice import CONTRACT, warnings_about
 from rollouts.env.asking import ask
 from rollouts.env.author_thread import AuthorThread
 from rollouts.env.authoring import JudgeMethod, ToolMethod, environment_name, metrics_of, rewards_of, roles_of, tools_of
-from rollouts.env.checks import check_environment, check_task_source, line_of, requests_of
+from rollouts.env.checks import check_environment, check_source, line_of, requests_of
 from rollouts.env.inputs import names_input, with_inputs
 from rollouts.env.mixing import with_reason
 from rollouts.env.results import ToolOutcome
@@ -283,8 +283,7 @@ class _Stream:
         """Call the method, and look at what it returns."""
         label, is_tasks = self._asked.label, self._asked.method == "tasks"
         values = await self._in_thread(self._method)
-        if is_tasks:
-            check_task_source(values, label)
+        check_source(values, label, "Task" if is_tasks else "lists of Message")
         self._values = values
         if isinstance(values, Sequence):
             kind = "list" if isinstance(values, list | tuple) else "sequence"

@@ -33,8 +33,9 @@ def group_norm(rewards: Tensor | Sequence[float | None], *, eps: float = 1e-4) -
     check_setting("eps", eps, 0 <= eps < float("inf"), "a number of 0 or more", "--advantage.eps 1e-4")
     values, judged = _judged(rewards)
     centered = _centered(values, judged)
-    count = judged.sum()
-    deviation = ((centered**2).sum() / (count - 1).clamp(min=1)).sqrt()
+    if not bool(centered.any()):  # with an eps of 0, this would be 0 / 0
+        return centered
+    deviation = ((centered**2).sum() / (judged.sum() - 1)).sqrt()
     return centered / (deviation + eps)
 
 
@@ -67,13 +68,20 @@ def turn_return(
 ) -> list[Tensor]:
     """Credit by turn: each turn gets the discounted rewards from it on, compared with the group at the same turn.
 
-    G_k = r_k + gamma G_k+1 over the turns k of a rollout; A_k = (G_k - mean) / (std + eps), ddof 1, over the rollouts
-    of the group that have a turn k. This is GRPO with a reward for each step (Shao et al. 2024, section 4.1.3) whose
-    baseline is that of the same turn (the time-dependent baseline of Williams 1992 and Greensmith et al. 2004). A_k is
-    0 if fewer than two rollouts have the turn. Returns a tensor [turns] for each rollout.
+    G_k = r_k + gamma G_k+1 over the turns k of a rollout, and A_k = (1 - 1/J) (G_k - b_k) / (std + eps). b_k is the
+    mean return of the other rollouts at their turn k, and std is the deviation of all returns at turn k, ddof 1. If
+    all J rollouts have a turn k, (1 - 1/J) (G_k - b_k) is G_k - mean. Others that ended earlier are left out. If all of
+    them did, they are compared by the last turn that some of them have.
+
+    This is GRPO with a reward for each step (Shao et al. 2024, section 4.1.3) whose baseline is that of the same turn
+    (the time-dependent baseline of Williams 1992 and Greensmith et al. 2004). b_k depends on other rollouts alone. So
+    without the division, the expected gradient is (1 - 1/J) sum_k E[G_k grad log pi(turn k)], whatever the numbers of
+    turns are; with gamma 1 it is that of `group_mean`. Returns a tensor [turns] for each rollout.
 
     >>> [turns.tolist() for turns in turn_return([[1.0, 0.0], [0.0, 1.0]], scale=False)]
     [[0.0, -0.5], [0.0, 0.5]]
+    >>> [turns.tolist() for turns in turn_return([[0.0, 0.0, 1.0], [0.0]], scale=False)]
+    [[0.5, 0.5, 0.5], [-0.5]]
 
     Args:
         gamma: discount from one turn to the next; 0: a turn is judged by its own reward alone
@@ -93,7 +101,14 @@ def turn_return(
     for turn in range(most - 2, -1, -1):
         returns[:, turn] += gamma * returns[:, turn + 1].nan_to_num(0.0)
     compare = functools.partial(group_norm, eps=eps) if scale else group_mean
-    columns = [compare(returns[:, turn]) for turn in range(most)]
+    group = len(turn_rewards)
+    compared, columns = returns.new_zeros(group), []
+    for own in returns.unbind(1):
+        has_turn = ~own.isnan()
+        compared = own if int(has_turn.sum()) > 1 else own.where(has_turn, compared)
+        count = int((~compared.isnan()).sum())
+        # A return has the weight 1 / count in its own mean. The factor makes that 1 / group at every turn.
+        columns.append(compare(compared) * ((1 - 1 / group) / (1 - 1 / count) if count > 1 else 0.0))
     return [torch.stack(columns, 1)[row, : len(turns)] for row, turns in enumerate(turn_rewards)] if most else []
 
 

@@ -23,8 +23,8 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def check_optimizer(make_optimizer: MakeOptimizer, label: str) -> None:
-    """Make the optimizer for two small parameters, and take a step. Raises ConfigError if this fails, or if a
-    checkpoint could not hold its state.
+    """Make the optimizer for two small parameters, and take a step. Raises ConfigError if this fails, if a gradient of
+    0 makes a parameter NaN, or if a checkpoint could not hold its state.
     """
     parameters = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
     try:
@@ -39,13 +39,18 @@ def check_optimizer(make_optimizer: MakeOptimizer, label: str) -> None:
     stepped = {id(parameter) for group in made.param_groups for parameter in group["params"]}
     if stepped != set(map(id, parameters)):
         raise ConfigError(f"{label} leaves out some of the parameters\ngive torch's optimizer all of `params`")
-    for parameter in parameters:
-        parameter.grad = torch.full_like(parameter, 0.5)
+    for parameter, gradient in zip(parameters, (0.5, 0.0), strict=True):
+        parameter.grad = torch.full_like(parameter, gradient)
     try:
         with authors_code():
             made.step()
     except Exception as error:
         raise ConfigError(f"{label}: a step failed: {words_of(error)}") from error
+    if not all(bool(parameter.isfinite().all()) for parameter in parameters):
+        raise ConfigError(
+            f"{label}: a step with a gradient of 0, which is usual, makes weights NaN or infinite\n"
+            "if its eps is 0, type --optimizer.eps 1e-8"
+        )
     values = [(key, each) for state in made.state.values() for key, each in state.items()]
     values += [(key, each) for group in made.param_groups for key, each in group.items() if isinstance(each, Tensor)]
     for key, value in values:

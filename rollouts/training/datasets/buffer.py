@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.author_code import authors_code, message_of, printable, shown
+from rollouts.author_code import authors_code, message_of, printable, shown, why_no_list
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted, named
 from rollouts.plugins.protocols import TaskSampler
 from rollouts.training.datasets.samplers import Uniform
@@ -154,6 +154,11 @@ class DataBuffer:
     sampler: Callable[..., TaskSampler] | None = None
 
     def __post_init__(self) -> None:
+        if not callable(self.prompts) and (reason := why_no_list(self.prompts)):
+            raise ConfigError(
+                f"DataBuffer: the prompts are a {type(self.prompts).__name__}, {reason}; expected a list of tasks or "
+                "prompts, or a function of the epoch that returns one"
+            )
         self.epoch_id = self.sample_offset = 0
         self._iterator: Iterator[Any] | None = None
         self._sampling = None if self.sampler is None else Sampling(self.sampler, self._read_tasks, self.seed)

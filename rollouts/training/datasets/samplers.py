@@ -46,7 +46,8 @@ class Difficulty:
     A group whose mean reward is at least `easy_at` is solved; one whose mean is at most `hard_at` failed. After `after`
     solved groups in a row a task is easy, and after as many failed ones hard. A retired task returns to the normal pool
     when a group of it is neither. Every pool is a queue, so the task that waited longest is next. The draw is from the
-    retired pools with the probability `revisit`, and always if no other task is left.
+    retired pools with the probability `revisit`, and always if no other task is left. So `reward/mean` is that of the
+    chosen tasks, and not of all tasks; evaluations have no sampler.
 
     Args:
         easy_at: the mean reward from which a group is solved

@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import trio
 
-from rollouts.author_code import authors_code, printable, shown, with_place
+from rollouts.author_code import authors_code, printable, shown, why_no_list, with_place
 from rollouts.env import calls
 from rollouts.env.mixing import (
     FORGOTTEN,
@@ -325,7 +325,7 @@ def _one_each(
         return [None] * count
     try:
         with authors_code():
-            values = list(returned) if isinstance(returned, Iterable) and not isinstance(returned, str) else None
+            values = None if why_no_list(returned) else list(returned)
     except Exception as error:  # a generator runs its code here
         raise RewardError(f"the group reward {alias!r} raised {words_of(error)}") from error
     if values is None or len(values) != count:

@@ -17,7 +17,7 @@ export function comparePage(query) {
   }
 
   function paired({ run, paired: found, tasks, total, file }, first) {
-    const verdict = found && `${run} is ${found.verdict === "no difference shown" ? "not shown to differ from" : `${found.verdict} than`} ${first.run}: ${found.difference > 0 ? "+" : ""}${number(found.difference)}, 95 % interval ${number(found.low)} to ${number(found.high)}, over ${found.tasks} tasks of both`;
+    const verdict = found && (found.verdict === null ? `There is no verdict, because only ${found.tasks} tasks were judged in both, and it takes 5; the mean difference is ${found.difference > 0 ? "+" : ""}${number(found.difference)}.` : `${run} is ${found.verdict === "no difference shown" ? "not shown to differ from" : `${found.verdict} than`} ${first.run}: ${found.difference > 0 ? "+" : ""}${number(found.difference)}, 95 % interval ${number(found.low)} to ${number(found.high)}, over ${found.tasks} tasks of both`);
     const at = (each) => JSON.stringify(each);
     const rows = tasks.map((each) => {
       const gain = each.second.reward - each.first.reward;

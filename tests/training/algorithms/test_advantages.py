@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -118,6 +120,12 @@ def test_a_truncated_sample_stays_in_the_statistics(function):
     assert group_advantages(function, rewards) == pytest.approx(function(rewards).tolist())
     dropped = group_advantages(function, [1.0, 0.0, None, 0.5])  # control: what leaving it out would have done
     assert dropped[0] != pytest.approx(function(rewards).tolist()[0])
+
+
+def test_an_eps_of_0_divides_nothing_by_0():
+    for rewards in ([1.0] * 4, [0.1 + 0.2] * 8, [2.0, None], [None, None]):
+        assert group_advantages(functools.partial(group_norm, eps=0.0), rewards) == [0.0] * len(rewards)
+    assert group_norm([1.0, 0.0], eps=0.0).tolist() == pytest.approx([2**-0.5, -(2**-0.5)])
 
 
 def test_settings_out_of_their_domain_are_named():

@@ -119,6 +119,10 @@ def test_normalised_sum_keeps_what_weighted_sum_loses():
     assert gains[1] == pytest.approx(2 * gains[0])
 
 
+def test_normalised_sum_without_eps_adds_0_for_a_reward_without_spread():
+    assert mix(normalised_sum, [[1.0, 0.5], [0.0, 0.5]], [1.0, 1.0], eps=0.0) == pytest.approx([2**-0.5, -(2**-0.5)])
+
+
 @pytest.mark.parametrize("value", [-0.1, math.nan, math.inf])
 def test_settings_out_of_their_domain_are_named(value):
     with pytest.raises(ConfigError, match="setting tolerance"):
