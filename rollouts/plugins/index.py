@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from rollouts.disk import read_regular
 from rollouts.errors import AmbiguousComponentError, PluginError, UnknownComponentError, in_lines, named, suggestion
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ def _folder_hint(kind: str, name: str) -> str:
 
     for file in (Path("pyproject.toml"), *sorted(Path().glob("*/pyproject.toml"))):
         try:
-            points = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["entry-points"]
+            points = tomllib.loads(read_regular(file).decode())["project"]["entry-points"]
             is_there = name in points[f"rollouts.{kind}"]
         except (OSError, ValueError, KeyError, TypeError):  # another project's file, or none that pip can read either
             continue
@@ -409,7 +410,7 @@ def _defined_in(file: Path) -> list[str]:
     import ast
 
     try:
-        body = ast.parse(file.read_bytes()).body
+        body = ast.parse(read_regular(file)).body
     except (OSError, SyntaxError, ValueError):
         return []
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
