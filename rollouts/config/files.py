@@ -24,6 +24,7 @@ from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.objects import NO_OBJECTS, Objects, take_objects
 from rollouts.config.settings import is_secret
 from rollouts.errors import ConfigError, in_lines, said_of, suggestion, words_of
+from rollouts.plugins.importing import import_returns
 from rollouts.plugins.loading import beside, module_name
 from rollouts.training.simple.config import is_config, read_config
 
@@ -299,7 +300,8 @@ def _read_py(source: Source) -> Any:
         running.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=source.path)
         sys.modules[name] = running  # here its functions and classes are found again
         beside(Path(source.path))
-        exec(compile(module, source.path, "exec"), namespace)
+        with import_returns():
+            exec(compile(module, source.path, "exec"), namespace)
     except SyntaxError as error:
         sys.modules.pop(name, None)
         raise ConfigError(f"{source.path}, line {error.lineno}: not Python: {error.msg}") from error
