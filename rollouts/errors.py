@@ -33,6 +33,7 @@ recorded as a `Status`. Errors of tools become messages to the model.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 
 from rollouts.author_code import Place, message_of, place_of, printable
@@ -294,11 +295,13 @@ def leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 def near_misses(given: str, known: Iterable[str]) -> list[str]:
     """At most three known names that resemble the given one, best first: those that differ in a few letters, then those
-    that begin with it. Case and leading dashes do not count. Empty for a name of more than NAME_CHARACTERS_MAX
-    characters, because comparing it would take seconds.
+    that begin with it, then those that have it as a word. Case and leading dashes do not count. Empty for a name of
+    more than NAME_CHARACTERS_MAX characters, because comparing it would take seconds.
 
     >>> near_misses("calulator", ["calculator", "prompts"]), near_misses("rk3", ["k3_loss", "rk3_loss"])
     (['calculator'], ['rk3_loss'])
+    >>> near_misses("sum", ["minimum", "weighted_sum"])
+    ['weighted_sum']
     """
     import difflib
 
@@ -308,7 +311,8 @@ def near_misses(given: str, known: Iterable[str]) -> list[str]:
     names = {name.lower().lstrip("-"): name for name in sorted(set(known), reverse=True)}
     close = difflib.get_close_matches(wanted, sorted(names), n=3, cutoff=0.6)
     longer = [name for name in sorted(names) if len(wanted) > 2 and name.startswith(wanted)]
-    return [names[name] for name in dict.fromkeys([*close, *longer])][:3]
+    whole = [name for name in sorted(names) if wanted in re.split(r"[^a-z0-9]", name)[1:]]
+    return [names[name] for name in dict.fromkeys([*close, *longer, *whole])][:3]
 
 
 def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] = str) -> str:

@@ -227,18 +227,17 @@ def unknown_component(
         near = suggestion(name, [ref.qualified if slash and "/" not in ref.name else ref.name for ref in of_kind])
     is_distribution = not slash and is_installed(name)
     is_whole = any(normalize(ref.distribution) == "rollouts-rl" for ref in known)
-    # Only a guess: an attacker may have published a package under a misspelled name.
-    package = normalize(owner if slash else f"rollouts-{name}")
+    # The user typed this package's name. No other one is guessed: an attacker may have published it.
+    package = normalize(owner) if slash else ""
     could_be = re.fullmatch(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?", package) and not near
     other_names = [
         f"{ref.value if ref.value == name else ref.distribution} provides: {ref.name}"
         for ref in of_kind
         if ref.value == name or (is_distribution and normalize(ref.distribution) == normalize(name))
     ]
-    is_number = name.replace(".", "").isdigit()
-    is_named = not is_number and Path(name).suffix not in (".py", ".toml", ".json", ".jsonl") and not _file_hint(name)
+    is_file = Path(name).suffix in (".py", ".toml", ".json", ".jsonl")
     folder_hint = _folder_hint(kind, rest if slash else name)
-    guess = could_be and is_named and not (theirs or other_names or folder_hint or is_installed(package))
+    may_install = could_be and not (is_file or theirs or other_names or folder_hint or is_installed(package))
     lines = (
         f"no {KIND_WORDS[kind]} is named {name!r}",
         without,
@@ -253,7 +252,7 @@ def unknown_component(
         "" if is_whole else _NOT_INSTALLED,
         "to see everything: rollouts plugins list" + (" --all" if any("/" in ref.name for ref in of_kind) else ""),
         f"{_IN_CLONE}: pip install ./plugins/{name}" if (kind, name) in _WITH_PLUGIN else "",
-        f"{_GUESS}: pip install {package}" if guess and (kind, name) not in _WITH_PLUGIN else "",
+        f"{_NOT_THERE}: pip install {package}" if may_install else "",
     )
     return UnknownComponentError(in_lines(*lines))
 
@@ -289,7 +288,7 @@ _NOT_INSTALLED = (
 )
 _WITH_PLUGIN = {("loggers", "mlflow"), ("loggers", "tensorboard"), ("loggers", "trackio"), ("loggers", "wandb")}
 _IN_CLONE = "a package in the repository of rollouts provides it; in a clone, type"
-_GUESS = "perhaps a package provides it (a guess; check who publishes it before you install it)"
+_NOT_THERE = "that package is not installed; check who publishes it, and type"
 
 
 def sort_refs(refs: Iterable[ComponentRef]) -> list[ComponentRef]:
