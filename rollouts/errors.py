@@ -32,8 +32,10 @@ recorded as a `Status`. Errors of tools become messages to the model.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 
 from rollouts.author_code import Place, message_of, place_of, printable
@@ -323,6 +325,25 @@ def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] =
     """
     near = near_misses(given, known)
     return f"did you mean: {', '.join(map(spelled, near))}?" if near else ""
+
+
+def where_not_utf8(path: str, lines: Iterable[bytes] = ()) -> str:
+    """In which of the lines a file is not text in UTF-8, and what to type.
+
+    >>> print(where_not_utf8("a.txt", [b"ok\\n", b"caf\\xe9\\n"]))
+    a.txt, line 2: byte 4 is not text in UTF-8
+    if the file is text in WINDOWS-1252, type: iconv -f WINDOWS-1252 -t UTF-8 a.txt > NEW_FILE
+    """
+    place, coding = f"{path}: it", "WINDOWS-1252"
+    for number, line in enumerate(lines, 1):
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            place = f"{path}, line {number}: byte {error.start + 1}"
+            coding = "UTF-16" if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else coding
+            break
+    command = f"iconv -f {coding} -t UTF-8 {shlex.quote(path)} > NEW_FILE"
+    return f"{place} is not text in UTF-8\nif the file is text in {coding}, type: {command}"
 
 
 def counted(count: int, thing: str) -> str:

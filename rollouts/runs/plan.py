@@ -279,8 +279,7 @@ def make_plan(resolved: Resolved, *, needs_environment: bool = True, may_be_abse
     workers = Workers(resolved, manager)
     resolved = with_data(resolved, manager, workers)
     own = {key: resolved.components[key] for key in keys}
-    run = str(Path(source.path).parent) if source.path else next(iter(settings.from_run), None)
-    with naming_copies(None if run is None else Path(run)):
+    with naming_copies(Path(source.path).parent if source.path else next(iter(settings.from_run), None)):
         chosen = choose(manager, own, source, workers=workers, may_be_absent=may_be_absent)
     (inference,) = chosen["inference"]
     _check_parser(chosen["tool_parser"][0], inference)
