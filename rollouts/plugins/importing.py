@@ -117,5 +117,7 @@ def _deadline(progress: Progress) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
+        if signal.getitimer(signal.ITIMER_REAL)[1]:  # else the module has set the timer
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        if signal.getsignal(signal.SIGALRM) is look:  # else the handler is the module's
+            signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)

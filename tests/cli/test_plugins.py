@@ -80,6 +80,17 @@ def test_doctor_waits_once_for_a_distribution_and_checks_the_others(acme, capsys
     assert capsys.readouterr().out.count("it was still being imported") == 1
 
 
+def test_a_module_may_set_the_timer_itself(acme):
+    source = "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nsignal.alarm(600)\n"
+    (acme / "acme_broken.py").write_text(f"{source}def broken(trajectory): ...\n")
+    try:
+        assert main(["plugins", "show", "broken"]) == 0
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN and signal.getitimer(signal.ITIMER_REAL)[0] > 500
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
 def test_an_import_with_progress_has_time(acme, capsys, monkeypatch):
     """It takes longer than the limit, and imports a module again and again."""
     monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "0.3")
