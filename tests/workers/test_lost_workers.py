@@ -207,7 +207,7 @@ def test_an_environment_that_ends_its_process_at_import_is_a_mistake_of_the_user
 
 
 def test_an_environment_that_waits_at_import_is_named(monkeypatch):
-    monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "0.5")
+    monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "3")
     Path("slow.py").write_text("import time\ntime.sleep(10**6)\n")
     with pytest.raises(PluginError, match=r"environment .*:Slow does not import\nit was still being imported"):
         make_plan(resolve({"env": "./slow.py:Slow", "worker": "process"}))
