@@ -1,6 +1,6 @@
 """For all tests: one thread of torch per process. They run side by side, and so do the ranks that some of them start;
 with a thread a core each they would starve one another, and run into deadlines. And the GPUs of the machine are hidden,
-also from the processes that tests start: tests compare with models on the CPU, and start more ranks than there are GPUs.
+also from the processes that tests start: tests compare with models on the CPU, and have more ranks than there are GPUs.
 """
 
 from __future__ import annotations
