@@ -17,6 +17,11 @@ The packages, from the ground up. A module imports only from packages above it i
 
 from __future__ import annotations
 
+import sys
+
+if sys.platform == "win32":
+    raise ImportError("rollouts runs on Linux and macOS; on Windows, install it in WSL (type: wsl --install)")
+
 from typing import TYPE_CHECKING, Any
 
 from rollouts.lazy import lazy_face

@@ -1,8 +1,9 @@
 """Write files and folders so that they survive a crash: write them under another name, sync them to the disk, then
-rename them.
+rename them. Read the files of a folder that anybody may fill.
 
     write_whole(path, data)               a file
     with new_folder(path) as folder: ...  a folder, with the files that the block writes into it
+    read_regular(path)                    the content of a file; never waits, as reading a named pipe does
 
 The operating system keeps written data in memory for a while. If a program is killed, this data is still written. If
 the machine crashes, files and names that were not synced are lost. This module uses only the standard library.
@@ -18,6 +19,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 MANIFEST = "manifest.json"
 HIDDEN_NAME = re.compile(r"\.(?P<name>.+)\.(?P<what>writing|old|removed)-(?P<pid>\d+)")
@@ -42,6 +44,23 @@ def write_whole(path: Path, data: bytes, *, synced: bool = True) -> None:
     os.replace(temporary, path)
     if synced:
         sync_folder(path.parent)
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it. Raises OSError, also for what is no regular file: a named pipe would wait for a writer
+    without end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # so that a named pipe opens at once
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return open(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """The content of a file. Raises OSError as `open_regular` does."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 @contextlib.contextmanager
@@ -97,17 +116,15 @@ def remove_folder(path: Path) -> None:
 
 def sync_file(path: Path) -> None:
     """Sync a file's content to the disk. Raises OSError."""
-    _sync(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows syncs only files that are open for writing
+    _sync(path)
 
 
 def sync_folder(path: Path) -> None:
-    """Sync the file names of a folder to the disk. Does nothing on Windows and on some network file systems, which
-    cannot sync folders. Raises OSError.
+    """Sync the file names of a folder to the disk. Does nothing on some network file systems, which cannot sync
+    folders. Raises OSError.
     """
-    if os.name == "nt":
-        return
     try:
-        _sync(path, os.O_RDONLY)
+        _sync(path)
     except PermissionError:
         return  # we may write into this folder, but not list it
     except OSError as error:
@@ -115,8 +132,8 @@ def sync_folder(path: Path) -> None:
             raise
 
 
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -32,7 +32,10 @@ recorded as a `Status`. Errors of tools become messages to the model.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 
 from rollouts.author_code import Place, message_of, place_of, printable
@@ -294,11 +297,13 @@ def leaves_of(error: BaseException) -> Iterator[BaseException]:
 
 def near_misses(given: str, known: Iterable[str]) -> list[str]:
     """At most three known names that resemble the given one, best first: those that differ in a few letters, then those
-    that begin with it. Case and leading dashes do not count. Empty for a name of more than NAME_CHARACTERS_MAX
-    characters, because comparing it would take seconds.
+    that begin with it, then those that have it as a word. Case and leading dashes do not count. Empty for a name of
+    more than NAME_CHARACTERS_MAX characters, because comparing it would take seconds.
 
     >>> near_misses("calulator", ["calculator", "prompts"]), near_misses("rk3", ["k3_loss", "rk3_loss"])
     (['calculator'], ['rk3_loss'])
+    >>> near_misses("sum", ["minimum", "weighted_sum"])
+    ['weighted_sum']
     """
     import difflib
 
@@ -308,7 +313,8 @@ def near_misses(given: str, known: Iterable[str]) -> list[str]:
     names = {name.lower().lstrip("-"): name for name in sorted(set(known), reverse=True)}
     close = difflib.get_close_matches(wanted, sorted(names), n=3, cutoff=0.6)
     longer = [name for name in sorted(names) if len(wanted) > 2 and name.startswith(wanted)]
-    return [names[name] for name in dict.fromkeys([*close, *longer])][:3]
+    whole = [name for name in sorted(names) if wanted in re.split(r"[^a-z0-9]", name)[1:]]
+    return [names[name] for name in dict.fromkeys([*close, *longer, *whole])][:3]
 
 
 def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] = str) -> str:
@@ -319,6 +325,25 @@ def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] =
     """
     near = near_misses(given, known)
     return f"did you mean: {', '.join(map(spelled, near))}?" if near else ""
+
+
+def where_not_utf8(path: str, lines: Iterable[bytes] = ()) -> str:
+    """In which of the lines a file is not text in UTF-8, and what to type.
+
+    >>> print(where_not_utf8("a.txt", [b"ok\\n", b"caf\\xe9\\n"]))
+    a.txt, line 2: byte 4 is not text in UTF-8
+    if the file is text in WINDOWS-1252, type: iconv -f WINDOWS-1252 -t UTF-8 a.txt > NEW_FILE
+    """
+    place, coding = f"{path}: it", "WINDOWS-1252"
+    for number, line in enumerate(lines, 1):
+        try:
+            line.decode()
+        except UnicodeDecodeError as error:
+            place = f"{path}, line {number}: byte {error.start + 1}"
+            coding = "UTF-16" if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else coding
+            break
+    command = f"iconv -f {coding} -t UTF-8 {shlex.quote(path)} > NEW_FILE"
+    return f"{place} is not text in UTF-8\nif the file is text in {coding}, type: {command}"
 
 
 def counted(count: int, thing: str) -> str:

@@ -1,5 +1,6 @@
 """For all tests: one thread of torch per process. They run side by side, and so do the ranks that some of them start;
-with a thread a core each they would starve one another, and run into deadlines.
+with a thread a core each they would starve one another, and run into deadlines. And the GPUs of the machine are hidden,
+also from the processes that tests start: tests compare with models on the CPU, and have more ranks than there are GPUs.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""  # of NVIDIA, and of AMD
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # tests look at folders that they import files from
 sys.dont_write_bytecode = True
 # A machine that is busy makes examples slowly; that says nothing of what they test.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import pkgutil
+import sys
 import tomllib
 from pathlib import Path
 
@@ -77,3 +78,9 @@ def test_entry_points_are_installed_as_they_are_written(ref):
     from rollouts.plugins import installed_components
 
     assert ref.qualified in {each.qualified for each in installed_components(ref.kind)}
+
+
+def test_on_windows_the_import_says_what_to_type(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    with pytest.raises(ImportError, match="runs on Linux and macOS; on Windows, install it in WSL"):
+        importlib.reload(rollouts)

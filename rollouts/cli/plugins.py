@@ -43,7 +43,7 @@ def list_(kind: str | None, with_hooks: bool) -> int:
 
     The description of a component is the first sentence of its docstring. In a terminal it is cut to the width.
     """
-    from rollouts.plugins.descriptions import description
+    from rollouts.plugins.descriptions import description, known_faults
     from rollouts.plugins.manager import PluginManager
 
     manager = PluginManager()
@@ -51,8 +51,12 @@ def list_(kind: str | None, with_hooks: bool) -> int:
     if not refs:
         click.echo(f"no component is installed{f' of the kind {kind}' if kind else ''}")
     else:
-        rows = [(ref.kind, ref.name, ref.distribution, ref.version, description(ref)) for ref in refs]
+        rows = [
+            (ref.kind, ref.name, ref.distribution, ref.version, f"broken: {fault}" if fault else description(ref))
+            for ref, fault in zip(refs, known_faults(refs), strict=True)
+        ]
         click.echo(table(("kind", "name", "distribution", "version", "description"), rows))
+        click.echo("nothing was imported; to check all, type: rollouts plugins doctor")
     for fault in manager.faults:
         click.echo(f"fault: {fault}", err=True)
     return 0

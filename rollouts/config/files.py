@@ -23,7 +23,8 @@ from typing import Any
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.objects import NO_OBJECTS, Objects, take_objects
 from rollouts.config.settings import is_secret
-from rollouts.errors import ConfigError, in_lines, said_of, suggestion, words_of
+from rollouts.errors import ConfigError, in_lines, said_of, suggestion, where_not_utf8, words_of
+from rollouts.plugins.importing import import_returns
 from rollouts.plugins.loading import beside, module_name
 from rollouts.training.simple.config import is_config, read_config
 
@@ -118,7 +119,7 @@ def load_file(path: str | Path) -> tuple[Tree, Source]:
             str(path), path.read_text(encoding="utf-8-sig")
         )  # editors on Windows may write a byte order mark
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not text in UTF-8 ({error.reason} at byte {error.start})") from error
+        raise ConfigError(where_not_utf8(str(path), path.read_bytes().splitlines(keepends=True))) from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     try:
@@ -178,6 +179,9 @@ def _problem_of(value: Any) -> str:
         return f"expected a whole number of 300 digits at most; got one of {value.bit_length()} bits"
     texts = [value] if isinstance(value, str) else list(value) if isinstance(value, dict) else []
     for text in texts:
+        if isinstance(text, str) and re.search("[\udc80-\udcff]", text):  # what Python makes of bytes
+            more = "if they come from a file, type: iconv -f WINDOWS-1252 -t UTF-8 FILE"
+            return f"expected text; got {text[:80]!r}, whose bytes are not text in UTF-8; {more}"
         if isinstance(text, str) and re.search("[\ud800-\udfff]", text):
             return f"expected text; got {text[:80]!r}, which holds a lone surrogate and is not valid Unicode"
     return ""
@@ -299,7 +303,8 @@ def _read_py(source: Source) -> Any:
         running.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=source.path)
         sys.modules[name] = running  # here its functions and classes are found again
         beside(Path(source.path))
-        exec(compile(module, source.path, "exec"), namespace)
+        with import_returns():
+            exec(compile(module, source.path, "exec"), namespace)
     except SyntaxError as error:
         sys.modules.pop(name, None)
         raise ConfigError(f"{source.path}, line {error.lineno}: not Python: {error.msg}") from error

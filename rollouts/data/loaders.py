@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollouts.errors import ConfigError, first_line, in_lines, suggestion
+from rollouts.errors import ConfigError, first_line, in_lines, suggestion, where_not_utf8
 
 SAMPLE_CHARACTERS = 80
 
@@ -37,7 +37,7 @@ def jsonl(source: str) -> Iterator[Any]:
     except OSError as error:
         raise unreadable(source, error) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{source} is not UTF-8 text: {error}") from error
+        raise _not_utf8(source, opener) from error
 
 
 def json(source: str) -> Iterator[Any]:
@@ -47,7 +47,7 @@ def json(source: str) -> Iterator[Any]:
     except OSError as error:
         raise unreadable(source, error) from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{source} is not UTF-8 text: {error}") from error
+        raise _not_utf8(source) from error
     if not text.strip():
         raise ConfigError(f"{source} is empty; expected a JSON list of rows")
     try:
@@ -167,6 +167,8 @@ def _file(form: str, source: str, **options: Any) -> Iterator[Any]:
             yield plain_row(row)
     except Exception as error:  # the library raises many kinds
         cause = error.__cause__ or error
+        if isinstance(cause, UnicodeDecodeError):
+            raise _not_utf8(source) from error
         raise ConfigError(f"{source} cannot be read as {form}: {first_line(cause)}") from error
 
 
@@ -178,6 +180,14 @@ def unreadable(source: str, error: OSError | None = None) -> ConfigError:
     """The error for a file that the system does not read; without one, for a file that is not there."""
     why = "No such file or directory" if error is None else error.strerror or error
     return ConfigError(f"{source} cannot be read: {why}; type --data PATH-OF-ROWS")
+
+
+def _not_utf8(source: str, opener: Any = open) -> ConfigError:
+    """The error for a file that is not text in UTF-8. What is no file, such as a pipe, cannot be read again."""
+    if not Path(source).is_file():
+        return ConfigError(where_not_utf8(source))
+    with opener(source, "rb") as lines:
+        return ConfigError(where_not_utf8(source, lines))
 
 
 def _not_json(error: json_library.JSONDecodeError) -> str:

@@ -86,7 +86,7 @@ def _packages() -> list[_Package]:
     own: dict[str, tuple[str, list[str]]] = {}
     for each in all_installed():
         name = index.normalize(each.install.package)
-        sites = [*each.venv.glob("lib/python*/site-packages"), *each.venv.glob("Lib/site-packages")]
+        sites = each.venv.glob("lib/python*/site-packages")
         for found in distributions(path=[str(site) for site in sites]):
             if each.install.environments and index.normalize(found.metadata["Name"] or "") == name:
                 own[name] = (each.install.environments[0], found.requires or [])

@@ -11,6 +11,7 @@ of an installed package is imported here. Not here: the installation itself (`in
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,7 @@ def envs_folder() -> Path:
 
 def python_of(venv: Path) -> Path:
     """The interpreter of a virtual environment."""
-    return venv / "Scripts" / "python.exe" if os.name == "nt" else venv / "bin" / "python"
+    return venv / "bin" / "python"
 
 
 def shown_names(names: Sequence[str]) -> str:
@@ -203,10 +204,6 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _take_lock(file: IO[str], name: str) -> None:
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

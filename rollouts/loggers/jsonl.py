@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollouts.disk import write_whole
+from rollouts.disk import open_regular, read_regular, write_whole
 from rollouts.errors import OutputError
 
 
@@ -40,7 +40,7 @@ class JSONLLogger:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = b"".join(line for step, _, line in read_lines(self.path) if step < first_step)
-            if self.path.exists() and kept != self.path.read_bytes():
+            if self.path.exists() and kept != read_regular(self.path):
                 write_whole(self.path, kept)
             self._last: dict[str, Any] = json.loads(kept[kept.rfind(b"\n", 0, -1) + 1 :] or b"{}")
             self._stream = self.path.open("ab")
@@ -101,7 +101,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any], bytes]]:
     """
     if not path.exists():
         return
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         for line in stream:
             try:
                 metrics = json.loads(line)

@@ -9,9 +9,11 @@ files, and for names from a module's `__getattr__`.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,6 +40,45 @@ def description(ref: ComponentRef) -> str:
     return first_sentence(place.doc if place else ref.about)
 
 
+def known_faults(refs: Sequence[ComponentRef]) -> list[str]:
+    """For each component, why its import will fail, as far as the source of its module shows it; "" if that shows
+    nothing. No source is run, so an import may fail for other reasons.
+    """
+    _fault_of_source.cache_clear()  # what is installed may have changed
+    return [_fault_of(*_module_and_name(ref)) if ref.distribution and ref.value else "" for ref in refs]
+
+
+def _fault_of(module: str, attribute: str) -> str:
+    parts = module.split(".")
+    for name in (".".join(parts[: count + 1]) for count in range(len(parts))):
+        if _spec_of(name) is None:
+            return f"there is no module {name}"
+        file = _source_of(name)
+        text = _read(file) if file else ""
+        if fault := _fault_of_source(text):
+            return f"{file}, {fault}"
+    known = attribute.partition(".")[0]
+    is_certain = text and known and not re.search(rf"\b({re.escape(known)}|__getattr__|globals)\b|import \*", text)
+    return f"{module} has no {known}" if is_certain else ""
+
+
+@functools.cache
+def _fault_of_source(text: str) -> str:
+    """The first line of a module that will fail: a mistake of syntax, or the import of a missing module."""
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError) as error:
+        return f"line {getattr(error, 'lineno', None) or '?'}: {getattr(error, 'msg', error)}"
+    for node in body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in names:
+            if _spec_of(name.partition(".")[0]) is None:
+                return f"line {node.lineno}: there is no module {name}"
+    return ""
+
+
 def first_sentence(text: str) -> str:
     """The first sentence of a docstring's first paragraph, in one line, without its full stop.
 
@@ -54,11 +95,10 @@ def first_sentence(text: str) -> str:
 
 def find_definition(ref: ComponentRef) -> Place | None:
     """Find the definition of a component; None if it cannot be found without an import."""
-    module, _, attribute = ref.value.partition("[")[0].strip().rpartition(":")
-    name = attribute.strip()
+    module, name = _module_and_name(ref)
     if not module or not name.isidentifier():
         return None
-    file = Path(module) if module.endswith(".py") else _source_of(module.strip())
+    file = Path(module) if module.endswith(".py") else _source_of(module)
     for _ in range(_HOPS_MAX):
         if file is None or not (text := _read(file)):
             return None
@@ -70,8 +110,20 @@ def find_definition(ref: ComponentRef) -> Place | None:
     return None
 
 
+def _module_and_name(ref: ComponentRef) -> tuple[str, str]:
+    """The module, or the file, of a component, and the name of its attribute."""
+    module, _, name = ref.value.partition("[")[0].rpartition(":")
+    return module.strip(), name.strip()
+
+
 def _source_of(module: str) -> Path | None:
-    """The source file of a module. Its parent packages are not imported."""
+    """The source file of a module."""
+    spec = _spec_of(module)
+    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+
+
+def _spec_of(module: str) -> ModuleSpec | None:
+    """Where a module is; None if there is none. Its parent packages are not imported."""
     path: Sequence[str] | None = None
     spec = None
     whole = ""
@@ -85,7 +137,7 @@ def _source_of(module: str) -> Path | None:
         if spec is None:
             return None
         path = list(spec.submodule_search_locations or ())
-    return Path(spec.origin) if spec and spec.origin and spec.origin.endswith(".py") else None
+    return spec
 
 
 def _read(file: Path) -> str:

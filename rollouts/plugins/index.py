@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from rollouts.disk import read_regular
 from rollouts.errors import AmbiguousComponentError, PluginError, UnknownComponentError, in_lines, named, suggestion
 
 if TYPE_CHECKING:
@@ -226,18 +227,17 @@ def unknown_component(
         near = suggestion(name, [ref.qualified if slash and "/" not in ref.name else ref.name for ref in of_kind])
     is_distribution = not slash and is_installed(name)
     is_whole = any(normalize(ref.distribution) == "rollouts-rl" for ref in known)
-    # Only a guess: an attacker may have published a package under a misspelled name.
-    package = normalize(owner if slash else f"rollouts-{name}")
+    # The user typed this package's name. No other one is guessed: an attacker may have published it.
+    package = normalize(owner) if slash else ""
     could_be = re.fullmatch(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?", package) and not near
     other_names = [
         f"{ref.value if ref.value == name else ref.distribution} provides: {ref.name}"
         for ref in of_kind
         if ref.value == name or (is_distribution and normalize(ref.distribution) == normalize(name))
     ]
-    is_number = name.replace(".", "").isdigit()
-    is_named = not is_number and Path(name).suffix not in (".py", ".toml", ".json", ".jsonl") and not _file_hint(name)
+    is_file = Path(name).suffix in (".py", ".toml", ".json", ".jsonl")
     folder_hint = _folder_hint(kind, rest if slash else name)
-    guess = could_be and is_named and not (theirs or other_names or folder_hint or is_installed(package))
+    may_install = could_be and not (is_file or theirs or other_names or folder_hint or is_installed(package))
     lines = (
         f"no {KIND_WORDS[kind]} is named {name!r}",
         without,
@@ -252,7 +252,7 @@ def unknown_component(
         "" if is_whole else _NOT_INSTALLED,
         "to see everything: rollouts plugins list" + (" --all" if any("/" in ref.name for ref in of_kind) else ""),
         f"{_IN_CLONE}: pip install ./plugins/{name}" if (kind, name) in _WITH_PLUGIN else "",
-        f"{_GUESS}: pip install {package}" if guess and (kind, name) not in _WITH_PLUGIN else "",
+        f"{_NOT_THERE}: pip install {package}" if may_install else "",
     )
     return UnknownComponentError(in_lines(*lines))
 
@@ -273,7 +273,7 @@ def _folder_hint(kind: str, name: str) -> str:
 
     for file in (Path("pyproject.toml"), *sorted(Path().glob("*/pyproject.toml"))):
         try:
-            points = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["entry-points"]
+            points = tomllib.loads(read_regular(file).decode())["project"]["entry-points"]
             is_there = name in points[f"rollouts.{kind}"]
         except (OSError, ValueError, KeyError, TypeError):  # another project's file, or none that pip can read either
             continue
@@ -288,7 +288,7 @@ _NOT_INSTALLED = (
 )
 _WITH_PLUGIN = {("loggers", "mlflow"), ("loggers", "tensorboard"), ("loggers", "trackio"), ("loggers", "wandb")}
 _IN_CLONE = "a package in the repository of rollouts provides it; in a clone, type"
-_GUESS = "perhaps a package provides it (a guess; check who publishes it before you install it)"
+_NOT_THERE = "that package is not installed; check who publishes it, and type"
 
 
 def sort_refs(refs: Iterable[ComponentRef]) -> list[ComponentRef]:
@@ -409,7 +409,7 @@ def _defined_in(file: Path) -> list[str]:
     import ast
 
     try:
-        body = ast.parse(file.read_bytes()).body
+        body = ast.parse(read_regular(file)).body
     except (OSError, SyntaxError, ValueError):
         return []
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -29,6 +29,7 @@ from rollouts.errors import (
     words_of,
 )
 from rollouts.plugins.contract import CORE, check_contract
+from rollouts.plugins.importing import import_returns
 from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, names_module, normalize
 
 INSTALL_TORCH = (
@@ -71,7 +72,7 @@ def load_component(ref: ComponentRef) -> Any:
         hint = f"type: pip install '{ref.distribution}[{','.join(extras)}]'"
         raise MissingExtraError(in_lines(_not_installed(owner, absent), hint), package=absent[0], hint=hint)
     try:
-        with authors_code():
+        with authors_code(), import_returns():
             return _import(ref)
     except Exception as exc:  # a module may raise anything
         message = f"{owner} ({ref.value}) does not import\n{cause_of(exc, ref)}"
@@ -223,7 +224,7 @@ def _load_from_file(ref: ComponentRef) -> Any:
     path_text, _, attribute = ref.value.rpartition(":")
     path = Path(path_text)
     try:
-        with authors_code():
+        with authors_code(), import_returns():
             module = _module_of(path)
     except Exception as exc:  # a file may raise anything
         raise BrokenPluginError(
@@ -294,7 +295,7 @@ def _load_from_module(ref: ComponentRef) -> Any:
     label = f"{KIND_WORDS.get(ref.kind, ref.kind)} {ref.value!r}"
     beside(Path.cwd() / "any")
     try:
-        with authors_code():
+        with authors_code(), import_returns():
             found = importlib.import_module(module)
     except ModuleNotFoundError as exc:
         if not exc.name or not f"{module}.".startswith(f"{exc.name}."):

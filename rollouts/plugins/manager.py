@@ -188,8 +188,11 @@ class PluginManager:
         scanned = index.scan()
         lacking = dict[tuple[str, str], Any]()
         reports = [*scanned.faults]
+        late = dict[str, PluginError]()  # by distribution: no other component of it is waited for
         for ref in scanned.components:
-            error = _error_of(ref)
+            error = late.get(ref.distribution) or _error_of(ref)
+            if error is not None and isinstance(error.__cause__, TimeoutError):
+                late[ref.distribution] = error
             if isinstance(error, MissingExtraError):
                 named = f"{index.KIND_WORDS[ref.kind]} {ref.name}"
                 lacking.setdefault((error.package, error.hint), []).append(named)
@@ -197,7 +200,7 @@ class PluginManager:
                 reports.append(str(error))
         self.load_hooks()
         faults = [*reports, *map(str, self.faults), *map(str, self.remarks), *_clashes(scanned.components)]
-        return Diagnosis(faults, lacking)
+        return Diagnosis([*dict.fromkeys(faults)], lacking)
 
     def _implementations(self, name: str) -> Sequence[pluggy.HookImpl]:
         """The implementations of a hook in pluggy's calling order, with `tryfirst` and `trylast`."""

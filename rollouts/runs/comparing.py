@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollouts.disk import open_regular
 from rollouts.errors import UserError
 from rollouts.reducers import Reducer, stderr
 from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, read_json
@@ -175,7 +176,7 @@ def _reduced(samples: list[tuple[int, float, str]], reducer: Reducer) -> float:
 def _judged_lines(folder: Path) -> Iterator[_Line]:
     """The judged lines of a run's last evaluation. Raises UserError for a line that cannot be read."""
     for path in _evaluated(folder)[-1:]:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             for row, line in enumerate(file, start=1):
                 try:
                     found = _DECODER.decode(line)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import os
 import re
@@ -29,7 +30,7 @@ import msgspec
 
 from rollouts.config.files import Source, load_file
 from rollouts.config.flags import Tree
-from rollouts.disk import partial_name, sync_file, sync_folder, write_whole
+from rollouts.disk import open_regular, partial_name, read_regular, sync_file, sync_folder, write_whole
 from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
 from rollouts.plugins.index import names_module
@@ -93,23 +94,18 @@ def run_name(folder: Path) -> str:
 
 def writer_of(folder: Path) -> str:
     """The process that writes to a run's folder, as the lock names it; "" if there is none."""
-    try:
-        import fcntl
-
-        with open(folder / LOCK, "rb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return lock.read(200).decode(errors="replace").strip() or "another process"
-    except (ImportError, OSError):  # Windows; or no lock file, or a file system without locks
-        pass
+    with contextlib.suppress(OSError), open_regular(folder / LOCK) as lock:  # no such file, or no locks
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return lock.read(200).decode(errors="replace").strip() or "another process"
     return ""
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object in a file; empty if the file does not exist or cannot be read."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        return msgspec.json.decode(read_regular(path), type=dict[str, Any])
     except (OSError, msgspec.DecodeError):
         return {}
 
@@ -443,15 +439,11 @@ def _is_blank(path: Path) -> bool:
 
 
 def _take_lock(path: Path, shown: Path) -> int | None:
-    """Lock the folder for this process. Returns the file descriptor that holds the lock, or None if the system or the
-    file system supports no locks.
+    """Lock the folder for this process. Returns the file descriptor that holds the lock, or None if the file system
+    supports no locks.
 
     The lock file is never removed: with a new file of the same name, two processes could both hold a lock.
     """
-    try:
-        import fcntl
-    except ImportError:  # Windows
-        return None
     lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,7 @@ from typing import BinaryIO, NamedTuple
 
 import msgspec
 
-from rollouts.disk import write_whole
+from rollouts.disk import open_regular, write_whole
 from rollouts.errors import ConfigError, counted
 
 FORMAT, VERSION = "rollouts-index", 1
@@ -77,7 +77,7 @@ def open_lines(file: Path) -> Lines:
     """
     with _opened(file) as opened:
         stat = os.fstat(opened.fileno())
-    with contextlib.suppress(OSError, msgspec.DecodeError), open(index_of(file), "rb") as index:
+    with contextlib.suppress(OSError, msgspec.DecodeError), open_regular(index_of(file)) as index:
         head = msgspec.json.decode(index.read(HEAD_BYTES), type=_Head)
         of_file = (FORMAT, VERSION, stat.st_size, stat.st_mtime_ns)
         is_whole = os.fstat(index.fileno()).st_size == HEAD_BYTES + 8 * (head.lines + 1)
@@ -131,6 +131,6 @@ def _read_at(path: Path, start: int, count: int) -> bytes:
 
 def _opened(path: Path) -> BinaryIO:
     try:
-        return open(path, "rb")
+        return open_regular(path)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error

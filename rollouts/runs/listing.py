@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollouts.disk import write_whole
+from rollouts.disk import open_regular, read_regular, write_whole
 from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, OutputError, UserError, in_lines, suggestion
 from rollouts.runs.folder import CONFIG, PHASES, SUMMARY, holds_run, read_json, writer_of
@@ -168,7 +168,7 @@ def phases_of(folder: Path) -> list[Path]:
 def read_settings(folder: Path) -> dict[str, Any]:
     """The settings in a run's config.toml. Raises ConfigError."""
     try:
-        settings = tomllib.loads((folder / CONFIG).read_text())
+        settings = tomllib.loads(read_regular(folder / CONFIG).decode("utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{folder / CONFIG} cannot be read: {error}") from error
     if not settings:
@@ -189,7 +189,7 @@ def sampled_lines(path: Path, count: int = POINTS) -> list[dict[str, Any]]:
     """
     found: dict[int, dict[str, Any]] = {}
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             for place in sorted({size * index // count for index in range(count)}):
                 file.seek(max(place - 1, 0))
@@ -233,7 +233,7 @@ def size_of(folder: Path) -> Iterator[int]:
 def read_labels(folder: Path) -> Labels:
     """The tags and the note of a run; none if the file is missing or cannot be read."""
     try:
-        return msgspec.json.decode((folder / LABELS).read_bytes(), type=Labels)
+        return msgspec.json.decode(read_regular(folder / LABELS), type=Labels)
     except (OSError, msgspec.DecodeError):
         return Labels()
 

@@ -147,27 +147,33 @@ def changed_code(run: Path, files: Iterable[CodeFile], shown: Path | None = None
 
 
 @contextlib.contextmanager
-def naming_copies(run: Path | None) -> Iterator[None]:
-    """If a component is not found any more, add the folder where the run began to the error's message, and the run's
-    copies of its files.
+def naming_copies(run: str | Path | None) -> Iterator[None]:
+    """If a file of a component is not found, add to the error's message where it is: beside the settings file in the
+    folder `run`, or, if that folder is a run's, where the run began, and the run's copies of its files.
     """
     try:
         yield
     except UnknownComponentError as error:
-        copies = sorted((run / CODE).glob("*.py")) if run is not None else []
-        if run is None or not copies or isinstance(error.__cause__, UnknownComponentError):
+        if run is None or isinstance(error.__cause__, UnknownComponentError):
+            raise
+        folder, (file, _, attribute) = Path(os.path.relpath(run)), error.missing.rpartition(":")
+        if file and (folder / file).is_file():
+            there = f"{os.path.relpath(folder / file)}:{attribute}"
+            words = "a path is relative to the folder where you type the command, and this file is beside the settings"
+            raise UnknownComponentError(f"{error}\n{words}\ntype it as {there}, or type: cd {folder}") from error
+        copies = sorted((folder / CODE).glob("*.py"))
+        if not copies:
             raise
         lines = [str(error), f"the run's copies of its files: {', '.join(map(str, copies))}"]
-        file, _, attribute = error.missing.rpartition(":")
         used = [
-            each for each in read_json(run / MANIFEST).get("files", []) if Path(each["path"]).name == Path(file).name
+            each for each in read_json(folder / MANIFEST).get("files", []) if Path(each["path"]).name == Path(file).name
         ]
         for each in used if file else ():
             begun = each["path"].removesuffix(f"/{Path(file)}")
             if Path(each["path"]).is_file() and begun != each["path"]:
                 lines.append(f"the run was begun in {begun}; there, {file} is found: type the command in that folder")
             if each["copy"]:
-                lines.append(f"or type the copy in place of {error.missing}: {run / each['copy']}:{attribute}")
+                lines.append(f"or type the copy in place of {error.missing}: {folder / each['copy']}:{attribute}")
         raise UnknownComponentError("\n".join(lines)) from error
 
 

@@ -285,7 +285,7 @@ def make_plan(
     workers = Workers(resolved, manager)
     resolved = with_data(resolved, manager, workers)
     own = {key: resolved.components[key] for key in keys}
-    with naming_copies(Path(source.path).parent if source.path else None):
+    with naming_copies(Path(source.path).parent if source.path else next(iter(settings.from_run), None)):
         chosen = choose(manager, own, source, workers=workers, may_be_absent=may_be_absent)
     (inference,) = chosen["inference"]
     _check_parser(chosen["tool_parser"][0], inference)

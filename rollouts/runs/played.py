@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from rollouts.disk import read_regular
 from rollouts.encoding import encode
 from rollouts.errors import ConfigError, counted
 from rollouts.runs.folder import CONFIG, RunFolder
@@ -37,7 +38,7 @@ def read_played(folder: Path, tasks: Sequence[Task]) -> tuple[dict[tuple[int, in
     path = folder / PLAYED
     if not path.exists():
         return {}, []
-    content = path.read_bytes()
+    content = read_regular(path)
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         os.truncate(path, len(whole))  # the next line begins on its own

@@ -30,7 +30,7 @@ from rollouts.runs.clock import Start
 from rollouts.runs.components import choose, completed
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records, run_name
 from rollouts.runs.held_objects import manager_for
-from rollouts.runs.manifest import MANIFEST, code_files, keep_code, make_manifest
+from rollouts.runs.manifest import MANIFEST, code_files, keep_code, make_manifest, naming_copies
 from rollouts.runs.observer import JUDGING, NullObserver, Observer
 from rollouts.runs.plan import config_text, reward_terms
 from rollouts.runs.saved import SavedRun, groups_of_file, open_saved
@@ -59,7 +59,8 @@ def rescore(run: str, given: Tree, observer: Observer | None = None) -> dict[str
     resolved = resolve(merge(tree, given), source, allow_left_out=True)
     settings = resolved.settings
     manager = manager_for(resolved, ("reward",))
-    chosen = choose(manager, {"reward": resolved.components["reward"]}, source)
+    with naming_copies(saved.folder):
+        chosen = choose(manager, {"reward": resolved.components["reward"]}, source)
     terms = reward_terms(resolved.components["reward"], chosen["reward"])
     _check_terms(terms)
     for each in chosen["reward"]:

@@ -18,6 +18,7 @@ from rollouts.config.files import load_file
 from rollouts.config.flags import Tree
 from rollouts.config.saved import saved_folder
 from rollouts.config.settings import Settings
+from rollouts.disk import open_regular, read_regular
 from rollouts.errors import ConfigError, UserError, counted, first_line, in_lines
 from rollouts.runs.environments import held_out_keys
 from rollouts.runs.folder import CONFIG, OTHERS, REMOVED_BY, STEP, read_json, removed_steps, step_of_file
@@ -118,7 +119,7 @@ class SavedRun(NamedTuple):
         """Read one group. Raises ConfigError if its file has changed since."""
         place = self.places[index]
         try:
-            with open(place.file, "rb") as file:
+            with open_regular(place.file) as file:
                 file.seek(place.start)
                 rows = file.read(place.end - place.start).splitlines()
         except OSError as error:
@@ -291,7 +292,7 @@ def _groups_in(file: Path, digest: Any) -> Iterator[tuple[Place, list[SavedLine]
 
 def _content(file: Path) -> bytes:
     try:
-        return file.read_bytes()
+        return read_regular(file)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from rollouts.config.secrets import command_without_secrets
-from rollouts.disk import write_whole
+from rollouts.disk import read_regular, write_whole
 from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, OutputError, RunError
 from rollouts.runs.children import INTERRUPTED, MISTAKE, run_command, shown_flags
@@ -85,7 +85,7 @@ def check_models(runs: ModelRuns) -> None:
 def read_models(parent: Path) -> ModelRuns:
     """The evaluations of an earlier call, from its folder. Raises ConfigError."""
     try:
-        written = msgspec.json.decode((parent / MODELS).read_bytes(), type=_Written)
+        written = msgspec.json.decode(read_regular(parent / MODELS), type=_Written)
     except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(
             f"{parent / MODELS} cannot be read: {error}; resume the evaluations in {parent} one by one"

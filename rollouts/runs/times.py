@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rollouts.disk import read_regular
 from rollouts.errors import ConfigError
 from rollouts.types import Episode
 
@@ -69,7 +70,7 @@ def evaluation_times(episodes: Sequence[Episode]) -> StepTimes:
 def read_times(file: Path) -> StepTimes:
     """Read a file of times. Raises ConfigError."""
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=StepTimes)
+        found = msgspec.json.decode(read_regular(file), type=StepTimes)
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollouts.disk import read_regular
 from rollouts.errors import ConfigError
 from rollouts.training.batches import Row, TrainBatch
 from rollouts.training.rollout_gen.groups import Group
@@ -160,7 +161,7 @@ class _Head(msgspec.Struct):
 def read_table(file: Path) -> TokenTable:
     """Read a file. Raises ConfigError if it is missing, damaged, cut off, or of a later version."""
     try:
-        content = file.read_bytes()
+        content = read_regular(file)
     except OSError as error:
         raise ConfigError(
             f"{file} cannot be read: {error.strerror or error}; a run writes it with --record tokens"

@@ -17,6 +17,7 @@ import contextlib
 import json
 import os
 import resource
+import select
 import selectors
 import shutil
 import signal
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 LOOK_SECONDS = 0.02  # the time between measurements of memory and processes
 KILL_SECONDS = 30.0  # how long killing a command may take
@@ -47,13 +48,13 @@ def communicate(
     output_bytes: int,
     deadline: float,
     look: Callable[[], str] = lambda: "",
-    owner: int = -1,
+    endings: Sequence[int] = (),
 ) -> tuple[list[bytes], bool, str]:
     """Write `stdin` to the process and read its output, until it ends or has to be killed. Does not kill it.
 
     Returns the first `output_bytes` of stdout and of stderr, whether there were more, and why the process has to be
     killed: "time" at the `deadline` of time.monotonic(), or what `look` returns. "" if it has ended. Raises Ended if
-    the descriptor `owner` becomes readable.
+    one of the descriptors `endings` becomes readable.
     """
     kept, is_cut, unwritten = [bytearray(), bytearray()], False, memoryview(stdin)
     assert process.stdin and process.stdout and process.stderr, "the process has pipes"
@@ -66,8 +67,8 @@ def communicate(
             selector.register(process.stdin.fileno(), selectors.EVENT_WRITE, "stdin")
         else:
             process.stdin.close()
-        if owner >= 0:
-            selector.register(owner, selectors.EVENT_READ, "owner")
+        for descriptor in endings:
+            selector.register(descriptor, selectors.EVENT_READ, "ending")
         if hasattr(os, "pidfd_open"):
             ended = os.pidfd_open(process.pid)
             stack.callback(os.close, ended)
@@ -79,7 +80,7 @@ def communicate(
             elif now >= next_look:
                 killed, next_look = look(), time.monotonic() + LOOK_SECONDS
             for key, _ in selector.select(max(0.0, min(deadline, next_look) - time.monotonic())):
-                if key.data == "owner":
+                if key.data == "ending":
                     raise Ended
                 if key.data == "stdin":
                     unwritten = _written(process.stdin, unwritten, selector)
@@ -193,8 +194,10 @@ def _prctl(option: int, value: int) -> None:
 # --- the keeper -------------------------------------------------------------------------------------------------------
 
 
-def run(request: Mapping[str, Any], priority: int) -> dict[str, Any]:
-    """Run the command of a request at this priority, and kill everything that it leaves. Returns the answer."""
+def run(request: Mapping[str, Any], priority: int, woken: int) -> dict[str, Any]:
+    """Run the command of a request at this priority, and kill everything that it leaves. Returns the answer. Raises
+    Ended if a signal has made `woken` readable, or if the owner has closed the pipe.
+    """
     limits: Mapping[str, Any] = request["limits"]
 
     def look() -> str:
@@ -223,7 +226,9 @@ def run(request: Mapping[str, Any], priority: int) -> dict[str, Any]:
     deadline = time.monotonic() + request["seconds"]
     stdin = base64.b64decode(request["stdin"])
     try:
-        output, is_cut, killed = communicate(process, stdin, int(limits["output_kib"] * 1024), deadline, look, 0)
+        output, is_cut, killed = communicate(
+            process, stdin, int(limits["output_kib"] * 1024), deadline, look, (0, woken)
+        )
     finally:
         is_clean = kill_all(process)
         for stream in (process.stdin, process.stdout, process.stderr):
@@ -240,38 +245,57 @@ def _texts(output: Sequence[bytes]) -> list[str]:
     return [base64.b64encode(each).decode() for each in output]
 
 
-def _end(*_: Any) -> NoReturn:
-    raise Ended
+def _receive(woken: int) -> Any:
+    """The next request. Raises Ended if there is none: see `run`."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        ready, _, _ = select.select([0, woken], [], [])
+        chunk = b"" if woken in ready else os.read(0, CHUNK)
+        if not chunk:
+            raise Ended
+        line += chunk
+    return json.loads(line)
+
+
+def _send(answer: Mapping[str, Any], woken: int) -> None:
+    """Write an answer. Raises Ended if a signal has made `woken` readable, and BrokenPipeError."""
+    unsent = memoryview(json.dumps(answer).encode() + b"\n")
+    while unsent:
+        ready, _, _ = select.select([woken], [1], [])
+        if ready:
+            raise Ended
+        unsent = unsent[os.write(1, unsent[:CHUNK]) :]
 
 
 def main(folder: str, ttl: float) -> None:
-    """Keep one sandbox until it has to end."""
+    """Keep one sandbox until it has to end.
+
+    A signal raises nothing. It makes a pipe readable, and only the places that wait for something look at it. So a
+    signal cannot interrupt the end of a command or the removal of the folder, however many there are.
+    """
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(1, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    for number in (signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # Python writes the signal's number to `wake`
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     priority = os.getpriority(os.PRIO_PROCESS, 0)
     with contextlib.suppress(OSError):  # only root may; others have limits of the kernel, which root does not have
         os.setpriority(os.PRIO_PROCESS, 0, PRIORITY)
-    endings = (signal.SIGTERM, signal.SIGALRM, signal.SIGINT, signal.SIGHUP)
     try:
-        for number in endings:
-            signal.signal(number, _end)
         signal.setitimer(signal.ITIMER_REAL, ttl)
         for path in (folder, f"{folder}/workspace", f"{folder}/tmp"):
             os.mkdir(path, 0o700)
         answer: dict[str, Any] = {}
         while True:
-            sys.stdout.buffer.write(json.dumps(answer).encode() + b"\n")
-            sys.stdout.buffer.flush()
-            line = sys.stdin.buffer.readline()
-            if not line:
-                break
-            answer = run(json.loads(line), priority)
+            _send(answer, woken)
+            answer = run(_receive(woken), priority, woken)
     except (Ended, BrokenPipeError):
         pass
     finally:
-        for number in endings:
-            signal.signal(number, signal.SIG_IGN)
         remove(folder)
-        os._exit(0)  # no normal exit: it would flush the pipe, which may be broken
+        os._exit(0)  # no normal exit: Python resets signal handlers in it
 
 
 def remove(folder: str) -> None:

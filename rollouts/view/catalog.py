@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from array import array
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.config.flags import Tree
+from rollouts.disk import open_regular
 from rollouts.errors import ConfigError, UserError, in_lines, suggestion
 from rollouts.runs.folder import CONFIG, REMOVED_BY, SUMMARY, read_json, removed_steps
 from rollouts.runs.line_index import Lines, open_lines
@@ -104,7 +106,7 @@ class Catalog:
         found = []
         for file in _trajectories(self.folder(run)).glob("*.jsonl"):
             name = _NAME.fullmatch(file.stem)
-            if name is None:
+            if name is None or not file.is_file():
                 continue
             is_step = name[1] == "step"
             step = None if name[2] is None else int(name[2])
@@ -203,7 +205,7 @@ def _read_metrics(file: Path) -> _Metrics:
     steps: dict[str, array[float]] = {}
     values: dict[str, array[float]] = {}
     decoder = msgspec.json.Decoder(dict[str, Any])
-    with file.open("rb") as opened:
+    with contextlib.suppress(OSError), open_regular(file) as opened:  # the rest of the run can be shown
         for raw in opened:
             try:
                 line = decoder.decode(raw)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -124,7 +123,6 @@ def test_a_reader_that_leaves_is_no_error():
     assert done.stderr == ""
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals")
 def test_ctrl_c_of_a_real_process_is_130(tmp_path):
     (tmp_path / "slow.py").write_text("import time\nprint('up', flush=True)\ntime.sleep(30)\n")
     process = subprocess.Popen(

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
+
+import pytest
 
 from rollouts.cli import main
+from rollouts.plugins.index import Scan, scan
 from rollouts.plugins.manager import Diagnosis
 
 
@@ -13,8 +19,87 @@ def test_list_shows_what_is_installed_and_imports_nothing(acme, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[0] == ["kind", "name", "distribution", "version", "description"]
     assert ["environments", "acme_env", "Acme_Parts", "1.2", "An", "environment", "of", "Acme"] in lines
-    assert ["rewards", "broken", "Acme_Parts", "1.2"] in lines  # its module does not define it
     assert "acme_parts" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("import os, a_module_that_is_missing.x\n", "line 1: there is no module a_module_that_is_missing.x"),
+        ("from __future__ import annotations\nfrom no_such import broken\n", "line 2: there is no module no_such"),
+        ("def broken(rewards)\n", "line 1: expected ':'"),
+        ("def whole(rewards): ...\n", "acme_broken has no broken"),
+        (None, "there is no module acme_broken"),
+        ("try:\n    import no_such\nexcept ImportError:\n    pass\ndef broken(rewards):\n    'Fine'\n", ""),
+        ("def __getattr__(name): ...\n", ""),
+    ],
+)
+def test_list_shows_what_will_not_import_as_far_as_its_source_shows_it(acme, capsys, source, fault):
+    (acme / "acme_broken.py").unlink() if source is None else (acme / "acme_broken.py").write_text(source)
+    assert main(["plugins", "list", "--kind", "rewards"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if line.split()[1] == "broken")
+    assert line.endswith(fault) and (("broken: " in line) == bool(fault))
+    assert last == "nothing was imported; to check all, type: rollouts plugins doctor"
+
+
+DOES_NOT_RETURN = {
+    "hangs": ("import time\ntime.sleep(10**6)\ndef broken(rewards): ...\n", "it was still being imported after 1 s;"),
+    "spins": ("while True:\n    try:\n        1 / 0\n    except Exception:\n        pass\n", "after 1 s;"),
+    "ends": ("import os\nos._exit(0)\n", "it called os._exit(0) ("),
+}
+
+
+@pytest.mark.parametrize("what", DOES_NOT_RETURN)
+def test_an_import_that_does_not_return_is_named(acme, capsys, monkeypatch, what):
+    pytest.importorskip("torch")  # the run imports it, which may take longer than the limit
+    monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "1")
+    source, fault = DOES_NOT_RETURN[what]
+    (acme / "acme_broken.py").write_text(source)
+    before = os._exit, signal.getsignal(signal.SIGALRM)
+    run = [["run", "--env", "acme_env", "--reward", "broken", "--dry-run"]] if what != "spins" else []
+    for command in (["plugins", "show", "broken"], *run):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert "Acme_Parts 1.2: its reward 'broken' (acme_broken:broken) does not import\n" in error
+        assert fault in error and f"{acme / 'acme_broken.py'}, line " in error
+    assert (os._exit, signal.getsignal(signal.SIGALRM)) == before and signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+
+
+def test_doctor_waits_once_for_a_distribution_and_checks_the_others(acme, capsys, monkeypatch):
+    monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "0.3")
+    points = "".join(f"slow{number} = acme_broken:slow{number}\n" for number in range(5))
+    with (acme / "acme_parts-1.2.dist-info" / "entry_points.txt").open("a") as file:
+        file.write(f"[rollouts.filters]\n{points}")
+    (acme / "acme_broken.py").write_text(DOES_NOT_RETURN["hangs"][0])
+    core = [ref for ref in scan().components if ref.distribution == "rollouts-rl"]
+    mine = [ref for ref in scan().components if ref.distribution == "Acme_Parts"]
+    monkeypatch.setattr("rollouts.plugins.index.scan", lambda: Scan([*mine, *core[:3]], [], []))
+    begun = time.monotonic()
+    assert main(["plugins", "doctor"]) == 1
+    assert time.monotonic() - begun < 5
+    assert capsys.readouterr().out.count("it was still being imported") == 1
+
+
+def test_a_module_may_set_the_timer_itself(acme):
+    source = "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nsignal.alarm(600)\n"
+    (acme / "acme_broken.py").write_text(f"{source}def broken(trajectory): ...\n")
+    try:
+        assert main(["plugins", "show", "broken"]) == 0
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_IGN and signal.getitimer(signal.ITIMER_REAL)[0] > 500
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+
+def test_an_import_with_progress_has_time(acme, capsys, monkeypatch):
+    """It takes longer than the limit, and imports a module again and again."""
+    monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "1")
+    source = "import sys, time\nfor n in range(6):\n    time.sleep(0.2)\n    sys.modules[f'acme_{n}'] = sys\n"
+    (acme / "acme_broken.py").write_text(f"{source}def broken(trajectory): ...\n")
+    assert main(["plugins", "show", "broken"]) == 0
+    for number in range(6):
+        del sys.modules[f"acme_{number}"]
 
 
 def test_every_component_of_the_core_has_a_description(capsys):
@@ -33,7 +118,7 @@ def test_a_terminal_cuts_the_description_to_its_width(acme, capsys, monkeypatch)
     assert max(map(len, whole.splitlines())) > 100
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     assert main(["plugins", "list", "--kind", "kl"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    *lines, _ = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) == 70
     assert lines[-1].endswith("…")
 

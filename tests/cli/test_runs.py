@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -123,6 +125,23 @@ def test_the_steps_of_both_phases_count(runs, capsys):
     (folder / "rl" / "summary.json").write_text('{"status": "done", "steps": 3}')
     (folder / "summary.json").write_text('{"status": "done", "steps": 3}')
     assert "27 of 27 0.500" in " ".join(listed()[0])
+
+
+def test_no_file_is_waited_for(runs, capsys):
+    """A named pipe has no content until somebody writes to it."""
+    names = ("config.toml", "summary.json", "metrics.jsonl", "labels.json", "manifest.json", ".lock")
+    for name in names:
+        folder = make_run(runs / f"without-{name}", {"status": "done"}, rewards=[0.5])
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+    os.mkfifo(runs / "pipe")
+    listed = []
+    thread = threading.Thread(target=lambda: listed.extend(said(capsys, "list", "--json")), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert listed and listed[0] == 0
+    states = {each["name"].partition("without-")[2]: each["state"] for each in json.loads(listed[1])}
+    assert states == dict.fromkeys(names, "done") | dict.fromkeys(names[:2], "damaged")
 
 
 def test_a_long_metrics_file_is_sampled_and_a_short_one_read_whole(tmp_path):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 import rollouts
 from rollouts.cli import main
-from rollouts.config.files import Source, load_file, where
+from rollouts.config.files import Source, check_tree, load_file, where
 from rollouts.config.flags import Flag
 from rollouts.errors import ConfigError
 
@@ -141,11 +142,23 @@ def test_an_unreadable_file_is_told_with_its_line(tmp_path, name, text, words):
         load_file(written(tmp_path, name, text))
 
 
-def test_a_file_that_is_no_text_is_told(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"a = 1\nb = '\xe9'\n", r"a\.toml, line 2: byte 6 is not text in UTF-8\n.*iconv -f WINDOWS-1252 -t UTF-8 "),
+        ("a = 1\n".encode("utf-16"), r"a\.toml, line 1: byte 1 is not text in UTF-8\n.*iconv -f UTF-16 -t UTF-8 "),
+    ],
+)
+def test_a_file_that_is_no_text_is_told(tmp_path, content, words):
     path = tmp_path / "a.toml"
-    path.write_bytes(b"a = '\xff'")
-    with pytest.raises(ConfigError, match="not text in UTF-8"):
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=words):
         load_file(path)
+
+
+def test_a_setting_whose_bytes_are_no_text_is_told():
+    with pytest.raises(ConfigError, match=r"system: .*bytes are not text in UTF-8; .*type: iconv "):
+        check_tree({"system": os.fsdecode(b"caf\xe9")})
 
 
 HUGE = "9" * 5_000

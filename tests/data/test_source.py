@@ -58,6 +58,22 @@ def test_a_value_that_no_loader_reads(value: str) -> None:
         split_value(value, LOADERS)
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.json", "a.csv"])
+def test_a_file_that_is_no_text_in_utf8_is_told_with_its_line_and_what_to_type(tmp_path: Path, name: str) -> None:
+    rows = {".csv": b"prompt\n", ".json": b'[{"prompt": "a"},\n'}.get(Path(name).suffix, b'{"prompt": "a"}\n')
+    bad = {".csv": b"caf\xe9\n", ".json": b'{"prompt": "caf\xe9"}]\n'}.get(
+        Path(name).suffix, b'{"prompt": "caf\xe9"}\n'
+    )
+    if Path(name).suffix == ".csv":
+        pytest.importorskip("datasets")
+    with (gzip.open if name.endswith(".gz") else open)(tmp_path / name, "wb") as file:
+        file.write(rows + bad)
+    with pytest.raises(
+        ConfigError, match=rf"{name}, line 2: byte \d+ is not text in UTF-8\n.*type: iconv -f WINDOWS-1252"
+    ):
+        read(str(tmp_path / name))
+
+
 def test_files_that_other_libraries_wrote(tmp_path: Path) -> None:
     """pandas, pyarrow and datasets write; each loader reads the same rows. Struct fields of other rows are absent."""
     datasets, pandas = pytest.importorskip("datasets"), pytest.importorskip("pandas")

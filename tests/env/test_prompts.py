@@ -113,7 +113,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         Prompts(str(tmp_path / "gone.jsonl")).tasks("train", random.Random(0))
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
-    with pytest.raises(ConfigError, match="not UTF-8"):
+    with pytest.raises(ConfigError, match="not text in UTF-8"):
         Prompts(str(tmp_path / "latin.jsonl")).tasks("train", random.Random(0))
     with pytest.raises(ConfigError, match=r"type --data rows\.jsonl"):
         Prompts().tasks("train", random.Random(0))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import trio
 
+from rollouts.child_environment import child_environment
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.servers import process as launching
 from rollouts.inference.servers.process import ServerCommand, ServerProcess, free_port, meaningful_lines
@@ -271,3 +272,12 @@ def test_without_errors_the_last_lines_are_shown():
     assert meaningful_lines("\n".join(lines)) == lines[-launching.LINES_MAX :]
     assert meaningful_lines("\x1b[31mOSError: no space\x1b[0m\nx\nOSError: no space\n") == ["OSError: no space"]
     assert meaningful_lines("api_server.py: error: unrecognized arguments: --lora\n")[0].endswith("--lora")
+
+
+def test_the_tests_hide_the_gpus_of_this_machine(monkeypatch):
+    """conftest.py does, also from the processes that tests start."""
+    assert child_environment()["CUDA_VISIBLE_DEVICES"] == ""
+    monkeypatch.setattr(launching, "Path", lambda place: Path(os.devnull))  # the device of a driver
+    assert not launching.has_gpu()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert launching.has_gpu()

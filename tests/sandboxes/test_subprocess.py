@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -277,6 +279,24 @@ def processes_of(folder):
         except OSError:
             continue
     return found
+
+
+@linux
+def test_many_signals_do_not_interrupt_the_end_of_a_keeper(open_sandbox, home):
+    sandbox = open_sandbox()
+    script = "for i in 1 2 3 4 5 6 7 8; do setsid sleep 300 & done; echo $PPID > keeper; wait"
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(sandbox.exec, script, seconds=300)
+        written = Path(sandbox.workspace) / "keeper"
+        wait_until(lambda: written.exists() and written.read_text().endswith("\n"))
+        keeper = int(written.read_text())
+        while lives(keeper):
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(keeper, number)
+        with pytest.raises(SandboxLostError, match=r"its keeper ended \(exit code 0\)"):
+            running.result(30)
+    assert list(home.iterdir()) == [] and processes_of(home) == []
 
 
 @linux

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -11,10 +12,12 @@ from array import array
 import pytest
 
 from rollouts.cli import main
+from rollouts.encoding import encode
 from rollouts.runs.jobs import step_files, train
 from rollouts.runs.listing import read_labels
 from rollouts.runs.records import read_record
-from rollouts.runs.token_files import read_table
+from rollouts.runs.times import StepTimes
+from rollouts.runs.token_files import TokenTable, read_table
 from rollouts.types import Status
 from rollouts.view import table as tables
 from rollouts.view.api import APIError
@@ -49,6 +52,34 @@ def test_a_run_that_goes_on_is_shown_as_it_is(make, asked):
     assert curve == [[0, 0.0], [1, 0.75]]
     make.run("later")
     assert len(asked("/api/runs")["runs"]) == 2
+
+
+def test_no_file_of_a_run_is_waited_for(make, asked):
+    """A named pipe has no content until somebody writes to it."""
+    run = make.run()
+    make.tokens(run, "step_000000", TokenTable([], {}))
+    (run / "trajectories" / ".step_000000.times").write_bytes(encode(StepTimes(0.0, [], [])))
+    asked("/api/runs/RUN/step_000000/lines/0")  # writes the index
+    names = [file.relative_to(run) for file in run.rglob("*") if file.is_file()]
+    assert {each.suffix for each in names} >= {".toml", ".json", ".jsonl", ".index", ".tokens"}
+    answered = []
+
+    def ask_all():
+        for path in ("", "/step_000000", "/step_000000/lines/0", "/step_000000/times", "/causes", "/health"):
+            with contextlib.suppress(APIError):
+                asked(f"/api/runs/RUN{path}")
+        asked("/api/runs")
+        asked("/api/metrics", f"run={run}&metric=reward/mean")
+        answered.append(name)
+
+    for name in names:
+        (run / name).rename(run / "aside")
+        os.mkfifo(run / name)
+        thread = threading.Thread(target=ask_all, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert answered[-1:] == [name]
+        (run / "aside").rename(run / name)
 
 
 def test_a_long_curve_keeps_its_ends_and_its_mean(make, asked):

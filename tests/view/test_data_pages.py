@@ -167,7 +167,7 @@ def test_hostile_rows_are_one_row_each(chat):
     Path(chat).write_bytes(b'{"prompt": "a", "response": "b"}\n\xff\xfe\n{"prompt": "c", "response": "d"}\n')
     rows = ask()["rows"]
     assert [bool(row["bad"]) for row in rows] == [False, True, False] and "UTF-8" in rows[1]["bad"]
-    assert "is not UTF-8 text" in ask("/api/data/summary", key="done")["problem"], "a run would end here"
+    assert "is not text in UTF-8" in ask("/api/data/summary", key="done")["problem"], "a run would end here"
 
 
 def test_a_file_of_another_format_and_one_that_grows(chat):

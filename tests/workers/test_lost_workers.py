@@ -25,7 +25,7 @@ from rollouts.env.workers import client
 from rollouts.env.workers.pool import WorkerPool
 from rollouts.env.workers.process import ProcessConnector
 from rollouts.env.workers.protocol import VERSION, Hello
-from rollouts.errors import ConfigError, RunError, WorkerError, WorkersLostError
+from rollouts.errors import ConfigError, PluginError, RunError, WorkerError, WorkersLostError
 from rollouts.runs.plan import make_plan
 from rollouts.runs.workers import worker_pools
 from rollouts.types import Task
@@ -197,13 +197,20 @@ def test_a_process_that_is_no_worker_is_named(what):
 
 def test_an_environment_that_ends_its_process_at_import_is_a_mistake_of_the_user():
     Path("bad.py").write_text(
-        "import os, sys\nprint('the last words')\nsys.stdout.flush()\nos._exit(5)\nclass Bad: ...\n"
+        "import os, sys\nprint('the last words')\nsys.stdout.flush()\nos.kill(os.getpid(), 9)\nclass Bad: ...\n"
     )
     with pytest.raises(ConfigError) as caught:
         make_plan(resolve({"env": "./bad.py:Bad", "worker": "process"}))
-    assert "--worker process: the worker Bad ended (exit code 5); its last words:\n  the last words" in str(
+    assert "the worker Bad ended (exit code 137 = 128 + 9, probably SIGKILL); its last words:\n  the last words" in str(
         caught.value
     )
+
+
+def test_an_environment_that_waits_at_import_is_named(monkeypatch):
+    monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "3")
+    Path("slow.py").write_text("import time\ntime.sleep(10**6)\n")
+    with pytest.raises(PluginError, match=r"environment .*:Slow does not import\nit was still being imported"):
+        make_plan(resolve({"env": "./slow.py:Slow", "worker": "process"}))
 
 
 def test_episodes_wait_if_the_workers_have_too_many():

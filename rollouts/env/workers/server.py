@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import outcome
 import trio
 
 from rollouts.env.workers import sessions
 from rollouts.env.workers.channel import Channel, ChannelClosedError
-from rollouts.env.workers.describe import Description, Given, Library, SandboxSent, settings_as_sent
+from rollouts.env.workers.describe import Description, Given, Library, Loaded, SandboxSent, settings_as_sent
 from rollouts.env.workers.protocol import (
     VERSION,
     Answer,
@@ -45,7 +46,8 @@ from rollouts.env.workers.protocol import (
 from rollouts.env.workers.sandboxing import OpenSandboxes
 from rollouts.env.workers.sessions import EnvironmentSession
 from rollouts.error_log import ErrorLog, Fault
-from rollouts.errors import leaves_of, words_of
+from rollouts.errors import BrokenPluginError, leaves_of, words_of
+from rollouts.plugins.importing import Progress
 from rollouts.types import Task, Trajectory
 from rollouts.version import __version__
 
@@ -100,6 +102,14 @@ async def serve(channel: Channel, library: Library | None = None, sandboxes: Ope
         with contextlib.suppress(ChannelClosedError):
             await server.run()
         await server.close_sessions()
+
+
+async def _cancel_if_stalled(scope: trio.CancelScope) -> None:
+    """Cancel the scope when the import in it makes no progress."""
+    progress = Progress()
+    for _ in iter(progress.has_stalled, True):
+        await trio.sleep(progress.pause)
+    scope.cancel()
 
 
 class _Server:
@@ -242,8 +252,16 @@ class _Server:
         return await self._sandboxes.open(request.session, sent, seconds)
 
     async def _describe(self, name: str) -> Description:
-        loaded = await trio.to_thread.run_sync(self._library.load, name)  # an import may take long
-        return loaded.describe()
+        found: list[outcome.Outcome[Loaded]] = []
+        async with trio.open_nursery() as nursery:  # an import may take long, or not return
+            nursery.start_soon(_cancel_if_stalled, nursery.cancel_scope)
+            found.append(
+                await trio.to_thread.run_sync(outcome.capture, self._library.load, name, abandon_on_cancel=True)
+            )
+            nursery.cancel_scope.cancel()
+        if not found:
+            raise BrokenPluginError(f"the environment {name} does not import\n{Progress()}")
+        return found[0].unwrap().describe()
 
     async def _make(self, number: int, asked: Make, seconds: float) -> Any:
         loaded = await trio.to_thread.run_sync(self._library.load, asked.name)

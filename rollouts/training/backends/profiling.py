@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import resource
 import shutil
 import sys
 import threading
@@ -174,16 +175,12 @@ def _allocating(averages: Any) -> list[dict[str, Any]]:
 
 def _peak_rss() -> int:
     """In bytes."""
-    import resource  # does not exist on Windows, where everything else works
-
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024  # bytes on macOS, KiB elsewhere
 
 
 def _rss() -> int | None:
     """In bytes; None if the system has no file with it."""
-    import resource
-
     try:
         pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     except OSError:

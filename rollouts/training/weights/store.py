@@ -23,7 +23,15 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from rollouts.disk import HIDDEN_NAME, MANIFEST, new_folder, remove_folder, write_whole
+from rollouts.disk import (
+    HIDDEN_NAME,
+    MANIFEST,
+    new_folder,
+    open_regular,
+    read_regular,
+    remove_folder,
+    write_whole,
+)
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, first_line
 
 FORMAT = 2
@@ -121,7 +129,7 @@ def crc32_of(data: BinaryIO, size: int) -> int:
 
 
 def _describe(file: Path) -> _File:
-    with file.open("rb") as data:
+    with open_regular(file) as data:
         size = os.fstat(data.fileno()).st_size
         return _File(size, f"{crc32_of(data, size):08x}")
 
@@ -151,7 +159,7 @@ def check_folder(path: str | Path, *, kind: str | None = None, fingerprint: str 
 def read_state(path: str | Path) -> dict[str, Any]:
     """The `state` of `finish_checkpoint`. Raises DamagedCheckpointError."""
     try:
-        state = json.loads((Path(path) / STATE).read_text(encoding="utf-8"))
+        state = json.loads(read_regular(Path(path) / STATE))
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}")
     except (OSError, ValueError) as error:
@@ -189,7 +197,7 @@ def _read_manifest(folder: Path) -> _Manifest:
         raise _without_manifest(folder)
     unreadable = f"the {MANIFEST} of the checkpoint {folder} cannot be read"
     try:
-        found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        found = json.loads(read_regular(folder / MANIFEST))
     except (OSError, ValueError) as error:
         raise damaged(folder, f"{unreadable}: {error}") from error
     if not isinstance(found, dict) or not {"format", "files"} & set(found):
@@ -370,7 +378,7 @@ def _metric(path: Path) -> dict[str, Any] | None:
     """The metric in a checkpoint's state, or the one that was added later: `name`, `value` and `higher_is_better`."""
     try:
         added = path / RANKED
-        metric = json.loads(added.read_bytes()) if added.exists() else read_state(path)["run"]["metric"]
+        metric = json.loads(read_regular(added)) if added.exists() else read_state(path)["run"]["metric"]
         value, higher = float(metric["value"]), bool(metric["higher_is_better"])
         found = {"name": str(metric["name"]), "value": value, "higher_is_better": higher}
         return found if math.isfinite(value) else None
@@ -379,8 +387,8 @@ def _metric(path: Path) -> dict[str, Any] | None:
 
 
 def _is_alive(pid: int) -> bool:
-    if os.name == "nt" or pid == os.getpid():
-        return pid != os.getpid()  # on Windows, the check would end the process
+    if pid == os.getpid():
+        return False
     try:
         os.kill(pid, 0)
     except (OSError, OverflowError) as error:
