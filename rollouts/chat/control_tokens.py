@@ -14,6 +14,7 @@ control tokens. A control token that a template assembles from parts of a conver
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -101,8 +102,10 @@ class _Pattern:
         if len(parts) < 2 or not all(isinstance(p, dict) and isinstance(p.get("text", ""), str) for p in parts):
             return parts
         ends = list(itertools.accumulate(len(part.get("text", "")) for part in parts))
-        found = self._starts.finditer("".join(part.get("text", "") for part in parts))
-        cut = {place for each in found for place in ends if each.start() < place < each.end(1)}
+        places = sorted(set(ends))
+        cut: set[int] = set()
+        for found in self._starts.finditer("".join(part.get("text", "") for part in parts)):
+            cut.update(places[bisect.bisect_right(places, found.start()) : bisect.bisect_left(places, found.end(1))])
         return [
             {**part, "text": CUT + part["text"]} if part.get("text") and end - len(part["text"]) in cut else part
             for part, end in zip(parts, ends, strict=True)

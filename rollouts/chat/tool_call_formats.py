@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollouts.bounds import excess
 from rollouts.types import Message, ToolCall
 
 
@@ -69,6 +70,8 @@ def _strict_call(raw: Any) -> ToolCall | str:
             return f'"arguments" is not a JSON object: {error}'
     if not isinstance(arguments, dict):
         return '"arguments" must be a JSON object'
+    if problem := excess(arguments):
+        return f'"arguments" is {problem}'
     try:  # JSON can contain half of a surrogate pair, but tokenizers cannot encode it
         (name + json.dumps(arguments, ensure_ascii=False, allow_nan=False)).encode()
     except UnicodeEncodeError:

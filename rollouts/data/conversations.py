@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from rollouts.bounds import excess
 from rollouts.errors import counted
 from rollouts.types import Message, ToolCall
 
@@ -257,6 +258,11 @@ def _text(value: Any) -> str:
 
 def _json(text: str, what: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise BadRowError(f"{what}: no JSON: {error.msg}: {text[:80]!r}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists inside lists
+        raise BadRowError(f"{what}: {error}: {text[:80]!r}") from error
+    if problem := excess(value):
+        raise BadRowError(f"{what}: it is {problem}: {text[:80]!r}")
+    return value

@@ -55,6 +55,8 @@ def json(source: str) -> Iterator[Any]:
     except json_library.JSONDecodeError as error:
         place = source if error.lineno == 1 else f"{source}, line {error.lineno}"
         raise ConfigError(f"{place}: {_not_json(error)}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists inside lists
+        raise ConfigError(f"{source} cannot be read as JSON: {first_line(error)}") from error
     if isinstance(rows, dict) and len(lists := [each for each in rows.values() if _is_table(each)]) == 1:
         rows = lists[0]
     if not isinstance(rows, list):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollouts.author_code import authors_code
+from rollouts.bounds import ROW_CHARACTERS_MAX, excess
 from rollouts.config.files import NOWHERE
 from rollouts.data.loaders import NotARow, json_lines
 from rollouts.errors import ConfigError, RolloutsError, SignatureError, first_line, in_lines, suggestion, words_of
@@ -229,7 +230,9 @@ def _placed(given: Iterable[Any], loader: Loader) -> Iterator[Row]:
     unit = "line" if split_is_lines(loader) else "row"
     for number, value in enumerate(given, start=1):
         if value != NotARow(""):
-            yield Row(f"{loader.source or loader.name}, {unit} {number}", value)
+            problem = excess(value, ROW_CHARACTERS_MAX)
+            row = NotARow(f"the row is {problem}") if problem else value
+            yield Row(f"{loader.source or loader.name}, {unit} {number}", row)
 
 
 def split_is_lines(loader: Loader) -> bool:
