@@ -4,8 +4,8 @@
 
 `handler` answers one request; a connection has one request at a time. `admit` may refuse a request before its body is
 read. If a client disconnects, its request is cancelled. If all connections are taken, the one that has waited longest
-without a whole request is closed for a new client, so requests that are never finished block nobody. Not here: TLS,
-compression, and the APIs (`api`).
+without a whole request is closed for a new client, so requests that are never finished do not block the server. Not
+here: TLS, compression, and the APIs (`api`).
 """
 
 from __future__ import annotations
