@@ -7,6 +7,7 @@ model's context holds, and how long a tool's result may be, which are settings o
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -44,6 +45,10 @@ def excess(value: Any, characters_max: float = math.inf) -> str:
     >>> excess([["abc"], {"d": "e"}], 3)
     'longer than 3 characters'
     """
+    with contextlib.suppress(Exception):  # an object that JSON cannot represent, or one that is nested too deep
+        encoded = msgspec.json.encode(value)
+        if len(encoded) <= characters_max and encoded.count(b"[") + encoded.count(b"{") <= DEPTH_MAX:
+            return ""  # as most rows and calls, in a tenth of the time
     level, length = [value], 0
     for _ in range(DEPTH_MAX):
         parts = [each for around in level for each in _parts(around)]

@@ -20,8 +20,9 @@ from rollouts.chat.tool_parsers import ToolParser
 from rollouts.data.conversations import BadRowError, read_conversation
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import open_rows
+from rollouts.env.checks import check_text
 from rollouts.env.prompts import Prompts
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, EnvironmentDefinitionError
 from rollouts.gateway import anthropic_messages, chat_completions, responses
 from rollouts.inference.base import Generation, VersionSpan
 from rollouts.inference.suspend import EMPTY, SuspendableEngine, SuspendedEpisode
@@ -106,6 +107,12 @@ def test_a_call_of_a_tool_parser_is_bounded() -> None:
     assert [bool(call.error) for call in calls] == [True, True]
 
 
+def test_a_message_of_an_author_with_a_deep_call_is_refused_by_name() -> None:
+    messages = [Message("user", "x"), Message("assistant", "", [ToolCall("f", {"n": nested(500)})])]
+    with pytest.raises(EnvironmentDefinitionError, match="a demonstration: message 2 has tool calls that are nested"):
+        check_text(messages, "a demonstration")
+
+
 def test_a_checkpoint_with_a_call_nested_too_deep_is_resumed(chat: ChatFormat) -> None:
     class Kept(Quiz):
         def state(self) -> Any:
@@ -157,6 +164,18 @@ def test_a_row_with_the_text_of_a_deep_call_is_a_bad_row(levels: int) -> None:
     turns = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     with pytest.raises(BadRowError, match=r"the arguments of f: .*(nested|recursion)"):
         read_conversation({"messages": turns})
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        Message("assistant", "", [ToolCall("f", {"n": nested(500)})]),
+        {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"n": nested(500)}}]},
+    ],
+)
+def test_a_demonstration_with_a_deep_call_is_a_bad_row(reply: Any) -> None:
+    with pytest.raises(BadRowError, match=r"message 2: .* nested more than 64 levels deep"):
+        read_conversation({"messages": [{"role": "user", "content": "x"}, reply]})
 
 
 # --- size -----------------------------------------------------------------------------------------------------------

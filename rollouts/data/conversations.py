@@ -152,6 +152,8 @@ def _list(value: Any, column: str) -> list[Any]:
 
 def _message(turn: Any) -> Message:
     if isinstance(turn, Message):
+        if problem := excess(turn.tool_calls):
+            raise BadRowError(f"its tool calls are {problem}")
         return turn
     if not isinstance(turn, _TABLE):
         raise BadRowError(f"expected {{'role', 'content'}}, got {type(turn).__name__}")
@@ -211,6 +213,8 @@ def _call(value: Any) -> ToolCall:
         arguments = _json(arguments, f"the arguments of {function['name']}") if arguments.strip() else {}
     if arguments is not None and not isinstance(arguments, _TABLE):
         raise BadRowError(f"the arguments of {function['name']} are no table, got {type(arguments).__name__}")
+    if problem := excess(arguments):
+        raise BadRowError(f"the arguments of {function['name']}: they are {problem}")
     return ToolCall(function["name"], dict(arguments or {}), str(value.get("id") or ""))
 
 

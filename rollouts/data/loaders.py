@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollouts.bounds import ROW_CHARACTERS_MAX, excess
 from rollouts.errors import ConfigError, first_line, in_lines, suggestion
 
 SAMPLE_CHARACTERS = 80
@@ -133,6 +134,12 @@ def json_lines(lines: Iterable[str]) -> Iterator[Any]:
             yield NotARow(_not_json(error))
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists inside lists
             yield NotARow(f"not a row: {first_line(error)}")
+
+
+def bounded_row(value: Any) -> Any:
+    """The row, or a NotARow for one that is nested too deep or too long."""
+    problem = excess(value, ROW_CHARACTERS_MAX)
+    return NotARow(f"the row is {problem}") if problem else value
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollouts.author_code import authors_code
-from rollouts.bounds import ROW_CHARACTERS_MAX, excess
 from rollouts.config.files import NOWHERE
-from rollouts.data.loaders import NotARow, json_lines
+from rollouts.data.loaders import NotARow, bounded_row, json_lines
 from rollouts.errors import ConfigError, RolloutsError, SignatureError, first_line, in_lines, suggestion, words_of
 from rollouts.plugins.index import ComponentRef, names_file, names_module, normalize
 from rollouts.plugins.loading import install_hint
@@ -230,9 +229,7 @@ def _placed(given: Iterable[Any], loader: Loader) -> Iterator[Row]:
     unit = "line" if split_is_lines(loader) else "row"
     for number, value in enumerate(given, start=1):
         if value != NotARow(""):
-            problem = excess(value, ROW_CHARACTERS_MAX)
-            row = NotARow(f"the row is {problem}") if problem else value
-            yield Row(f"{loader.source or loader.name}, {unit} {number}", row)
+            yield Row(f"{loader.source or loader.name}, {unit} {number}", bounded_row(value))
 
 
 def split_is_lines(loader: Loader) -> bool:
