@@ -46,7 +46,10 @@ def densities(vocabulary: Iterable[str]) -> dict[str, int]:
     a whole context, so it is `CHARACTERS_PER_TOKEN_MAX` at most.
     """
     texts = list(vocabulary)
-    most = {white: max(sum(map(text.count, signs)) for text in texts) for white, signs in WHITE.items()}
+    most = dict.fromkeys(WHITE, 0)
+    for white, signs in WHITE.items():
+        has_none = frozenset(signs).isdisjoint
+        most[white] = max((sum(map(text.count, signs)) for text in texts if not has_none(text)), default=0)
     most[""] = max(map(len, texts))
     return {sign: min(max(count, 1), CHARACTERS_PER_TOKEN_MAX) for sign, count in most.items()}
 
