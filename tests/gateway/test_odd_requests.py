@@ -202,14 +202,14 @@ TOO_MUCH = {
         {"messages": [{"role": "assistant", "reasoning_content": "a" * 8_000_000}, *CHAT["messages"]]},
         "messages",
     ),
-    "empty messages": ({"messages": [{"role": "user", "content": ""}] * 200_000}, "messages"),
+    "empty messages": ({"messages": [{"role": "user", "content": ""}] * 50_000}, "messages"),
     "fewer empty messages": ({"messages": [{"role": "user", "content": ""}] * MESSAGES_MAX}, "messages"),
     "calls": ({"messages": [{"role": "assistant", "tool_calls": [CALL] * (MESSAGES_MAX + 1)}]}, "messages"),
     "a long description": (
         CHAT | {"tools": [{"type": "function", "function": {"name": "f", "description": "d" * 10_000_000}}]},
         "messages",
     ),
-    "tools": (CHAT | {"tools": [TOOL] * 50_000}, "tools"),
+    "tools": (CHAT | {"tools": [TOOL] * 5_000}, "tools"),
     "some tools": (CHAT | {"tools": [TOOL] * TOOLS_MAX}, "messages"),
     "stop texts": (CHAT | {"stop": ["x"] * (STOPS_MAX + 1)}, "stop"),
 }
