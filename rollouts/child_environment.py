@@ -1,8 +1,9 @@
 """The environment variables that child processes receive.
 
 Isolated tools and launched servers may run code that a model or a stranger controls, and the variables of this process
-may be secrets. So these child processes only receive the variables listed here and those that `--pass-env` names. The
-ranks of a run are this program itself, and receive all variables.
+may be secrets. So these child processes only receive the variables listed here and those that `--pass-env` names. A
+hostile program of the same user still finds the others in /proc/<pid>/environ; only a sandbox stops it. The ranks of a
+run are this program itself, and receive all variables.
 """
 
 from __future__ import annotations

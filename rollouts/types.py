@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import json
 import math
 import operator
 import statistics
@@ -50,25 +49,6 @@ class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
     arguments: dict[str, Any] = {}
     id: str = ""
     error: str | None = None
-
-
-def call_arguments(raw: Any) -> dict[str, Any] | str:
-    """The arguments of a call as a chat API, a data set or a model writes them: a table, or its JSON text. Absent, null
-    and "" mean no arguments. If they are none of these: the reason, as text for the model.
-
-    >>> call_arguments('{"a": 1}'), call_arguments(""), call_arguments(None)
-    ({'a': 1}, {}, {})
-    >>> call_arguments("[1]")
-    '"arguments" must be a JSON object'
-    """
-    if isinstance(raw, str):
-        try:
-            raw = json.loads(raw) if raw.strip() else None
-        except (ValueError, RecursionError) as error:
-            return f'"arguments" is not a JSON object: {error}'
-    if raw is None or raw == "":
-        return {}
-    return dict(raw) if isinstance(raw, dict | Mapping) else '"arguments" must be a JSON object'
 
 
 class Message(msgspec.Struct, omit_defaults=True):

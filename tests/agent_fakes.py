@@ -27,7 +27,6 @@ class FakeChat:
     """Characters are tokens; `[name {json}]` in a reply is a call. `rewrites`: turns whose history is rewritten."""
 
     stop_ids = (END,)
-    characters_per_token_max = 1
     literals = ()
 
     def __init__(self, rewrites: Sequence[int] = (), tool_after_text: bool = True) -> None:
@@ -39,6 +38,9 @@ class FakeChat:
         is_raw = any(call.error for call in message.tool_calls)
         calls = "".join(f"[{call.name} {json.dumps(call.arguments)}]" for call in message.tool_calls if not is_raw)
         return [ROLES[message.role], *map(ord, message.text + calls), END]
+
+    def tokens_at_least(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int:
+        return sum(1 + len(message.text) for message in messages)
 
     def encode_prompt(self, messages: list[Message], tools: list[dict[str, Any]]) -> list[int]:
         if any(message.text == "forbidden" for message in messages):

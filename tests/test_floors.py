@@ -19,6 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "rollouts"
 FLOORS = {
     # 0: shapes, errors, settings, plugins; standard library, msgspec and pluggy
     "rollouts.author_code": 0,
+    "rollouts.bounds": 0,
     "rollouts.encoding": 0,
     "rollouts.types": 0,
     "rollouts.errors": 0,

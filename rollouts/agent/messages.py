@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from rollouts.author_code import printable, shown
+from rollouts.bounds import bounded_call
 from rollouts.encoding import DEPTH_MAX, plain
 from rollouts.errors import ModelError
 from rollouts.types import Message, ToolCall
@@ -55,6 +56,7 @@ def _readable_value(value: Any, around: tuple[int, ...] = ()) -> Any:
 
 
 def _readable_call(call: ToolCall) -> ToolCall:
+    call = bounded_call(call)
     try:
         msgspec.json.encode(call)
     except (TypeError, ValueError, RecursionError):

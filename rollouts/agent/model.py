@@ -214,7 +214,7 @@ class ChatModel:
             await trio.lowlevel.checkpoint()  # so that concurrent calls are always detected
             if self._chat is not None:
                 check_text(given, f"the task {shown(self._task.id or self._task.key)}")
-            self._refuse(conversation, given)
+            self._refuse(conversation, given, schemas)
             turn = self._prepare(conversation, given, schemas, wishes)
             generate: Callable[[Any], Awaitable[Generation | ChatReply]] = self._engine.generate
             if self._chat is None:
@@ -387,7 +387,7 @@ class ChatModel:
             conversation, messages = self._continued(asked, keys)
             if self.turns_left == 0:
                 raise EpisodeOver(Status.COMPLETED, f"all {self._limits.max_turns} turns are used")
-            self._refuse(conversation, messages)
+            self._refuse(conversation, messages, asked.tools)
             request = self._prepare(conversation, messages, asked.tools, NO_WISHES).request
         except ModelError as error:
             raise APIError(400, str(error), parameter="messages") from error
@@ -428,7 +428,7 @@ class ChatModel:
         found = [each for each in self._state.conversations if each.extends_to(messages)]
         return max(found, key=lambda each: len(each.trajectory.messages), default=None)
 
-    def _refuse(self, conversation: OpenTrajectory, messages: list[Message]) -> None:
+    def _refuse(self, conversation: OpenTrajectory, messages: list[Message], schemas: Sequence[dict[str, Any]]) -> None:
         """Raise EpisodeOver if this conversation, or the episode, may not continue."""
         trajectory, limits = conversation.trajectory, self._limits
         if conversation.sampled is None:
@@ -447,10 +447,7 @@ class ChatModel:
         # Checked before encoding: ten megabytes of text take half a minute, in which all other episodes stop.
         context = self._engine.backend.context_tokens_max
         begun = len(trajectory.messages) if trajectory.segments else 0
-        new = [message.text for message in messages[begun:]]
-        room = context * self._chat.characters_per_token_max
-        # A template may remove white space.
-        if sum(map(len, new)) > room and sum(len(part) for text in new for part in text.split()) > room:
+        if self._chat.tokens_at_least(messages[begun:], schemas) > context:
             reason = f"the conversation has more than {context} tokens, and the model's context holds {context}"
             raise EpisodeOver(Status.TRUNCATED, reason, ends_conversation=True, is_context=True)
 
@@ -586,6 +583,8 @@ class ChatModel:
         assert not self._state.conversations, "the model has replied already"
         self._state = msgspec.convert(dict(state), ModelState)
         self._state.conversations = [each.with_task(self._task) for each in self._state.conversations]
+        for messages in (self._state.last_messages, *(each.messages for each in self.trajectories)):
+            messages[:] = map(readable_message, messages)
 
     def close(self, status: Status, error: str | None = None) -> None:
         """End the episode: set this status for every conversation without a status, and check every segment. If one

@@ -42,7 +42,7 @@ from rollouts.chat.template_style import (
     tool_reply,
 )
 from rollouts.chat.thoughts import find_thoughts
-from rollouts.chat.token_texts import decode, plain_backend, safe_cuts
+from rollouts.chat.token_texts import decode, densities, least_tokens, plain_backend, safe_cuts
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, Parsed, detect_tool_call_format, parse_reply
 from rollouts.chat.tool_parsers import ToolParser, as_text, parse_with
 from rollouts.errors import ConfigError, ModelError, near_misses
@@ -187,6 +187,11 @@ class ChatFormat:
     def characters_per_token_max(self) -> int:
         """The length of the longest token. A text has at least `len(text) / characters_per_token_max` tokens."""
         return max(map(len, self.tokenizer.get_vocab()))
+
+    @functools.cached_property
+    def tokens_at_least(self) -> Callable[[Sequence[Message], Tools], int]:
+        """How many tokens some messages and tools have at least, without rendering or encoding them."""
+        return functools.partial(least_tokens, density=densities(self.tokenizer.get_vocab()))
 
     def _reads_own_calls(self) -> bool:
         """Whether a rendered call parses as the same call."""

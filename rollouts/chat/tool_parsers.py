@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.author_code import authors_code, shown
+from rollouts.bounds import bounded_call
 from rollouts.chat.template_style import PROBE_TOOL, probe_call
 from rollouts.chat.thoughts import ThoughtForm
 from rollouts.chat.tool_call_formats import (
@@ -57,7 +58,7 @@ class ToolParser(NamedTuple):
         calls, rest = returned
         if not isinstance(calls, list | tuple) or not all(isinstance(each, ToolCall | Mapping) for each in calls):
             raise TypeError(f"it returned the calls {shown(calls)}, expected a list of ToolCall")
-        return [each if isinstance(each, ToolCall) else read_call(dict(each)) for each in calls], rest
+        return [bounded_call(each) if isinstance(each, ToolCall) else read_call(dict(each)) for each in calls], rest
 
     def check(self) -> None:
         """Raise ConfigError if the parser fails at a text without calls, or does not read what its `write` returns."""

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rollouts.bounds import call_arguments
 from rollouts.cli.chat import read_line, show_message
 from rollouts.cli.options import SettingsCommand, given_flags
 from rollouts.config.settings import EVAL, setting_infos
 from rollouts.errors import ConfigError, OutputError, UserError, leaves_of, near_misses
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.terminal_text import visible
-from rollouts.types import Episode, Message, ToolCall, call_arguments
+from rollouts.types import Episode, Message, ToolCall
 
 if TYPE_CHECKING:
     from rollouts.runs.plan import Plan

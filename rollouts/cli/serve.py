@@ -63,7 +63,8 @@ serve = SettingsCommand(
             type=click.IntRange(1),
             default=256,
             show_default=True,
-            help="How many clients may be connected at the same time. Further clients wait.",
+            help="How many clients may be connected at the same time. A further one replaces a client that is idle, or "
+            "waits.",
         ),
         click.Option(
             ["--request-seconds"],

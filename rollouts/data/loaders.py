@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollouts.bounds import ROW_CHARACTERS_MAX, excess
 from rollouts.errors import ConfigError, first_line, in_lines, suggestion, where_not_utf8
 
 SAMPLE_CHARACTERS = 80
@@ -55,6 +56,8 @@ def json(source: str) -> Iterator[Any]:
     except json_library.JSONDecodeError as error:
         place = source if error.lineno == 1 else f"{source}, line {error.lineno}"
         raise ConfigError(f"{place}: {_not_json(error)}") from error
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists inside lists
+        raise ConfigError(f"{source} cannot be read as JSON: {first_line(error)}") from error
     if isinstance(rows, dict) and len(lists := [each for each in rows.values() if _is_table(each)]) == 1:
         rows = lists[0]
     if not isinstance(rows, list):
@@ -131,6 +134,12 @@ def json_lines(lines: Iterable[str]) -> Iterator[Any]:
             yield NotARow(_not_json(error))
         except (ValueError, RecursionError) as error:  # a number of thousands of digits, or lists inside lists
             yield NotARow(f"not a row: {first_line(error)}")
+
+
+def bounded_row(value: Any) -> Any:
+    """The row, or a NotARow for one that is nested too deep or too long."""
+    problem = excess(value, ROW_CHARACTERS_MAX)
+    return NotARow(f"the row is {problem}") if problem else value
 
 
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:

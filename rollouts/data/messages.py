@@ -14,7 +14,8 @@ from typing import Any
 
 import msgspec
 
-from rollouts.types import Message, ToolCall, call_arguments
+from rollouts.bounds import call_arguments, excess
+from rollouts.types import Message, ToolCall
 
 ROLES = {
     "system": "system",
@@ -282,6 +283,9 @@ def _text(value: Any) -> str:
 def read_json(text: str, what: str) -> Any:
     """The value of a text. Raises BadRowError, which begins with `what`."""
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         raise BadRowError(f"{what}: no JSON: {getattr(error, 'msg', error)}: {text[:80]!r}") from error
+    if problem := excess(value):
+        raise BadRowError(f"{what}: it is {problem}")
+    return value

@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from rollouts.author_code import authors_code, why_no_list
 from rollouts.config.files import NOWHERE
-from rollouts.data.loaders import OF_FILES, NotARow, json_lines, unreadable
+from rollouts.data.loaders import OF_FILES, NotARow, bounded_row, json_lines, unreadable
 from rollouts.errors import ConfigError, RolloutsError, SignatureError, first_line, in_lines, suggestion, words_of
 from rollouts.plugins.index import ComponentRef, names_file, names_module, normalize
 from rollouts.plugins.loading import install_hint
@@ -238,7 +238,7 @@ def _placed(given: Iterable[Any], loader: Loader) -> Iterator[Row]:
     unit = "line" if split_is_lines(loader) else "row"
     for number, value in enumerate(given, start=1):
         if value != NotARow(""):
-            yield Row(f"{loader.source or loader.name}, {unit} {number}", value)
+            yield Row(f"{loader.source or loader.name}, {unit} {number}", bounded_row(value))
 
 
 def split_is_lines(loader: Loader) -> bool:

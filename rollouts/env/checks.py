@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollouts.author_code import shown, why_no_list, with_place
+from rollouts.bounds import excess
 from rollouts.config.settings import REQUIRED
 from rollouts.env.authoring import (
     WORDS,
@@ -198,10 +199,13 @@ def check_source(values: Any, label: str, of: str = "Task") -> None:
 
 
 def check_text(messages: Sequence[Message], whose: str) -> None:
-    """Raise EnvironmentDefinitionError if a message has a part that is not text. The tokens would not contain the part,
-    and the model would be trained on a prompt without it. The error begins with `whose`, which names the messages.
+    """Raise EnvironmentDefinitionError if a message has a part that is not text, or a call that is nested too deep. The
+    tokens would not contain the part, and the model would be trained on a prompt without it. The error begins with
+    `whose`, which names the messages.
     """
     for number, message in enumerate(messages, start=1):
+        if problem := excess(message.tool_calls):
+            raise EnvironmentDefinitionError(f"{whose}: message {number} has tool calls that are {problem}")
         parts = message.content if isinstance(message.content, list) else []
         other = next((p for p in parts if not (isinstance(p, dict) and p.get("type") == "text")), None)
         if other is not None:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollouts.author_code import shown
+from rollouts.bounds import call_arguments
 from rollouts.gateway.exchange import (
     NO_SCHEMA,
     TOKENS_MAX,
@@ -15,6 +17,7 @@ from rollouts.gateway.exchange import (
     Reply,
     Request,
     as_json,
+    check_lengths,
     check_range,
     event_stream,
     function_schema,
@@ -23,7 +26,7 @@ from rollouts.gateway.exchange import (
     text_of,
 )
 from rollouts.gateway.http_server import HTTPResponse
-from rollouts.types import Message, ToolCall, call_arguments
+from rollouts.types import Message, ToolCall
 
 
 class _Said(msgspec.Struct):
@@ -84,10 +87,12 @@ def read(body: bytes, *, is_count: bool = False) -> Request:
         )
     if not given.messages:
         raise APIError(400, "messages is empty", parameter="messages")
+    blocks = (said.content for said in given.messages if isinstance(said.content, list))
+    check_lengths("messages", given.messages, blocks, given.tools, given.stop_sequences or [])
     _refuse_unsupported(given)
     check_range("temperature", given.temperature, 0.0, 100.0)
     check_range("max_tokens", given.max_tokens, 1, TOKENS_MAX)
-    messages = [Message("system", text)] if (text := text_of(given.system)) else []
+    messages = [Message("system", text)] if (text := text_of(given.system, "system")) else []
     for said in given.messages:
         messages += _messages(said)
     choice = given.tool_choice.type if given.tool_choice else "auto"
@@ -126,11 +131,16 @@ def write(request: Request, answered: Answered, model: str) -> HTTPResponse:
 
 
 def refuse(error: APIError) -> HTTPResponse:
-    """An error response in Anthropic's format. Its package reads the code of an error in `details`."""
+    """An error response in Anthropic's format. Its package reads the code of an error in `details`. The message names
+    the parameter.
+    """
     kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large"}
     kind = kinds.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     details = {"details": {"error_code": error.code}} if error.code else {}
-    return as_json({"type": "error", "error": {"type": kind, "message": str(error), **details}}, error.status)
+    words = str(error)
+    if error.parameter and error.parameter not in words:
+        words = f"{error.parameter}: {words}"
+    return as_json({"type": "error", "error": {"type": kind, "message": words, **details}}, error.status)
 
 
 def _refuse_unsupported(given: _Body) -> None:
@@ -146,7 +156,8 @@ def _refuse_unsupported(given: _Body) -> None:
 
 def _schema(tool: _Tool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        words = f"the tool {tool.name!r} is of type {tool.type!r}, which runs on Anthropic's servers; define your own"
+        is_of = f"tools: the tool {shown(tool.name)} is of type {shown(tool.type)}"
+        words = f"{is_of}, which runs on Anthropic's servers; define your own"
         raise APIError(400, words, parameter="tools")
     return function_schema(tool.name, tool.description, tool.input_schema)
 
@@ -160,7 +171,7 @@ def _messages(said: _Said) -> list[Message]:
     for block in said.content:
         kind = block.get("type")
         if kind == "tool_result":
-            text = text_of(block.get("content"))
+            text = text_of(block.get("content"), "messages")
             results.append(Message("tool", text, tool_call_id=str(block.get("tool_use_id"))))
         elif kind == "tool_use" and not isinstance(arguments := call_arguments(block.get("input")), str):
             calls.append(ToolCall(str(block.get("name")), arguments, str(block.get("id", ""))))
@@ -168,7 +179,7 @@ def _messages(said: _Said) -> list[Message]:
             thoughts.append(str(block.get("thinking", "")))
         else:
             texts.append(block)
-    text, reasoning = text_of(texts), "".join(thoughts) or None
+    text, reasoning = text_of(texts, "messages"), "".join(thoughts) or None
     if said.role == "assistant":
         return [Message("assistant", text, calls, reasoning=reasoning)]
     return [*results, *([Message(said.role, text)] if text or not results else [])]

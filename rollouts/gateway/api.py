@@ -6,10 +6,10 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from rollouts.author_code import shown
 from rollouts.gateway import anthropic_messages, chat_completions, responses
 from rollouts.gateway.exchange import Answer, APIError, as_json
 from rollouts.gateway.http_server import HTTPRequest, HTTPResponse
-from rollouts.types import Message
 
 MESSAGES = "/v1/messages"
 
@@ -31,7 +31,7 @@ class API:
         self._answer, self._name, self._health_of = answer, name, health
         self._context_tokens = context_tokens
         self._created = int(time.time())
-        self._earlier: dict[str, list[Message]] = {}  # by the ids of responses
+        self._earlier = responses.Earlier()
         self._routes: dict[str, tuple[str, Callable[[HTTPRequest], Awaitable[HTTPResponse]]]] = {
             "/v1/chat/completions": ("POST", self._chat),
             "/v1/responses": ("POST", self._respond),
@@ -71,13 +71,15 @@ class API:
         return as_json({"input_tokens": (await self._answer(given.asked)).prompt_tokens})
 
     async def _respond(self, request: HTTPRequest) -> HTTPResponse:
-        given = responses.read(request.body, self._earlier)
+        given = responses.read(request.body, self._earlier.conversations)
         model = self._model(given.model)
-        answered = await self._answer(given.asked)
+        try:
+            answered = await self._answer(given.asked)
+        except APIError as error:  # this API has another name for the messages
+            error.parameter = "input" if error.parameter == "messages" else error.parameter
+            raise
         response, number = responses.write(given, answered, model)
-        self._earlier[number] = responses.conversation(given, answered)
-        if len(self._earlier) > responses.EARLIER_MAX:
-            del self._earlier[next(iter(self._earlier))]
+        self._earlier.add(number, responses.conversation(given, answered))
         return response
 
     async def _list(self, request: HTTPRequest) -> HTTPResponse:
@@ -97,7 +99,7 @@ class API:
         if self._name is None:
             return asked or "policy"
         if asked not in (None, self._name):
-            words = f"there is no model {asked!r} here; there is {self._name!r}"
+            words = f"there is no model {shown(asked)} here; there is {self._name!r}"
             raise APIError(404, words, parameter="model", code="model_not_found")
         return self._name
 

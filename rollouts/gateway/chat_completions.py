@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollouts.chat.tool_call_formats import read_call
 from rollouts.gateway.exchange import (
     CHOICES_MAX,
     NO_SCHEMA,
@@ -19,6 +18,8 @@ from rollouts.gateway.exchange import (
     Request,
     arguments_of,
     as_json,
+    call_of,
+    check_lengths,
     check_range,
     event_stream,
     function_schema,
@@ -96,6 +97,8 @@ def read(body: bytes) -> Request:
     given = read_body(body, _Body)
     if not given.messages:
         raise APIError(400, "messages is empty", parameter="messages")
+    stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
+    check_lengths("messages", given.messages, (said.tool_calls or () for said in given.messages), given.tools, stops)
     cannot = {
         "top_logprobs": bool(given.top_logprobs),
         "logit_bias": bool(given.logit_bias),
@@ -123,7 +126,7 @@ def read(body: bytes) -> Request:
         given.max_completion_tokens or given.max_tokens,
         given.temperature,
         given.seed,
-        [given.stop] if isinstance(given.stop, str) else given.stop or [],
+        stops,
         given.n or 1,
         bool(given.logprobs),
         [key for key, is_asked in sampling.items() if is_asked],
@@ -161,15 +164,15 @@ def refuse(error: APIError) -> HTTPResponse:
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
-        raise APIError(400, 'a tool is {"type": "function", "function": {"name": ...}}', parameter="tools")
-    function_schema(function.get("name"), None, function.get("parameters"))
+        raise APIError(400, 'tools: a tool is {"type": "function", "function": {"name": ...}}', parameter="tools")
+    function_schema(function.get("name"), function.get("description"), function.get("parameters"))
     return tool
 
 
 def _message(said: _Said) -> Message:
-    calls = [read_call(msgspec.to_builtins(call)) for call in said.tool_calls or ()]
+    calls = [call_of(msgspec.to_builtins(call), "messages") for call in said.tool_calls or ()]
     role = "system" if said.role == "developer" else said.role
-    return Message(role, text_of(said.content), calls, said.tool_call_id, said.name, said.reasoning_content)
+    return Message(role, text_of(said.content, "messages"), calls, said.tool_call_id, said.name, said.reasoning_content)
 
 
 def _choice(place: int, reply: Reply, asked: Asked) -> dict[str, Any]:

@@ -11,19 +11,23 @@ both see (`rollouts.env.relay`).
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
 import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import trio
 
+from rollouts.author_code import shown
 from rollouts.env.relay import SOCKET
 from rollouts.gateway.api import API, refusal, unreadable
 from rollouts.gateway.exchange import Answer, APIError
 from rollouts.gateway.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
 
-LIMITS = HTTPLimits(body_bytes_max=64 << 20, grace_seconds=0.0)
+LIMITS = HTTPLimits(grace_seconds=0.0)
+RETRY_COUNT = "x-stainless-retry-count"
 REPEATS_MAX = 64
 """How many answers are kept for clients that repeat a request."""
 
@@ -93,30 +97,37 @@ class _Door:
 
     def __init__(self, answer: Answer, key: str) -> None:
         self._api, self._key = API(answer, name=None), key
-        self._repeats: dict[tuple[str, bytes], _Repeat] = {}
+        self._repeats: dict[bytes, _Repeat] = {}  # by a hash of the path and the body
         self.failure: Exception | None = None
         self.scope = trio.CancelScope()
 
-    async def handle(self, request: HTTPRequest) -> HTTPResponse:
+    def admit(self, request: HTTPRequest) -> HTTPResponse | None:
+        """The refusal of a request without the key, before its body is read."""
         headers = request.headers
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.strip().encode(), self._key.encode()):
-            words = "this key belongs to no episode at this address; use the OPENAI_API_KEY that this episode has set"
-            return refusal(request, APIError(401, words, code="invalid_api_key"))
+        if secrets.compare_digest(given.strip().encode(), self._key.encode()):
+            return None
+        words = "this key belongs to no episode at this address; use the OPENAI_API_KEY that this episode has set"
+        return refusal(request, APIError(401, words, code="invalid_api_key"))
+
+    async def handle(self, request: HTTPRequest) -> HTTPResponse:
         try:
             return await (self._once(request) if request.method == "POST" else self._api.handle(request))
+        except APIError as error:
+            return refusal(request, error)
         except Exception as error:  # it ends the episode, or the run
             self.failure = self.failure or error
             self.scope.cancel()
             return refusal(request, APIError(500, "the episode has failed"))
 
     async def _once(self, request: HTTPRequest) -> HTTPResponse:
-        """The response. A client that lost it, and asks again, gets the same one."""
-        place = request.path, request.body
+        """The response. A client that lost it, and asks again, gets the same one. Raises APIError."""
+        is_retry = _is_retry(request)
+        place = hashlib.blake2b(request.path.encode() + b"\n" + request.body, digest_size=16).digest()
         known = self._repeats.get(place)
-        if known is not None and _is_retry(request):
+        if known is not None and is_retry:
             await known.done.wait()
-        if known is not None and known.response is not None and (known.was_lost or _is_retry(request)):
+        if known is not None and known.response is not None and (known.was_lost or is_retry):
             known.was_lost = False
             return known.response
         repeat = self._repeats[place] = _Repeat()
@@ -136,9 +147,13 @@ class _Door:
 
 
 def _is_retry(request: HTTPRequest) -> bool:
-    """Whether the client says that it sends a request again, as the packages of OpenAI and Anthropic do."""
-    count = request.headers.get("x-stainless-retry-count", "0")
-    return count.isdigit() and int(count) > 0
+    """Whether the client says that it sends a request again, as the packages of OpenAI and Anthropic do. Raises
+    APIError.
+    """
+    count = request.headers.get(RETRY_COUNT, "0")
+    if not re.fullmatch("[0-9]{1,9}", count):
+        raise APIError(400, f"{RETRY_COUNT} is {shown(count)}; it must be a number", parameter=RETRY_COUNT)
+    return int(count) > 0
 
 
 @contextlib.asynccontextmanager
@@ -155,7 +170,7 @@ async def open_endpoint(answer: Answer) -> AsyncIterator[Endpoint]:
 
             def serve(listener: trio.SocketListener) -> None:
                 listeners.append(listener)
-                nursery.start_soon(serve_http, door.handle, unreadable, [listener], LIMITS, trio.Event())
+                nursery.start_soon(serve_http, door.handle, unreadable, [listener], LIMITS, trio.Event(), door.admit)
 
             door.scope = nursery.cancel_scope
             serve(first)

@@ -6,16 +6,21 @@ function that answers knows no API.
 
 from __future__ import annotations
 
+import re
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
+from rollouts.author_code import shown
+from rollouts.bounds import MESSAGES_MAX, STOPS_MAX, TOOLS_MAX, excess
+from rollouts.chat.tool_call_formats import read_call
 from rollouts.gateway.http_server import HTTPResponse
 from rollouts.types import Message, ToolCall
 
 CHOICES_MAX = 64
+WORDS_CHARACTERS_MAX = 1000
 TOKENS_MAX = 2**31
 NO_SCHEMA = "is not supported here; leave it out, or offer a tool with this schema as its parameters"
 """Why a format of replies is refused."""
@@ -73,7 +78,7 @@ class APIError(Exception):
     """An error that the client gets instead of a reply."""
 
     def __init__(self, status: int, words: str, *, parameter: str | None = None, code: str | None = None) -> None:
-        super().__init__(words)
+        super().__init__(words[:WORDS_CHARACTERS_MAX])
         self.status, self.parameter, self.code = status, parameter, code
 
 
@@ -82,22 +87,76 @@ Answer = Callable[[Asked], Awaitable[Answered]]
 
 
 def read_body(body: bytes, kind: type[T]) -> T:
-    """The body as this struct. Raises APIError."""
+    """The body as this struct. Raises APIError, which names the field at fault."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        given = msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise APIError(400, f"the body cannot be read: {error}") from error
+        words = str(error)
+        at = re.search(r"`(?:\$\.)?([^`]+)`$", words) or re.search(r"field `([^`]+)`", words)
+        name = at[1] if at and isinstance(error, msgspec.ValidationError) else _unreadable_field(body)
+        place = f" (in {name})" if name and name not in words else ""
+        raise APIError(400, f"the body cannot be read{place}: {words}", parameter=name or None) from error
+    for name in kind.__struct_fields__:  # type: ignore[attr-defined]
+        if problem := excess(getattr(given, name)):
+            raise APIError(400, f"{name} is {problem}", parameter=name)
+    return given
 
 
-def text_of(content: str | Sequence[dict[str, Any]] | None, kinds: Sequence[str] = ("text",)) -> str:
-    """The text of a message's content. `kinds` are the types of its text parts. Raises APIError for other parts."""
+_SIGNS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{},:]', re.DOTALL)
+
+
+def _unreadable_field(body: bytes) -> str:
+    """The first field of a body whose value cannot be read; "" if there is none."""
+    depth, last, name, begin = 0, b"", "", 0
+    for found in _SIGNS.finditer(body):
+        sign = found[0]
+        if depth == 1 and sign == b":" and not name:
+            name, begin = last[1:-1].decode(errors="replace"), found.end()
+        elif depth == 1 and sign in (b",", b"}") and name:
+            try:
+                msgspec.json.decode(body[begin : found.start()])
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return name
+            name = ""
+        depth += (sign in (b"[", b"{")) - (sign in (b"]", b"}"))
+        last = sign
+    return name
+
+
+def check_lengths(
+    name: str, items: Sequence[Any], within: Iterable[Sequence[Any]], tools: Any, stops: Sequence[str] = ()
+) -> None:
+    """Raise APIError for more tools, stop texts or messages than a request may have. The API calls the messages `name`.
+    `within` are the lists of calls or blocks in messages, which count as messages.
+    """
+    counts = {name: len(items) + sum(map(len, within)), "tools": len(tools or ()), "stop": len(stops)}
+    for field, most in ((name, MESSAGES_MAX), ("tools", TOOLS_MAX), ("stop", STOPS_MAX)):
+        if counts[field] > most:
+            raise APIError(400, f"{field} has {counts[field]} items; it may have {most}", parameter=field)
+
+
+def text_of(content: Any, parameter: str, kinds: Sequence[str] = ("text",)) -> str:
+    """The text of a message's content: text, parts, or nothing. `kinds` are the types of its text parts. Raises
+    APIError for anything else; `parameter` is the field that holds the content.
+    """
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        words = f"{parameter}: a content is text or a list of parts, got {shown(content)}"
+        raise APIError(400, words, parameter=parameter)
     for part in content:
         if part.get("type") not in kinds or not isinstance(part.get("text"), str):
-            words = f"a part of type {part.get('type')!r} is not supported: the model reads text only"
-            raise APIError(400, words, parameter="messages")
+            words = f"{parameter}: a part of type {shown(part.get('type'))} is not supported: the model reads text only"
+            raise APIError(400, words, parameter=parameter)
     return "".join(part["text"] for part in content)
+
+
+def call_of(raw: Any, parameter: str) -> ToolCall:
+    """An earlier call of the model, with its arguments as JSON text. Raises APIError for one that cannot be read."""
+    call = read_call(raw)
+    if call.error is not None:
+        raise APIError(400, f"{parameter}: the call {shown(call.id)}: {call.error}", parameter=parameter)
+    return call
 
 
 def check_range(name: str, value: float | None, least: float, most: float) -> None:
@@ -108,8 +167,10 @@ def check_range(name: str, value: float | None, least: float, most: float) -> No
 
 def function_schema(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
     """A tool as an OpenAI function schema. Raises APIError."""
-    if not isinstance(name, str) or not name or not isinstance(parameters, dict | None):
-        raise APIError(400, "a tool has a name, and a JSON schema of its parameters", parameter="tools")
+    is_read = isinstance(name, str) and name and isinstance(parameters, dict | None)
+    if not is_read or not isinstance(description, str | None):
+        words = "tools: a tool has a name, a JSON schema of its parameters, and text as its description"
+        raise APIError(400, words, parameter="tools")
     function: dict[str, Any] = {"name": name}
     if description is not None:
         function["description"] = description

@@ -1,19 +1,25 @@
 """An HTTP/1.1 server on trio. h11 parses the protocol. Connections, sizes and times are limited.
 
-    await serve_http(handler, listeners, HTTPLimits(), stopping)
+    await serve_http(handler, refuse, listeners, HTTPLimits(), stopping, admit)
 
-`handler` answers one request; a connection has one request at a time. If a client disconnects, its request is
-cancelled. Not here: TLS, compression, and the APIs (`api`).
+`handler` answers one request; a connection has one request at a time. `admit` may refuse a request before its body is
+read. If a client disconnects, its request is cancelled. If all connections are taken, the one that has waited longest
+without a whole request is closed for a new client, so requests that are never finished do not block the server. Not
+here: TLS, compression, and the APIs (`api`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import h11
 import trio
+
+from rollouts.bounds import BODIES_BYTES_MAX, BODY_BYTES_MAX
 
 RECEIVE_BYTES = 65536
 HEAD_BYTES_MAX = 65536
@@ -45,12 +51,15 @@ class HTTPResponse(NamedTuple):
 
 
 class HTTPLimits(NamedTuple):
-    """Limits: open connections; bytes of a request's body; seconds to receive a request; seconds between two requests
-    of a connection; seconds that requests in flight get when the server stops.
+    """Limits: open connections; bytes of a request's body, and of all bodies that the server holds; seconds to receive
+    the head of a request, and its body; seconds between two requests of a connection; seconds that requests in flight
+    get when the server stops.
     """
 
     connections_max: int = 256
-    body_bytes_max: int = 8 << 20
+    body_bytes_max: int = BODY_BYTES_MAX
+    bodies_bytes_max: int = BODIES_BYTES_MAX
+    head_seconds: float = 10.0
     receive_seconds: float = 60.0
     idle_seconds: float = 120.0
     grace_seconds: float = 10.0
@@ -62,6 +71,40 @@ Handler = Callable[[HTTPRequest], Awaitable[HTTPResponse]]
 Refuse = Callable[[int, str], HTTPResponse]
 """Returns the response to a request that does not reach the handler, from a status and a message."""
 
+Admit = Callable[[HTTPRequest], HTTPResponse | None]
+"""Returns the response that refuses a request, from all but its body; None to read the body."""
+
+
+@dataclass(eq=False)
+class _Shared:
+    """What the connections of a server share. `waiting` has those without a whole request, the oldest first. `held` is
+    the number of bytes of the bodies of all requests.
+    """
+
+    limits: HTTPLimits
+    stopping: trio.Event
+    waiting: dict[trio.CancelScope, None] = field(default_factory=dict)
+    held: int = 0
+
+    @contextlib.contextmanager
+    def replaceable(self) -> Iterator[None]:
+        """While the block runs, the connection may be closed for a new one, or because the server stops: this ends the
+        block.
+        """
+        with trio.CancelScope() as scope:
+            self.waiting[scope] = None
+            try:
+                yield
+            finally:
+                self.waiting.pop(scope, None)
+
+    def close_oldest(self) -> None:
+        """Close the connection that has waited longest, if any waits."""
+        if self.waiting:
+            scope = next(iter(self.waiting))
+            del self.waiting[scope]
+            scope.cancel()
+
 
 async def serve_http(
     handler: Handler,
@@ -69,32 +112,36 @@ async def serve_http(
     listeners: Sequence[trio.SocketListener],
     limits: HTTPLimits,
     stopping: trio.Event,
+    admit: Admit | None = None,
 ) -> None:
     """Serve until `stopping` is set. After that, no connection is accepted, and requests in flight get
-    `grace_seconds`.
+    `grace_seconds`. `admit` None: every request is read.
     """
     free = trio.Semaphore(limits.connections_max)
-    idle = set[trio.CancelScope]()  # those of connections that wait for a request
+    shared = _Shared(limits, stopping)
 
     async def accept(listener: trio.SocketListener) -> None:
         while True:
-            await free.acquire()
             try:
                 stream = await listener.accept()
             except OSError as error:
-                free.release()
                 if error.errno not in FULL:
                     raise
+                shared.close_oldest()
                 await trio.sleep(FULL_SECONDS)
-            except BaseException:
-                free.release()
+                continue
+            if free.value == 0:
+                shared.close_oldest()
+            try:
+                await free.acquire()
+            except trio.Cancelled:
+                await trio.aclose_forcefully(stream)
                 raise
-            else:
-                connections.start_soon(converse, stream)
+            connections.start_soon(converse, stream)
 
     async def converse(stream: trio.SocketStream) -> None:
         try:
-            await _Connection(stream, limits, stopping, idle).serve(handler, refuse)
+            await _Connection(stream, shared).serve(handler, refuse, admit)
         except* (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
             pass  # the client has left, or does not read its answer
         finally:
@@ -108,7 +155,7 @@ async def serve_http(
                 accepting.start_soon(accept, listener)
             await stopping.wait()
             accepting.cancel_scope.cancel()
-        for scope in list(idle):
+        for scope in list(shared.waiting):
             scope.cancel()
         for listener in listeners:
             await listener.aclose()
@@ -124,82 +171,109 @@ class _Refused(Exception):
 class _Connection:
     """One connection. Its requests are handled one after the other."""
 
-    def __init__(
-        self, stream: trio.SocketStream, limits: HTTPLimits, stopping: trio.Event, idle: set[trio.CancelScope]
-    ) -> None:
-        self._stream, self._limits, self._stopping, self._idle = stream, limits, stopping, idle
+    def __init__(self, stream: trio.SocketStream, shared: _Shared) -> None:
+        self._stream, self._shared, self._limits = stream, shared, shared.limits
         self._parser = h11.Connection(h11.SERVER, max_incomplete_event_size=HEAD_BYTES_MAX)
         self._has_body = True  # whether the answer has one: that of HEAD has none
+        self._held = 0  # the bytes of the body of the request at hand
 
-    async def serve(self, handler: Handler, refuse: Refuse) -> None:
+    async def serve(self, handler: Handler, refuse: Refuse, admit: Admit | None) -> None:
+        try:
+            while await self._serve_one(handler, refuse, admit):
+                self._release()
+        finally:
+            self._release()
+
+    async def _serve_one(self, handler: Handler, refuse: Refuse, admit: Admit | None) -> bool:
+        """Receive and answer one request. Returns whether another one may follow."""
         parser = self._parser
-        while True:
-            try:
-                request = await self._request()
-            except h11.RemoteProtocolError as error:
-                await self._refuse(refuse(error.error_status_hint, f"this is no HTTP request: {error}"))
-                return
-            except _Refused as error:
-                await self._refuse(refuse(error.status, str(error)))
-                return
-            if request is None:
-                return
-            response = await self._handle(handler, request)
-            if response is None:
-                return
-            try:
-                await self._answer(response, closes=self._stopping.is_set())
-            except (trio.BrokenResourceError, trio.TooSlowError):
-                if response.on_lost is not None:
-                    response.on_lost()
-                raise
-            if parser.our_state is not h11.DONE or parser.their_state is not h11.DONE:
-                return
-            parser.start_next_cycle()
+        request: HTTPRequest | HTTPResponse | None = None
+        try:
+            with self._shared.replaceable():
+                request = await self._request(admit)
+        except h11.RemoteProtocolError as error:
+            status = error.error_status_hint if error.error_status_hint < 500 else 400
+            request = refuse(status, f"this is no HTTP request: {error}")
+        except _Refused as error:
+            request = refuse(error.status, str(error))
+        if isinstance(request, HTTPResponse):
+            await self._refuse(request)
+        if not isinstance(request, HTTPRequest):
+            return False
+        response = await self._handle(handler, request)
+        if response is None:
+            return False
+        try:
+            await self._answer(response, closes=self._shared.stopping.is_set())
+        except (trio.BrokenResourceError, trio.TooSlowError):
+            if response.on_lost is not None:
+                response.on_lost()
+            raise
+        if parser.our_state is not h11.DONE or parser.their_state is not h11.DONE:
+            return False
+        parser.start_next_cycle()
+        return True
 
-    async def _request(self) -> HTTPRequest | None:
-        """The next request; None if the client sends no more. Raises _Refused, h11.RemoteProtocolError."""
-        limits, parser, body = self._limits, self._parser, bytearray()
-        head: h11.Request | None = None
+    def _release(self) -> None:
+        self._shared.held -= self._held
+        self._held = 0
+
+    async def _request(self, admit: Admit | None) -> HTTPRequest | HTTPResponse | None:
+        """The next request; None if the client sends no more; the response of `admit` if it refuses. Raises _Refused,
+        h11.RemoteProtocolError.
+        """
         self._has_body = True
         if not await self._begins():
             return None
-        with trio.move_on_after(limits.receive_seconds):
-            while True:
-                event = parser.next_event()
-                if event is h11.NEED_DATA:
-                    if parser.they_are_waiting_for_100_continue:
-                        await self._send(h11.InformationalResponse(status_code=100, headers=[]))
-                    parser.receive_data(await self._stream.receive_some(RECEIVE_BYTES))
-                elif isinstance(event, h11.Request):
-                    head, self._has_body = event, event.method != b"HEAD"
-                    length = next((int(value) for name, value in event.headers if name == b"content-length"), 0)
-                    self._bound(length)
-                elif isinstance(event, h11.Data):
-                    body += event.data
-                    self._bound(len(body))
-                elif isinstance(event, h11.EndOfMessage):
-                    assert head is not None, "a message has a head"
-                    path, _, query = head.target.decode("ascii", "replace").partition("?")
-                    headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
-                    return HTTPRequest(head.method.decode("ascii", "replace"), path, bytes(body), headers, query)
-                else:  # the client has left
-                    return None
-        raise _Refused(408, f"the request did not arrive within {limits.receive_seconds:g} seconds")
+        head = None
+        with self._deadline("head", self._limits.head_seconds):
+            head = await self._event()
+        if not isinstance(head, h11.Request):
+            return None
+        self._has_body = head.method != b"HEAD"
+        path, _, query = head.target.decode("ascii", "replace").partition("?")
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+        request = HTTPRequest(head.method.decode("ascii", "replace"), path, b"", headers, query)
+        if admit is not None and (refusal := admit(request)) is not None:
+            return refusal
+        body = await self._body(int(headers.get("content-length", 0)))
+        return None if body is None else request._replace(body=body)
+
+    async def _body(self, length: int) -> bytes | None:
+        """The body of the request, which says that it has this length; None if the client leaves. Raises _Refused."""
+        body = bytearray()
+        self._bound(length)
+        with self._deadline("body", self._limits.receive_seconds):
+            while isinstance(event := await self._event(), h11.Data):
+                body += event.data
+                self._held += len(event.data)
+                self._shared.held += len(event.data)
+                self._bound(len(body))
+        return bytes(body) if isinstance(event, h11.EndOfMessage) else None
+
+    async def _event(self) -> object:
+        """The next event of the protocol."""
+        while (event := self._parser.next_event()) is h11.NEED_DATA:
+            if self._parser.they_are_waiting_for_100_continue:
+                await self._send(h11.InformationalResponse(status_code=100, headers=[]))
+            self._parser.receive_data(await self._stream.receive_some(RECEIVE_BYTES))
+        return event
+
+    @contextlib.contextmanager
+    def _deadline(self, what: str, seconds: float) -> Iterator[None]:
+        """Raise _Refused if the block takes longer."""
+        with trio.move_on_after(seconds) as scope:
+            yield
+        if scope.cancelled_caught:
+            raise _Refused(408, f"the {what} of the request did not arrive within {seconds:g} seconds")
 
     async def _begins(self) -> bool:
         """Wait for the first bytes of a request. Returns whether they came; False at once if the server stops."""
-        if self._parser.trailing_data[0]:
-            return not self._stopping.is_set()
-        if self._stopping.is_set():
-            return False
+        if self._shared.stopping.is_set() or self._parser.trailing_data[0]:
+            return not self._shared.stopping.is_set()
         data = b""
-        with trio.move_on_after(self._limits.idle_seconds) as scope:
-            self._idle.add(scope)
-            try:
-                data = await self._stream.receive_some(RECEIVE_BYTES)
-            finally:
-                self._idle.discard(scope)
+        with trio.move_on_after(self._limits.idle_seconds):
+            data = await self._stream.receive_some(RECEIVE_BYTES)
         if data:
             self._parser.receive_data(data)
         return bool(data)
@@ -207,6 +281,8 @@ class _Connection:
     def _bound(self, length: int) -> None:
         if length > self._limits.body_bytes_max:
             raise _Refused(413, f"the body has more than {self._limits.body_bytes_max} bytes")
+        if self._shared.held > self._limits.bodies_bytes_max:
+            raise _Refused(429, "too many requests with large bodies at the same time; send this one again later")
 
     async def _handle(self, handler: Handler, request: HTTPRequest) -> HTTPResponse | None:
         """The handler's response; None if the client disconnects first."""
@@ -232,9 +308,10 @@ class _Connection:
         """Send the response, and read what the client still sends before closing: closing at once would reset the
         connection.
         """
+        self._release()
         await self._answer(response, closes=True)
         await self._stream.send_eof()
-        with trio.move_on_after(LINGER_SECONDS):
+        with self._shared.replaceable(), trio.move_on_after(LINGER_SECONDS):
             while await self._stream.receive_some(RECEIVE_BYTES):
                 pass
 

@@ -1,17 +1,18 @@
 """OpenAI's Responses: `POST /v1/responses`.
 
-`previous_response_id` continues an earlier response of the same server. The last `EARLIER_MAX` responses are kept.
+`previous_response_id` continues an earlier response of the same server. The last ones are kept (`Earlier`).
 """
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
-from rollouts.chat.tool_call_formats import read_call
+from rollouts.author_code import shown
 from rollouts.gateway.exchange import (
     NO_SCHEMA,
     TOKENS_MAX,
@@ -22,6 +23,8 @@ from rollouts.gateway.exchange import (
     Request,
     arguments_of,
     as_json,
+    call_of,
+    check_lengths,
     check_range,
     event_stream,
     function_schema,
@@ -33,6 +36,7 @@ from rollouts.gateway.http_server import HTTPResponse
 from rollouts.types import Message, ToolCall
 
 EARLIER_MAX = 1000
+EARLIER_CHARACTERS_MAX = 64 << 20
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
@@ -76,6 +80,26 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     user: Any = None
 
 
+class Earlier:
+    """The conversations of the last responses, by their ids: at most `EARLIER_MAX` of them, and, but for the last one,
+    with `EARLIER_CHARACTERS_MAX` characters in all.
+    """
+
+    def __init__(self) -> None:
+        self.conversations: dict[str, list[Message]] = {}
+        self._sizes: dict[str, int] = {}
+
+    def add(self, number: str, messages: list[Message]) -> None:
+        """Keep the conversation of the response with this id."""
+        self.conversations[number] = messages
+        self._sizes[number] = sum(len(each.text) for each in messages)
+        while len(self._sizes) > EARLIER_MAX or (
+            len(self._sizes) > 1 and sum(self._sizes.values()) > EARLIER_CHARACTERS_MAX
+        ):
+            oldest = next(iter(self._sizes))
+            del self._sizes[oldest], self.conversations[oldest]
+
+
 def read(body: bytes, earlier: Mapping[str, list[Message]]) -> Request:
     """The request. `earlier` has the conversation of each earlier response by its id. Raises APIError."""
     given = read_body(body, _Body)
@@ -95,10 +119,11 @@ def read(body: bytes, earlier: Mapping[str, list[Message]]) -> Request:
     before: list[Message] = []
     if (previous := given.previous_response_id) is not None:
         if previous not in earlier:
-            words = f"there is no earlier response {previous!r} here; send the whole conversation in input"
+            words = f"there is no earlier response {shown(previous)} here; send the whole conversation in input"
             raise APIError(404, words, parameter="previous_response_id")
         before = earlier[previous]
     items = [{"role": "user", "content": given.input}] if isinstance(given.input, str) else given.input
+    check_lengths("input", [*before, *items], (), given.tools)
     messages = [*before, *_messages(items)]
     if not messages:
         raise APIError(400, "input is empty", parameter="input")
@@ -153,7 +178,7 @@ def conversation(request: Request, answered: Answered) -> list[Message]:
 
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        words = f"a tool of type {tool.get('type')!r} runs on OpenAI's servers; define it as a function"
+        words = f"tools: a tool of type {shown(tool.get('type'))} runs on OpenAI's servers; define it as a function"
         raise APIError(400, words, parameter="tools")
     return function_schema(tool.get("name"), tool.get("description"), tool.get("parameters"))
 
@@ -161,41 +186,42 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
 def _messages(items: list[dict[str, Any]]) -> list[Message]:
     """The messages of input items. The items of one reply (reasoning, text, calls) become one message."""
     messages: list[Message] = []
-    is_open = False  # whether the last message is a reply that further items belong to
-    for item in items:
-        kind = item.get("type", "message")
-        role = item.get("role", "assistant")
-        if kind == "function_call_output":
-            output = item.get("output")
-            text = text_of(output, TEXTS) if isinstance(output, str | list | None) else ""
-            messages.append(Message("tool", text, tool_call_id=str(item.get("call_id"))))
-        elif kind == "message" and role in ("user", "system", "developer"):
-            role = "system" if role == "developer" else role
-            messages.append(Message(role, text_of(item.get("content"), TEXTS)))
-        elif kind in ("message", "function_call", "reasoning"):
-            if not is_open:
-                messages.append(Message("assistant"))
-            messages[-1] = _joined(messages[-1], item, kind)
-            is_open = True
+    for is_reply, group in itertools.groupby(items, _is_of_reply):
+        if is_reply:
+            messages.append(_reply(group))
             continue
-        else:
-            words = f"an input item of type {kind!r} is not supported here"
-            raise APIError(400, words, parameter="input")
-        is_open = False
+        for item in group:
+            if item.get("type") == "function_call_output":
+                text = text_of(item.get("output"), "input", TEXTS)
+                messages.append(Message("tool", text, tool_call_id=str(item.get("call_id"))))
+            else:
+                role = "system" if item["role"] == "developer" else item["role"]
+                messages.append(Message(role, text_of(item.get("content"), "input", TEXTS)))
     return messages
 
 
-def _joined(reply: Message, item: dict[str, Any], kind: str) -> Message:
-    """The reply with one more item."""
-    if kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = read_call({"id": item.get("call_id"), "type": "function", "function": function})
-        return msgspec.structs.replace(reply, tool_calls=[*reply.tool_calls, call])
-    if kind == "reasoning":
-        thought = text_of(item.get("content") or item.get("summary"), TEXTS)
-        return msgspec.structs.replace(reply, reasoning=(reply.reasoning or "") + thought or None)
-    content = item.get("content")
-    return msgspec.structs.replace(reply, content=reply.text + text_of(content, TEXTS))
+def _is_of_reply(item: dict[str, Any]) -> bool:
+    """Whether an input item is a part of a reply. Raises APIError for an item that is not supported."""
+    kind, role = item.get("type", "message"), item.get("role", "assistant")
+    if kind == "message" and role not in ("user", "system", "developer", "assistant"):
+        raise APIError(400, f"input: there is no role {shown(role)}", parameter="input")
+    if kind not in ("message", "function_call", "function_call_output", "reasoning"):
+        raise APIError(400, f"input: an item of type {shown(kind)} is not supported here", parameter="input")
+    return kind in ("function_call", "reasoning") or (kind == "message" and role == "assistant")
+
+
+def _reply(items: Iterable[dict[str, Any]]) -> Message:
+    """The reply of these items."""
+    texts, thoughts, calls = list[str](), list[str](), list[ToolCall]()
+    for item in items:
+        if item.get("type") == "function_call":
+            function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
+            calls.append(call_of({"id": item.get("call_id"), "type": "function", "function": function}, "input"))
+        elif item.get("type") == "reasoning":
+            thoughts.append(text_of(item.get("content") or item.get("summary"), "input", TEXTS))
+        else:
+            texts.append(text_of(item.get("content"), "input", TEXTS))
+    return Message("assistant", "".join(texts), calls, reasoning="".join(thoughts) or None)
 
 
 def _items(reply: Reply) -> list[dict[str, Any]]:

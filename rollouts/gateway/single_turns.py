@@ -60,8 +60,7 @@ class SingleTurns:
         """The conversation as ids [L], with room for a reply."""
         chat, most = self._model.chat, self._model.engine.context_tokens_max
         # Encoding ten megabytes takes half a minute, in which no other request is answered.
-        visible = sum(len(part) for message in asked.messages for part in message.text.split())
-        if visible > most * chat.characters_per_token_max:
+        if chat.tokens_at_least(asked.messages, asked.tools) > most:
             raise too_long("more than", most, most)
         try:
             tokens = chat.encode_prompt(asked.messages, asked.tools)

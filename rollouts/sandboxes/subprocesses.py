@@ -6,8 +6,9 @@ from rollouts.sandboxes.kept import KeptSandboxes
 
 
 class SubprocessSandboxes(KeptSandboxes):
-    """Commands as plain processes in a temporary folder, with limits. They can read and write all files of the user and
-    use the network: for code that may be wrong, not for code that may be hostile.
+    """Commands as plain processes in a temporary folder, with limits. They can read and write all files of the user,
+    read the environment variables of the run, and use the network: for code that may be wrong, not for code that may be
+    hostile.
 
     Args:
         limits: the limits of each sandbox
@@ -18,4 +19,5 @@ class SubprocessSandboxes(KeptSandboxes):
         "reading and writing files outside of the workspace",
         "the network",
         "killing other processes of the user, also this run",
+        "reading the environment variables of this run, with their secrets; --sandbox bubblewrap stops all of these",
     )

@@ -23,7 +23,7 @@ from rollouts.config.convert import plain
 from rollouts.config.flags import Tree
 from rollouts.config.settings import Settings
 from rollouts.data.conversations import BadRowError
-from rollouts.data.loaders import NotARow, json_lines
+from rollouts.data.loaders import NotARow, bounded_row, json_lines
 from rollouts.data.source import COLUMNS, Loader, Row, choose_loader, open_rows, renamed, split_is_lines
 from rollouts.errors import ConfigError, UserError, first_line, words_of
 from rollouts.plugins.manager import PluginManager
@@ -113,7 +113,7 @@ class LineRows:
             return NotARow(f"it has {length:,} bytes; the page shows rows of {ROW_BYTES_MAX >> 20} MiB at most")
         try:
             (value,) = json_lines([line.decode("utf-8-sig" if is_first else "utf-8")])
-            return renamed(value, self._columns, place)
+            return renamed(bounded_row(value), self._columns, place)
         except UnicodeDecodeError as error:
             return NotARow(f"it is not text in UTF-8: {error}")
         except ConfigError as error:  # a column that it lacks

@@ -87,7 +87,8 @@ async def _serve(
         say(f"{_shown(catalog)} at {link}")
         if opened is not None:
             opened(link)
-        await serve_http(Site(ViewAPI(catalog), access).handle, _unreadable, [listener], LIMITS, stopping)
+        site = Site(ViewAPI(catalog), access)
+        await serve_http(site.handle, _unreadable, [listener], LIMITS, stopping, site.admit)
         nursery.cancel_scope.cancel()
 
 
@@ -107,15 +108,24 @@ class Site:
         self._threads = trio.CapacityLimiter(THREADS)
         self._files = {f"/{name}": content for name, content in page_files().items()}
 
-    async def handle(self, request: HTTPRequest) -> HTTPResponse:
-        """The answer to a request. A mistake in this package is answered too, and its traceback is printed."""
+    def admit(self, request: HTTPRequest) -> HTTPResponse | None:
+        """The refusal of a request that may not ask, before its body is read."""
         try:
             self._access.check_host(request)
-            query = Query.of(request.query)
-            if request.path == "/" and self._access.has_token(query):
+            if not self._is_link(request):
+                self._access.check(request)
+        except APIError as error:
+            return _refusal(error)
+        return None
+
+    async def handle(self, request: HTTPRequest) -> HTTPResponse:
+        """The answer to a request. A mistake in this package is answered too, and its traceback is printed."""
+        if (refusal := self.admit(request)) is not None:
+            return refusal
+        try:
+            if self._is_link(request):
                 moved = HEADERS | {"location": "/", "set-cookie": self._access.cookie()}
                 return HTTPResponse(303, b"", "text/plain", headers=moved)
-            self._access.check(request)
             if request.path.startswith("/api/"):
                 return await trio.to_thread.run_sync(self._of_api, request, limiter=self._threads)
             return self._of_page(request)
@@ -124,6 +134,10 @@ class Site:
         except Exception:
             traceback.print_exc()
             return _refusal(APIError(500, "the viewer made a mistake; its terminal has the traceback"))
+
+    def _is_link(self, request: HTTPRequest) -> bool:
+        """Whether the request comes from the link, which has the token. Raises APIError."""
+        return request.path == "/" and self._access.has_token(Query.of(request.query))
 
     def _of_page(self, request: HTTPRequest) -> HTTPResponse:
         path = "/index.html" if request.path == "/" else request.path

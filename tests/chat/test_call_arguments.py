@@ -6,11 +6,12 @@ import json
 
 import pytest
 
+from rollouts.bounds import call_arguments
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, parse_reply, read_call
 from rollouts.cli.play import read_reply
 from rollouts.gateway import anthropic_messages, chat_completions, responses
 from rollouts.inference.chatting import ChatRequest
-from rollouts.types import ToolCall, call_arguments
+from rollouts.types import ToolCall
 
 TOOLS = [{"type": "function", "function": {"name": "stop", "description": "Stop.", "parameters": {"type": "object"}}}]
 EMPTY = pytest.mark.parametrize("given", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": " "}])

@@ -41,7 +41,7 @@ class Handler:
         return HTTPResponse(200, b"%d bytes" % len(request.body) + self.more, "text/plain")
 
 
-def served(steps, **limits):
+def served(steps, admit=None, **limits):
     """Run `steps(connect, handler, stopping)` against a server; returns the handler once the server has ended."""
     handler = Handler()
 
@@ -58,7 +58,7 @@ def served(steps, **limits):
 
         with trio.fail_after(20):
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(serve_http, handler, refusal, listeners, HTTPLimits(**limits), stopping)
+                nursery.start_soon(serve_http, handler, refusal, listeners, HTTPLimits(**limits), stopping, admit)
                 await steps(connect, handler, stopping)
                 stopping.set()
             for stream in streams:
@@ -127,13 +127,16 @@ def test_a_client_that_waits_to_be_asked_for_its_body():
     [
         (b"nonsense\r\n\r\n", 400, "no HTTP request"),
         (b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\n\r\n", 431, "no HTTP request"),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: odd\r\n\r\n", 400, "Transfer-Encoding"),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: \xb2\r\n\r\n", 400, "Content-Length"),
         (post(b"x" * 101), 413, "more than 100 bytes"),
         (
             b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n80\r\n" + b"x" * 128,
             413,
             "more than 100 bytes",
         ),
-        (post(b"abcd")[:-2], 408, "did not arrive within 0.3 seconds"),
+        (post(b"abcd")[:-2], 408, "the body of the request did not arrive within 0.3 seconds"),
+        (post(b"abcd")[:20], 408, "the head of the request did not arrive within 0.2 seconds"),
     ],
 )
 def test_a_request_that_is_refused_ends_its_connection_only(sent, status, words):
@@ -148,7 +151,7 @@ def test_a_request_that_is_refused_ends_its_connection_only(sent, status, words)
         await other.send_all(GET)
         await until(other, b"0 bytes")
 
-    served(steps, body_bytes_max=100, receive_seconds=0.3)
+    served(steps, body_bytes_max=100, head_seconds=0.2, receive_seconds=0.3)
 
 
 def test_an_idle_connection_is_closed():
@@ -213,6 +216,52 @@ def test_connections_beyond_the_bound_wait():
         await until(second, b"0 bytes")
 
     served(steps, connections_max=1)
+
+
+def test_requests_that_are_never_finished_block_nobody():
+    async def steps(connect, handler, stopping):
+        halves = [b"", b"GET /x", post(b"abcd")[:-2], GET[:-2]]
+        waiting = [await connect() for _ in range(12)]
+        for place, stream in enumerate(waiting):
+            await stream.send_all(halves[place % 4])
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        stream = await connect()
+        await stream.send_all(GET)
+        await until(stream, b"0 bytes")
+        assert await rest(waiting[0]) == b"", "the oldest was closed for it"
+
+    served(steps, connections_max=3, head_seconds=60.0)
+
+
+def test_a_request_is_refused_before_its_body_is_read():
+    async def steps(connect, handler, stopping):
+        stream = await connect()
+        await stream.send_all(post(b"x" * 1000, b"Key: wrong\r\n")[:-1000])
+        assert b"401" in await until(stream, b"no such key")
+        stream = await connect()
+        await stream.send_all(post(b"abc", b"Key: right\r\n"))
+        await until(stream, b"3 bytes")
+
+    def admit(request):
+        assert request.body == b""
+        return None if request.headers["key"] == "right" else HTTPResponse(401, b"no such key", "text/plain")
+
+    assert len(served(steps, admit).requests) == 1
+
+
+def test_all_bodies_together_are_bounded_and_released():
+    async def steps(connect, handler, stopping):
+        first, second = await connect(), await connect()
+        await first.send_all(post(b"x" * 80)[:-1])
+        await trio.testing.wait_all_tasks_blocked(0.01)
+        await second.send_all(post(b"x" * 80)[:-1])
+        assert b"429" in await until(second, b"send this one again later")
+        await first.send_all(b"x")
+        for _ in range(3):  # an answered request holds nothing
+            await until(first, b"80 bytes")
+            await first.send_all(post(b"x" * 80))
+
+    served(steps, body_bytes_max=100, bodies_bytes_max=150)
 
 
 def test_stopping_answers_what_is_in_flight_and_accepts_nothing():

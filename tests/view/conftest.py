@@ -145,9 +145,8 @@ def serve():
             tokens.append(trio.lowlevel.current_trio_token())
             listener = trio.SocketListener(trio.socket.from_stdlib_socket(bound))
             ready.set()
-            await serve_http(
-                Site(ViewAPI(Catalog([directory])), access).handle, _unreadable, [listener], LIMITS, stopping
-            )
+            site = Site(ViewAPI(Catalog([directory])), access)
+            await serve_http(site.handle, _unreadable, [listener], LIMITS, stopping, site.admit)
 
         thread = threading.Thread(target=trio.run, args=(main,))
         thread.start()

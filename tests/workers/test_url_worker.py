@@ -195,9 +195,14 @@ def test_what_a_server_refuses(serve, monkeypatch):
     first.close()
     page = ["GET / HTTP/1.1", "Host: here", "Upgrade: websocket", "Connection: Upgrade", "Sec-WebSocket-Version: 13"]
     page += ["Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", "Authorization: Bearer right", "Origin: http://a.example"]
-    with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as browser:
+    place = "127.0.0.1", int(url.rpartition(":")[2])
+    with contextlib.ExitStack() as open_until_the_end:
+        halves = [open_until_the_end.enter_context(socket.create_connection(place, 10)) for _ in range(100)]
+        halves[0].sendall(b"GET / HTTP/1.1\r\n")
+        browser = open_until_the_end.enter_context(socket.create_connection(place, 10))
         browser.sendall("\r\n".join([*page, "", ""]).encode())
         assert browser.recv(4096).startswith(b"HTTP/1.1 403 ")
+        assert halves[0].recv(1) == b"", "connections that never say who they are give their places to others"
 
 
 def test_a_url_that_serves_something_else(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from rollouts.check.packages import Found
 from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import SandboxLimits
+from rollouts.sandboxes.subprocesses import SubprocessSandboxes
 
 
 def why_not() -> str:
@@ -130,6 +132,20 @@ def test_the_network_is_only_there_if_it_is_chosen(open_sandbox):
         chosen = BubblewrapSandboxes(network=True)
         assert any("network" in words for words in chosen.not_stopped)
         assert open_sandbox(network=True).exec(ask).exit_code == 0
+
+
+@real
+def test_the_variables_of_other_processes_cannot_be_read(open_sandbox):
+    with subprocess.Popen(["sleep", "60"], env={"MY_API_KEY": "private"}) as other:
+        try:
+            read = f"cat /proc/{other.pid}/environ; cat /proc/*/environ"
+            assert "private" not in open_sandbox().exec(read).stdout
+            plain = SubprocessSandboxes()
+            with contextlib.closing(plain.open()) as sandbox:
+                assert "MY_API_KEY=private" in sandbox.exec(read).stdout
+            assert any("environment variables" in words for words in plain.not_stopped)
+        finally:
+            other.kill()
 
 
 @real

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts import Message
+from rollouts.bounds import call_arguments
 from rollouts.errors import ConfigError
-from rollouts.types import ToolCall, call_arguments
+from rollouts.types import ToolCall
 
 KEY = "responses_create_params"
 RESERVED = ("verify", "seed_session", "close_session", "aggregate_metrics", "sandbox_access", "mcp")

@@ -13,7 +13,7 @@ import hmac
 import ipaddress
 import signal
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS = 10.0  # how long a worker may take to close its episodes when its connection has ended
 CHUNKS_MAX = 1_000  # of what an environment's code has printed, waiting to be sent
+HANDSHAKES_MAX = 64  # connections that have not yet said who they are; the oldest gives its place to a new one
 REASON_BYTES_MAX = 120  # of a WebSocket's closing reason
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -132,6 +133,7 @@ class _Server:
     def __init__(self, address: Address, connector: ProcessConnector, say: Callable[[str], None]) -> None:
         self._address, self._connector, self._say = address, connector, say
         self._connections = 0
+        self._handshakes: dict[trio.CancelScope, None] = {}  # the oldest first
 
     async def handle(self, stream: trio.abc.Stream) -> None:
         """Handle one connection. Whatever it sends, the server goes on."""
@@ -141,12 +143,26 @@ class _Server:
                 with trio.move_on_after(CONNECT_SECONDS) as handshake:
                     readers = ReaderNursery(nursery, handshake)
                     accept = library().wrap_server_stream
-                    request = await accept(readers, stream, max_message_size=limits.MESSAGE_BYTES_MAX)
+                    with self._among_handshakes(handshake):
+                        request = await accept(readers, stream, max_message_size=limits.MESSAGE_BYTES_MAX)
                 if request is not None:
                     await self._take(request)
                 nursery.cancel_scope.cancel()
         except* Exception as group:
             self._say(f"a connection failed: {words_of(group)}")
+
+    @contextlib.contextmanager
+    def _among_handshakes(self, handshake: trio.CancelScope) -> Iterator[None]:
+        """While the block runs, the handshake counts. If there are too many, the oldest one ends."""
+        self._handshakes[handshake] = None
+        if len(self._handshakes) > HANDSHAKES_MAX:
+            oldest = next(iter(self._handshakes))
+            del self._handshakes[oldest]
+            oldest.cancel()
+        try:
+            yield
+        finally:
+            self._handshakes.pop(handshake, None)
 
     async def _take(self, request: WebSocketRequest) -> None:
         headers = dict(request.headers)

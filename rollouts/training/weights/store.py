@@ -162,7 +162,7 @@ def read_state(path: str | Path) -> dict[str, Any]:
         state = json.loads(read_regular(Path(path) / STATE))
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, f"the {STATE} of the checkpoint {path} cannot be read: {error}") from error
     return state
 
