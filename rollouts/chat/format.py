@@ -184,11 +184,6 @@ class ChatFormat:
         return ChatFormat(self.tokenizer, {**self._arguments, **modes}, self._parser) if modes else None
 
     @functools.cached_property
-    def characters_per_token_max(self) -> int:
-        """The length of the longest token. A text has at least `len(text) / characters_per_token_max` tokens."""
-        return max(map(len, self.tokenizer.get_vocab()))
-
-    @functools.cached_property
     def tokens_at_least(self) -> Callable[[Sequence[Message], Tools], int]:
         """How many tokens some messages and tools have at least, without rendering or encoding them."""
         return functools.partial(least_tokens, density=densities(self.tokenizer.get_vocab()))
