@@ -178,7 +178,13 @@ def _install(python: Path, wheels: list[Path], extras: list[str]) -> str:
 
 def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+    own = without_own_path() if arguments[0] == "--python" else None
+    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+
+
+def without_own_path() -> dict[str, str]:
+    """The environment variables without PYTHONPATH, because a copy of the package there would hide the wheel."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def _end(done: subprocess.CompletedProcess[str]) -> str:

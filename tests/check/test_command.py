@@ -170,10 +170,11 @@ def test_prompts_with_a_sample(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_folder_of_a_package_is_built_and_installed(tmp_path, capsys, monkeypatch):
-    """And a package whose wheel lacks a module is found."""
+    """And a package whose wheel lacks a module is found, also if PYTHONPATH has a whole copy, as of a fresh package."""
     pytest.importorskip("hatchling")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     folder = tmp_path / "calculator"
+    monkeypatch.setenv("PYTHONPATH", str(folder))
     shutil.copytree(ROOT / "environments" / "calculator", folder, ignore=shutil.ignore_patterns("tests", "__pycache__"))
     assert main(["check", str(folder), "--only", "wheel"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out

@@ -1,10 +1,12 @@
-"""Answers that are shown indirectly: as a number that differs by a constant, or by the environment's own replies."""
+"""Answers that are shown indirectly: in a code, as a number that differs by a constant, or in a reply."""
 
 from __future__ import annotations
 
+import base64
+import codecs
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from rollouts.author_code import place_of_function, shown
 from rollouts.check.environments.agents import in_trio, play, says
@@ -18,6 +20,89 @@ MANY = 5  # different numbers that do not follow one rule by chance
 PLACES_MAX = 6  # numbers from the start and from the end of a text
 DIGITS_MAX = 15  # longer numbers are not exact
 WRONG_REPLY = "?"
+SMALL = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+class Code(NamedTuple):
+    """A way to hide an answer in a text: `decoded` reads the text, or `encoded` writes the answer. If `is_placed`, an
+    honest text may have it, so it counts only at a fixed place.
+    """
+
+    words: str
+    decoded: Callable[[str], str] = str
+    encoded: Callable[[str], str] = str
+    is_placed: bool = False
+
+
+def _decoder(pattern: str, decode: Callable[[str], str]) -> Callable[[str], str]:
+    """Reads each part of a text that the pattern matches. A part that means nothing stays as it is."""
+
+    def meaning(found: re.Match[str]) -> str:
+        try:
+            read = decode(found[0])
+        except ValueError:
+            return found[0]
+        return read if read.strip().isprintable() else found[0]
+
+    return lambda text: re.sub(rf"(?<!\w){pattern}(?!\w)", meaning, text)
+
+
+def _numbers_decoder(unit: str, separators: str, letter: Callable[[str], str]) -> Callable[[str], str]:
+    """Reads numbers, each of which is a letter."""
+    each = re.compile(unit)
+    return _decoder(f"{unit}(?:{separators}{unit})*", lambda part: "".join(map(letter, each.findall(part))))
+
+
+def _from_base64(part: str) -> str:
+    plain = part.rstrip("=").translate({ord("-"): "+", ord("_"): "/"})
+    return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True).decode()
+
+
+def _from_place(number: str) -> str:
+    return chr(ord("a") + int(number) - 1) if 0 < int(number) <= 26 else "\0"
+
+
+def _in_base(form: str) -> Callable[[str], str]:
+    return lambda answer: format(int(answer), form) if answer.isdecimal() else ""
+
+
+def _in_words(answer: str) -> str:
+    """A number below a million in words; empty for another answer."""
+    if not answer.isdecimal() or len(answer) > 6:
+        return ""
+    number = int(answer)
+    for size, word in ((1000, "thousand"), (100, "hundred")):
+        if number >= size:
+            rest = f" {_in_words(str(number % size))}" if number % size else ""
+            return f"{_in_words(str(number // size))} {word}{rest}"
+    if number < len(SMALL):
+        return SMALL[number]
+    return TENS[number // 10] + (f" {SMALL[number % 10]}" if number % 10 else "")
+
+
+_LETTERS = r"[^\W_]([ .,;_*|/-]{1,3})[^\W_](?:\1[^\W_])+"
+
+CODES = (
+    Code("in base64", _decoder(r"[\w+/-]{2,}={0,2}", _from_base64)),
+    Code(
+        "in hexadecimal", _numbers_decoder(r"(?:0x|\\x)?[\da-fA-F]{2}", "[ :,-]?", lambda two: chr(int(two[-2:], 16)))
+    ),
+    Code("in binary", _numbers_decoder("[01]{7,8}", " ?", lambda bits: chr(int(bits, 2)))),
+    Code("as the codes of its letters", _numbers_decoder(r"\d{2,3}", "[ ,;:-]+", lambda number: chr(int(number)))),
+    Code("as places in the alphabet", _numbers_decoder(r"\d{1,2}", "[ ,;:-]+", _from_place)),
+    Code("letter by letter", _decoder(_LETTERS, lambda part: re.sub(r"[\W_]", "", part))),
+    Code("in reverse", encoded=lambda answer: answer[::-1]),
+    Code("in rot13", encoded=lambda answer: codecs.encode(answer, "rot13")),
+    Code("as a number in another base", _decoder("0[xXbBoO][0-9a-fA-F]+", lambda part: str(int(part, 0)))),
+    Code("as a hexadecimal number", encoded=_in_base("x")),
+    Code("as a binary number", encoded=_in_base("b")),
+    Code("in words", lambda text: re.sub(r"[\s-]+(?:and\s+)?", " ", text.lower()), _in_words, is_placed=True),
+)
+"""The codes in which an answer is looked for."""
 
 
 def look_for_numbers(subject: Subject) -> list[str]:
