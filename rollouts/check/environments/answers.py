@@ -133,8 +133,8 @@ def _look_in_results(
     subject: Subject, tool: ToolMethod, known: Sequence[Task], others: Sequence[Task]
 ) -> Iterator[str]:
     """Notes on calls that show the answer and are the expert's, or cost the reward. Raises FailedError for others."""
-    counts = itertools.accumulate(known, lambda seen, task: seen | ({_answer(task)} - {""}), initial=frozenset[str]())
-    few = known[: next(number for number, seen in enumerate(counts) if len(seen) > 1)]  # enough to rule out most calls
+    enough = next(count for count in range(len(known) + 1) if len(set(map(_answer, known[:count])) - {""}) > 1)
+    few = known[:enough]  # they rule out most calls
     for words, arguments in _unknowing(subject, tool):
         found = ""
         for tasks in (few, known, *([others] if others else [])):
@@ -246,7 +246,7 @@ def _shown_by(subject: Subject | None, tasks: Sequence[Task], texts: Sequence[st
     written = [_written(answer) for answer in answers]
     if found := _gives_away(subject, texts, written) or _at_one_key(texts, written) or _at_an_end(texts, written):
         return found
-    leaves = [dict(_leaves(answer, "")) if isinstance(answer, list | dict) else {} for answer in answers]
+    leaves = [_leaves(answer) for answer in answers]
     shared = set.intersection(*map(set, leaves))
     columns = [[each[path] for each in leaves] for path in sorted(shared)]
     places = [_gives_away(subject, texts, column) for column in columns if len(set(column)) > 1]
@@ -260,7 +260,7 @@ def _at_one_key(texts: Sequence[str], written: Sequence[str]) -> str:
         return ""
     try:
         found = [
-            {path for path, value in _values(msgspec.json.decode(text), "") if _written(value) == answer}
+            {path for path, value in _values(msgspec.json.decode(text)) if _written(value) == answer}
             for text, answer in pairs
         ]
     except msgspec.DecodeError:
@@ -281,13 +281,25 @@ def _at_an_end(texts: Sequence[str], written: Sequence[str]) -> str:
     return "at its end" if is_last else ""
 
 
-def _values(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Each value in a list or a mapping, with its keys: `[0].total`."""
+def _values(value: Any, path: str = "", unread: Collection[str] = ()) -> Iterator[tuple[str, Any]]:
+    """Each value in a list or a mapping, with its keys: `[0].total`. Not those of the keys `unread`, unless they are
+    mappings.
+    """
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, each in inside:
-        name = f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}"
+        if key in unread and not isinstance(each, dict):
+            continue
+        name = f"{path}[{key}]" if isinstance(value, list) else f"{path}.{key}".lstrip(".")
+        if path.endswith(".enum") and len(value) == 1:
+            name = path  # no choice
         yield name, each
-        yield from _values(each, name)
+        yield from _values(each, name, unread)
+
+
+def _leaves(value: Any, unread: Collection[str] = ()) -> dict[str, str]:
+    """The texts and numbers in a list or a mapping, as texts."""
+    found = _values(value, unread=unread)
+    return {path: str(each) for path, each in found if type(each) in (str, int, float)}
 
 
 def _common_place(pairs: Sequence[tuple[str, str]]) -> tuple[str, list[int]] | None:
@@ -360,23 +372,9 @@ async def _texts_of_schemas(subject: Subject, tasks: Sequence[Task]) -> list[dic
         for each in schemas:
             arguments = enumerate(each["parameters"]["properties"], start=1)
             names |= {(each["name"], f"{NAMED} of argument {place}"): name for place, name in arguments}
-        found.append(
-            names | {(each["name"], path): text for each in schemas for path, text in _leaves(each, "", UNREAD)}
-        )
+            names |= {(each["name"], path): text for path, text in _leaves(each, UNREAD).items()}
+        found.append(names)
     return found
-
-
-def _leaves(value: Any, path: str, unread: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-    """The values in a list or a mapping with their paths; not those of the keys `unread`."""
-    if isinstance(value, dict):
-        for key, each in value.items():
-            if key not in unread or isinstance(each, dict):
-                yield from _leaves(each, f"{path}.{key}" if path else str(key), unread)
-    elif isinstance(value, list):
-        for number, each in enumerate(value):
-            yield from _leaves(each, f"{path}[{number}]" if len(value) > 1 else path, unread)
-    elif not isinstance(value, bool) and isinstance(value, str | int | float):
-        yield path, str(value)
 
 
 def _in_a_table(texts: Sequence[str], answers: Sequence[str], prompts: Sequence[str]) -> str:
