@@ -325,21 +325,23 @@ class Blocked(threading.Thread):
             self.calls[f"{event} ({place})"] = None
 
     def run(self) -> None:
-        """Look again and again what each loop does."""
-        before: dict[int, tuple[object, float]] = {}
+        """Look again and again what each loop does, and whether it has been idle since it began that."""
+        before: dict[threading.Thread, tuple[int, int, float]] = {}
         while not self._done.wait(LOOK_SECONDS):
-            frames = sys._current_frames()
             for thread in threading.enumerate():
-                frame = frames.get(thread.ident or 0)
-                if thread.name not in LOOPS or frame is None or (idle := _idle_seconds(thread)) is None:
-                    continue
-                doing = (id(frame), frame.f_lasti)
-                known, since = before.get(thread.ident or 0, (None, 0.0))
-                if known != doing:
-                    before[thread.ident or 0] = doing, idle
-                elif idle - since > IDLE_SECONDS and (place := _place_in_async(frame, self._package)):
-                    self.idle[f"it was idle for more than {IDLE_SECONDS:g} seconds ({place})"] = None
-            del frames
+                if thread.name in LOOPS and (idle := _idle_seconds(thread)) is not None:
+                    self._look(thread, idle, before)
+
+    def _look(
+        self, thread: threading.Thread, idle: float, before: dict[threading.Thread, tuple[int, int, float]]
+    ) -> None:
+        frame = sys._current_frames().get(thread.ident or 0)
+        doing = id(frame), frame.f_lasti if frame else 0
+        *known, since = before.get(thread, (0, 0, 0.0))
+        if known != [*doing]:
+            before[thread] = *doing, idle
+        elif idle - since > IDLE_SECONDS and (place := _place_in_async(frame, self._package)):
+            self.idle[f"it was idle for more than {IDLE_SECONDS:g} seconds ({place})"] = None
 
 
 def _idle_seconds(thread: threading.Thread) -> float | None:
