@@ -155,6 +155,17 @@ def test_what_may_be_meant_passes_with_a_note(file, name, words):
     assert re.search(words, note), note
 
 
+@pytest.mark.parametrize("code", ["answer.encode().hex()", "codecs.encode(answer, 'rot13')", "'-'.join(answer)"])
+def test_an_answer_in_any_code_is_found(code, tmp_path):
+    source = (FAULTS / "answer_hidden__as_codes_of_letters.py").read_text()
+    written = '" ".join(str(ord(letter)) for letter in answer)'
+    assert written in source
+    (tmp_path / "coded.py").write_text(f"import codecs\n{source.replace(written, code)}")
+    given = f"{tmp_path / 'coded.py'}:Fault"
+    report = check(Found(given, given), Options(only={"answer-hidden"}, tasks=2))
+    assert [result.tried for result in report.failed] == ["look for codes of the answers in the prompts"]
+
+
 def test_nearly_every_check_has_a_fault():
     found = {path.stem.partition("__")[0].replace("_", "-") for path in FILES}
     assert {check.name for check in CHECKS} - found == {"wheel"}  # its fault is a package: test_command.py

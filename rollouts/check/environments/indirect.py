@@ -51,23 +51,18 @@ def _decoder(pattern: str, decode: Callable[[str], str]) -> Callable[[str], str]
     return lambda text: re.sub(rf"(?<!\w){pattern}(?!\w)", meaning, text)
 
 
-def _numbers_decoder(unit: str, separators: str, letter: Callable[[str], str]) -> Callable[[str], str]:
-    """Reads numbers, each of which is a letter."""
-    each = re.compile(unit)
-    return _decoder(f"{unit}(?:{separators}{unit})*", lambda part: "".join(map(letter, each.findall(part))))
+def _letters(unit: str, separators: str, base: int) -> Callable[[str], str]:
+    """Reads numbers, each of which is the code of a letter."""
+
+    def decode(part: str) -> str:
+        return "".join(chr(int(number, base)) for number in re.findall(unit, part))
+
+    return _decoder(f"{unit}(?:{separators}{unit})*", decode)
 
 
 def _from_base64(part: str) -> str:
     plain = part.rstrip("=").translate({ord("-"): "+", ord("_"): "/"})
     return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True).decode()
-
-
-def _from_place(number: str) -> str:
-    return chr(ord("a") + int(number) - 1) if 0 < int(number) <= 26 else "\0"
-
-
-def _in_base(form: str) -> Callable[[str], str]:
-    return lambda answer: format(int(answer), form) if answer.isdecimal() else ""
 
 
 def _in_words(answer: str) -> str:
@@ -84,22 +79,15 @@ def _in_words(answer: str) -> str:
     return TENS[number // 10] + (f" {SMALL[number % 10]}" if number % 10 else "")
 
 
-_LETTERS = r"[^\W_]([ .,;_*|/-]{1,3})[^\W_](?:\1[^\W_])+"
+_SPELLED = r"[^\W_]([ .,;_*|/-]{1,3})[^\W_](?:\1[^\W_])+"
 
 CODES = (
     Code("in base64", _decoder(r"[\w+/-]{2,}={0,2}", _from_base64)),
-    Code(
-        "in hexadecimal", _numbers_decoder(r"(?:0x|\\x)?[\da-fA-F]{2}", "[ :,-]?", lambda two: chr(int(two[-2:], 16)))
-    ),
-    Code("in binary", _numbers_decoder("[01]{7,8}", " ?", lambda bits: chr(int(bits, 2)))),
-    Code("as the codes of its letters", _numbers_decoder(r"\d{2,3}", "[ ,;:-]+", lambda number: chr(int(number)))),
-    Code("as places in the alphabet", _numbers_decoder(r"\d{1,2}", "[ ,;:-]+", _from_place)),
-    Code("letter by letter", _decoder(_LETTERS, lambda part: re.sub(r"[\W_]", "", part))),
+    Code("in hexadecimal", _letters(r"(?:0x)?[\da-fA-F]{2}", "[ :,-]?", 16)),
+    Code("as the codes of its letters", _letters(r"\d{2,3}", "[ ,;:-]+", 10)),
+    Code("letter by letter", _decoder(_SPELLED, lambda part: re.sub(r"[\W_]", "", part))),
     Code("in reverse", encoded=lambda answer: answer[::-1]),
     Code("in rot13", encoded=lambda answer: codecs.encode(answer, "rot13")),
-    Code("as a number in another base", _decoder("0[xXbBoO][0-9a-fA-F]+", lambda part: str(int(part, 0)))),
-    Code("as a hexadecimal number", encoded=_in_base("x")),
-    Code("as a binary number", encoded=_in_base("b")),
     Code("in words", lambda text: re.sub(r"[\s-]+(?:and\s+)?", " ", text.lower()), _in_words, is_placed=True),
 )
 """The codes in which an answer is looked for."""
