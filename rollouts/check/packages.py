@@ -18,9 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollouts.author_code import CORE, INSTALLED
+from rollouts.author_code import INSTALLED
 from rollouts.check.report import FailedError, SkippedError
-from rollouts.env.wheels import base_wheel
+from rollouts.env.wheels import BASE, base_wheel
 from rollouts.plugins.index import HELD, normalize
 from rollouts.scaffold.packages import example_description
 
@@ -55,6 +55,11 @@ class Package:
             self._was_tried = True
             self._installed = self._install()
         return self._installed
+
+    @property
+    def is_core(self) -> bool:
+        """Whether this is the package of rollouts itself."""
+        return normalize(self._about()["project"]["name"]) == BASE
 
     def qualified(self, name: str) -> str:
         """The name of a component in full: `distribution/name`."""
@@ -133,9 +138,10 @@ class Found(NamedTuple):
         """The package. Raises SkippedError if its source is not here."""
         if self.folder is None:
             raise SkippedError("the source of the package is not here; to check it: rollouts check FOLDER")
-        if self.folder == Path(CORE).parent:
+        package = self.package or Package(self.folder)
+        if package.is_core:  # also where a copy of rollouts on PYTHONPATH runs
             raise SkippedError("it is a part of rollouts")
-        return self.package or Package(self.folder)
+        return package
 
 
 def _build(folder: Path, work: Path) -> Path:
@@ -178,7 +184,13 @@ def _install(python: Path, wheels: list[Path], extras: list[str]) -> str:
 
 def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+    own = without_own_path() if arguments[0] == "--python" else None
+    return subprocess.run(command, env=own, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
+
+
+def without_own_path() -> dict[str, str]:
+    """The environment variables without PYTHONPATH, because a copy of the package there would hide the wheel."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
 
 def _end(done: subprocess.CompletedProcess[str]) -> str:

@@ -20,6 +20,7 @@ from rollouts import reward
 from rollouts.check import check_environment_class
 from rollouts.check.environments import agents
 from rollouts.check.environments.table import CHECKS
+from rollouts.check.packages import Found
 from rollouts.check.report import FailedError, Report, SkippedError
 from rollouts.check.runner import Check, run_checks
 from rollouts.cli import main
@@ -170,10 +171,11 @@ def test_prompts_with_a_sample(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_the_folder_of_a_package_is_built_and_installed(tmp_path, capsys, monkeypatch):
-    """And a package whose wheel lacks a module is found."""
+    """And a package whose wheel lacks a module is found, also if PYTHONPATH has a whole copy, as of a fresh package."""
     pytest.importorskip("hatchling")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     folder = tmp_path / "calculator"
+    monkeypatch.setenv("PYTHONPATH", str(folder))
     shutil.copytree(ROOT / "environments" / "calculator", folder, ignore=shutil.ignore_patterns("tests", "__pycache__"))
     assert main(["check", str(folder), "--only", "wheel"]) == 0, capsys.readouterr().out
     said = capsys.readouterr().out
@@ -186,6 +188,13 @@ def test_the_folder_of_a_package_is_built_and_installed(tmp_path, capsys, monkey
     (folder / "pyproject.toml").write_text(f'{about}exclude = ["arithmetic.py"]\n')
     assert main(["check", str(folder), "--only", "wheel"]) == 1
     assert "No module named 'rollouts_calculator.arithmetic'" in in_one_line(capsys)
+
+
+def test_rollouts_itself_is_not_built_beside_a_copy(tmp_path):
+    """Its components may come from another folder than the code that runs, as with PYTHONPATH."""
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "Rollouts_RL"\n')
+    with pytest.raises(SkippedError, match="it is a part of rollouts"):
+        Found("prompts", "prompts", tmp_path).its_package()
 
 
 def test_a_class_in_a_test_of_its_author():

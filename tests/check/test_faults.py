@@ -85,8 +85,20 @@ def test_an_environment_without_a_mistake_passes(wanted):
     assert skipped <= {"forged-files", "wheel"}
 
 
-def test_parts_of_a_score_are_no_second_judgment():
-    assert report_of(FAULTS / "choice.py", "Choice").failed == []
+@pytest.mark.usefixtures("forked_checks")
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("choice", "Choice"),  # parts of a score are no second judgment
+        ("seeds", "Seeds"),  # equal tasks whose ids say which game it is
+        ("waits", "Waits"),  # waiting in a thread, or with await
+        ("hints", "Hints"),  # tools with choices, bounds and flags, and codes of something else than the answer
+    ],
+)
+def test_an_honest_neighbor_of_a_fault_passes_without_a_note(file, name):
+    report = report_of(FAULTS / f"{file}.py", name)
+    assert report.failed == []
+    assert [note for result in report.results for note in result.notes] == []
 
 
 def test_what_only_looks_like_a_mistake_passes_with_a_note():
@@ -115,17 +127,43 @@ def test_a_reply_that_never_ends_the_episode_gets_a_note(tmp_path, turns):
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("file", "name", "words"),
     [
-        ("haystack", r"the answer behind 'e is ' .*, in changing lines; leave it out, unless the task is to find it"),
-        ("orders", r"two tasks without ids have the prompt 'prompt:What do you want\?' and differ .* give them ids"),
+        (
+            "seeds",
+            "Numbered",
+            r"\d\d of 1000 evaluation tasks are training tasks with another id, .* equal ids",
+        ),
+        ("hints", "Paid", r"define with reveal=True .* behind 'l is ', .* earns less after it, so it may be a hint"),
+        ("hints", "Coded", r"the answer in base64, .* for '\d+' .*; leave it out, unless the task is to read it"),
+        (
+            "haystack",
+            "Haystack",
+            r"the answer behind 'e is ' .*, in changing lines; leave it out, unless the task is to find it",
+        ),
+        (
+            "orders",
+            "Orders",
+            r"two tasks without ids have the prompt 'prompt:What do you want\?' and differ .* give them ids",
+        ),
     ],
 )
-def test_what_may_be_meant_passes_with_a_note(name, words):
-    report = report_of(FAULTS / f"{name}.py", name.title())
+def test_what_may_be_meant_passes_with_a_note(file, name, words):
+    report = report_of(FAULTS / f"{file}.py", name)
     assert report.failed == []
     (note,) = [note for result in report.results for note in result.notes]
     assert re.search(words, note), note
+
+
+@pytest.mark.parametrize("code", ["answer.encode().hex()", "codecs.encode(answer, 'rot13')", "'-'.join(answer)"])
+def test_an_answer_in_any_code_is_found(code, tmp_path):
+    source = (FAULTS / "answer_hidden__as_codes_of_letters.py").read_text()
+    written = '" ".join(str(ord(letter)) for letter in answer)'
+    assert written in source
+    (tmp_path / "coded.py").write_text(f"import codecs\n{source.replace(written, code)}")
+    given = f"{tmp_path / 'coded.py'}:Fault"
+    report = check(Found(given, given), Options(only={"answer-hidden"}, tasks=2))
+    assert [result.tried for result in report.failed] == ["look for codes of the answers in the prompts"]
 
 
 def test_nearly_every_check_has_a_fault():

@@ -320,6 +320,13 @@ def writes_anywhere(path: str) -> str:
     return "written"
 
 
+@fault("tools", "event-loop")
+async def sleeps(query: str) -> str:
+    """Search."""
+    time.sleep(0.001)  # noqa: ASYNC251
+    return query
+
+
 def good_parser(text, *, word: str = "CALL"):
     pattern = word + r" (\w+)\((\w+)=(.*?)\)"
     found = [ToolCall(name, {key: value}) for name, key, value in re.findall(pattern, text)]

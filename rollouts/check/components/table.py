@@ -119,7 +119,9 @@ FAMILIES: dict[str, Family] = {
         loggers.resumed,
         then=(loggers.logs,),
     ),
-    "tools": _family(tools.tool_definition, tools.tool_schemas, tools.tool_results, tools.tool_arguments),
+    "tools": _family(
+        tools.tool_definition, tools.tool_schemas, tools.tool_results, tools.tool_arguments, tools.event_loop
+    ),
     "tool_parsers": _family(
         tools.plain_text, tools.any_text, tools.quick, then=(tools.round_trip, *CALLED), trial=tools.parser_trial
     ),

@@ -12,6 +12,7 @@ from typing import Any
 from rollouts.author_code import shown
 from rollouts.chat.tool_parsers import ToolParser
 from rollouts.check.components.subject import Function, Subject, alias_of, at, trying
+from rollouts.check.environments import rewards
 from rollouts.check.environments import subject as environments
 from rollouts.check.environments import tools as checks
 from rollouts.check.environments.agents import tools_for
@@ -75,6 +76,11 @@ def tool_results(subject: Subject) -> str:
 def tool_arguments(subject: Subject) -> str | Passed:
     """Strange arguments do no harm: no hang, no crash, no file outside, no process that is left."""
     return checks.tool_arguments(_environment(subject))
+
+
+def event_loop(subject: Subject) -> str:
+    """If it is async, it does not block the event loop: no `time.sleep`, no program, no request."""
+    return rewards.event_loop(_environment(subject))
 
 
 def _tool(subject: Subject) -> ToolMethod:

@@ -1,10 +1,12 @@
-"""Answers that are shown indirectly: as a number that differs by a constant, or by the environment's own replies."""
+"""Answers that are shown indirectly: in a code, as a number that differs by a constant, or in a reply."""
 
 from __future__ import annotations
 
+import base64
+import codecs
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from rollouts.author_code import place_of_function, shown
 from rollouts.check.environments.agents import in_trio, play, says
@@ -18,6 +20,77 @@ MANY = 5  # different numbers that do not follow one rule by chance
 PLACES_MAX = 6  # numbers from the start and from the end of a text
 DIGITS_MAX = 15  # longer numbers are not exact
 WRONG_REPLY = "?"
+SMALL = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+class Code(NamedTuple):
+    """A way to hide an answer in a text: `decoded` reads the text, or `encoded` writes the answer. If `is_placed`, an
+    honest text may have it, so it counts only at a fixed place.
+    """
+
+    words: str
+    decoded: Callable[[str], str] = str
+    encoded: Callable[[str], str] = str
+    is_placed: bool = False
+
+
+def _decoder(pattern: str, decode: Callable[[str], str]) -> Callable[[str], str]:
+    """Reads each part of a text that the pattern matches. A part that means nothing stays as it is."""
+
+    def meaning(found: re.Match[str]) -> str:
+        try:
+            read = decode(found[0])
+        except ValueError:
+            return found[0]
+        return read if read.strip().isprintable() else found[0]
+
+    return lambda text: re.sub(rf"(?<!\w){pattern}(?!\w)", meaning, text)
+
+
+def _letters(unit: str, separators: str, base: int) -> Callable[[str], str]:
+    """Reads numbers, each of which is the code of a letter."""
+
+    def decode(part: str) -> str:
+        return "".join(chr(int(number, base)) for number in re.findall(unit, part))
+
+    return _decoder(f"{unit}(?:{separators}{unit})*", decode)
+
+
+def _from_base64(part: str) -> str:
+    plain = part.rstrip("=").translate({ord("-"): "+", ord("_"): "/"})
+    return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True).decode()
+
+
+def _in_words(answer: str) -> str:
+    """A number below a million in words; empty for another answer."""
+    if not answer.isdecimal() or len(answer) > 6:
+        return ""
+    number = int(answer)
+    for size, word in ((1000, "thousand"), (100, "hundred")):
+        if number >= size:
+            rest = f" {_in_words(str(number % size))}" if number % size else ""
+            return f"{_in_words(str(number // size))} {word}{rest}"
+    if number < len(SMALL):
+        return SMALL[number]
+    return TENS[number // 10] + (f" {SMALL[number % 10]}" if number % 10 else "")
+
+
+_SPELLED = r"[^\W_]([ .,;_*|/-]{1,3})[^\W_](?:\1[^\W_])+"
+
+CODES = (
+    Code("in base64", _decoder(r"[\w+/-]{2,}={0,2}", _from_base64)),
+    Code("in hexadecimal", _letters(r"(?:0x)?[\da-fA-F]{2}", "[ :,-]?", 16)),
+    Code("as the codes of its letters", _letters(r"\d{2,3}", "[ ,;:-]+", 10)),
+    Code("letter by letter", _decoder(_SPELLED, lambda part: re.sub(r"[\W_]", "", part))),
+    Code("in reverse", encoded=lambda answer: answer[::-1]),
+    Code("in rot13", encoded=lambda answer: codecs.encode(answer, "rot13")),
+    Code("in words", lambda text: re.sub(r"[\s-]+(?:and\s+)?", " ", text.lower()), _in_words, is_placed=True),
+)
+"""The codes in which an answer is looked for."""
 
 
 def look_for_numbers(subject: Subject) -> list[str]:

@@ -21,7 +21,7 @@ from rollouts.check.environments.agents import (
 )
 from rollouts.check.environments.subject import Demonstration, Subject
 from rollouts.check.environments.surroundings import changes, grown, kept_by_author
-from rollouts.check.environments.traces import first_difference, random_sources
+from rollouts.check.environments.traces import Blocked, first_difference, random_sources
 from rollouts.check.report import FailedError, Passed
 from rollouts.config.settings import Settings
 from rollouts.encoding import encode
@@ -131,16 +131,36 @@ def first_episodes(subject: Subject) -> list[First]:
     """
     if "first" not in subject.kept:
         subject.kept["before"] = kept_by_author(subject)
-
-        async def play_all() -> list[First]:
-            return [
-                First(words, task, script, await play(subject, task, says(*script), turns=len(script)))
-                for words, task, script in first_scripts(subject)
-            ]
-
-        subject.kept["first"] = in_trio(play_all)
+        subject.kept["first"], subject.kept["blocked"] = _play_first(subject)
     found: list[First] = subject.kept["first"]
     return found
+
+
+def _play_first(subject: Subject) -> tuple[list[First], Blocked]:
+    async def play_all() -> list[First]:
+        return [
+            First(words, task, script, await play(subject, task, says(*script), turns=len(script)))
+            for words, task, script in first_scripts(subject)
+        ]
+
+    with Blocked(str(getattr(subject.component, "__module__", "")).partition(".")[0]) as blocked:
+        return in_trio(play_all), blocked
+
+
+def event_loop(subject: Subject) -> str:
+    """Async methods do not block the event loop, which all episodes share: no `time.sleep`, no program, no request."""
+    first_episodes(subject)
+    blocked: Blocked = subject.kept["blocked"]
+    seen = [*blocked.calls]
+    if blocked.idle and not seen:  # the first time, it may have loaded something
+        seen = [*_play_first(subject)[1].idle]
+    if seen:
+        change = (
+            "await what takes time (trio.sleep, trio.run_process, an async client), or leave `async` out, so that "
+            "the method gets a thread"
+        )
+        raise FailedError("play episodes, and watch the event loop", f"an async method blocks it: {seen[0]}", change)
+    return counted(len(first_scripts(subject)), "episode")
 
 
 def first_scripts(subject: Subject) -> list[tuple[str, Task, list[Message]]]:

@@ -16,7 +16,7 @@ from rollouts.check.environments.forger import (
 from rollouts.check.environments.lifecycle import cancelled, close, deadlines, interleaved, restore
 from rollouts.check.environments.package import imports, wheel
 from rollouts.check.environments.processes import other_process, process_state
-from rollouts.check.environments.rewards import echo, episode, no_op, oracle, repeatable, rewards
+from rollouts.check.environments.rewards import echo, episode, event_loop, no_op, oracle, repeatable, rewards
 from rollouts.check.environments.tasks import (
     demonstrations,
     plain_data,
@@ -54,6 +54,7 @@ CHECKS: tuple[Check, ...] = (
     Check(tool_arguments, _PLAYED),
     Check(episode, _DRAWN),
     Check(process_state, (*_DRAWN, "episode")),
+    Check(event_loop, (*_DRAWN, "episode")),
     Check(rewards, _PLAYED),
     Check(repeatable, (*_PLAYED, "rewards", "random-state", "tool-results")),
     Check(other_process, (*_PLAYED, "same-seed", "rewards", "repeatable", "cancelled")),

@@ -89,11 +89,12 @@ def _demonstrations(subject: Subject) -> list[list[Message]]:
 
 
 def task_ids(subject: Subject) -> Passed:
-    """Two different tasks never have the same id, also not one of each split."""
+    """Two different tasks never have the same id, and evaluation tasks are not training tasks with other ids."""
     known: dict[str, Task] = {}
     prompts: dict[bytes, Task] = {}
     notes: list[str] = []
-    for task in [task for split in ("train", "eval") for task in subject.draw(IDS_MAX, split, seconds=IDS_SECONDS)]:
+    splits = {split: subject.draw(IDS_MAX, split, seconds=IDS_SECONDS) for split in ("train", "eval")}
+    for task in [*splits["train"], *splits["eval"]]:
         if task.id is None:
             other = prompts.setdefault(encode(task.messages), task)
             if encode(other) != encode(task) and not notes:
@@ -105,9 +106,33 @@ def task_ids(subject: Subject) -> Passed:
             seen = f"the id {task.id!r} belongs to {shown(first)} and to {shown(task)}{_at(subject)}"
             change = "make the id from everything that distinguishes the task, or leave it out"
             raise FailedError(f"compare the ids of the first {IDS_MAX} tasks of each split", seen, change)
+    if note := _renamed(subject, splits["train"], splits["eval"]):
+        notes.append(note)
     if not known and not notes:
         raise SkippedError("the tasks have no ids")
     return Passed(counted(len(known), "different id"), tuple(notes))
+
+
+def _renamed(subject: Subject, train: Sequence[Task], held_out: Sequence[Task]) -> str:
+    """A note if some evaluation tasks are training tasks with another id. Raises FailedError if half of them are. Tasks
+    that differ in nothing but their ids are different: the id may be what they are made from.
+    """
+    trained: dict[bytes, dict[str, Task]] = {}
+    for task in train:
+        trained.setdefault(encode((task.messages, task.answer)), {})[task.key] = task
+    if 2 * len(trained) < len({task.key for task in train}):
+        return ""
+    evaluated = {task.key: task for task in held_out}
+    same = [(trained.get(encode((task.messages, task.answer)), {}), task) for task in evaluated.values()]
+    found = [(next(iter(others.values())), task) for others, task in same if others and task.key not in others]
+    if not found:
+        return ""
+    (one, other), count = found[0], f"{len(found)} of {counted(len(evaluated), 'evaluation task')}"
+    seen = f"{count} are training tasks with another id, such as {one.key!r} and {other.key!r}{_at(subject)}"
+    if 2 * len(found) < len(evaluated):
+        return f"{seen}; give equal tasks equal ids"
+    change = "evaluate on tasks that are not trained, or give equal tasks equal ids"
+    raise FailedError(f"compare the first {IDS_MAX} tasks of each split", seen, change)
 
 
 def seeds_differ(subject: Subject) -> str:

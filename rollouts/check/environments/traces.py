@@ -7,6 +7,7 @@ not seen.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import linecache
 import os
@@ -24,8 +25,9 @@ from typing import Any
 
 import msgspec
 
-from rollouts.author_code import CORE, STANDARD_LIBRARY, Place, is_file, shown
+from rollouts.author_code import CORE, INSTALLED, STANDARD_LIBRARY, Place, is_file, shown
 from rollouts.check.environments.subject import Subject
+from rollouts.check.packages import without_own_path
 from rollouts.check.report import FailedError, SkippedError
 from rollouts.config.convert import plain
 from rollouts.errors import counted
@@ -40,6 +42,18 @@ CHANGES = frozenset(
 )
 """Audit events of calls that change the file system. The first argument is a path."""
 
+WAITS = frozenset(
+    {"os.system", "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "subprocess.Popen", "time.sleep"}
+)
+"""Audit events of calls that wait, and `time.sleep`, which has none."""
+
+LOOPS = ("rollouts-check", "rollouts-asyncio")
+"""The threads in which the checks run trio, and the engine runs asyncio."""
+
+LOOP_PACKAGES = (f"{os.sep}asyncio{os.sep}", f"{os.sep}trio{os.sep}", f"{os.sep}anyio{os.sep}")
+ASYNC = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+LOOK_SECONDS = 0.01
+IDLE_SECONDS = 0.05  # how long a loop may be idle inside an async method
 OWN_CHILDREN = ("resource_tracker", "ps -axo", "rollouts.env.workers")
 """Child processes of Python itself, of this module and of workers."""
 
@@ -189,7 +203,7 @@ def run_child(python: list[str], request: dict[str, Any], variables: dict[str, s
     except (TypeError, ValueError) as error:
         raise SkippedError(f"a setting cannot be sent to another process: {error}") from error
     command = [*python, "-c", f"{PATH if path else ''}{BOOT}", text, *(path or ())]
-    environment = {**os.environ, **variables}
+    environment = {**(os.environ if path else without_own_path()), **variables}
     try:
         code, errors, left = _run_alone(command, environment)
     except subprocess.TimeoutExpired:
@@ -255,6 +269,109 @@ def _processes_of(group: int) -> list[str]:
             ):
                 found.append(words[:80])
     return found
+
+
+# --- event loops ------------------------------------------------------------------------------------------------------
+
+
+class Blocked(threading.Thread):
+    """Watches, in a `with` block, the threads in which trio and asyncio run an environment's async methods.
+
+    `calls` are the calls by which an async method blocked its event loop, each with its line. `idle` are the lines at
+    which a loop was idle for long inside an async method: it neither computed nor waited for a core. Only Linux says
+    how long a thread was busy, so `idle` is empty elsewhere. Of the installed packages, only `package` is watched.
+    """
+
+    def __init__(self, package: str) -> None:
+        super().__init__(name="rollouts-blocked", daemon=True)
+        self.calls: dict[str, None] = {}
+        self.idle: dict[str, None] = {}
+        self._package = package
+        self._done = threading.Event()
+
+    def __enter__(self) -> Blocked:
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(audited(self._see))
+        self._stack.callback(setattr, time, "sleep", time.sleep)
+        time.sleep = self._recorded(time.sleep)  # type: ignore[assignment]
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self.join()
+        self._stack.close()
+
+    def _recorded(self, sleep: Callable[[float], None]) -> Callable[[float], None]:
+        def call(seconds: float, /) -> None:
+            if seconds > 0:
+                self._see("time.sleep", ())
+            sleep(seconds)
+
+        return call
+
+    def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Record a call that blocks, if it is made in the thread of an event loop."""
+        if event not in WAITS or threading.current_thread().name not in LOOPS:
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+        if event == "socket.connect" and arguments[0].gettimeout() == 0:
+            return
+        if event == "subprocess.Popen" and not _is_waiting(frame):
+            return
+        if place := _place_in_async(frame, self._package):
+            self.calls[f"{event} ({place})"] = None
+
+    def run(self) -> None:
+        """Look again and again what each loop does, and whether it has been idle since it began that."""
+        before: dict[threading.Thread, tuple[int, int, float]] = {}
+        while not self._done.wait(LOOK_SECONDS):
+            for thread in threading.enumerate():
+                if thread.name in LOOPS and (idle := _idle_seconds(thread)) is not None:
+                    self._look(thread, idle, before)
+
+    def _look(
+        self, thread: threading.Thread, idle: float, before: dict[threading.Thread, tuple[int, int, float]]
+    ) -> None:
+        frame = sys._current_frames().get(thread.ident or 0)
+        doing = id(frame), frame.f_lasti if frame else 0
+        *known, since = before.get(thread, (0, 0, 0.0))
+        if known != [*doing]:
+            before[thread] = *doing, idle
+        elif idle - since > IDLE_SECONDS and (place := _place_in_async(frame, self._package)):
+            self.idle[f"it was idle for more than {IDLE_SECONDS:g} seconds ({place})"] = None
+
+
+def _idle_seconds(thread: threading.Thread) -> float | None:
+    """How long a thread neither ran nor waited for a core, by a clock of unknown start; None if it is not known."""
+    try:
+        busy, waiting, _ = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
+    except (OSError, ValueError):  # only Linux has it
+        return None
+    return time.monotonic() - (int(busy) + int(waiting)) / 1e9
+
+
+def _is_waiting(frame: FrameType | None) -> bool:
+    """Whether a process is started by a function that waits for its end, such as `subprocess.run`."""
+    while frame is not None and frame.f_code.co_filename == subprocess.__file__:
+        if frame.f_code.co_name in ("run", "call"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _place_in_async(frame: FrameType | None, package: str) -> Place | None:
+    """The line of the author's async function that runs here; None if that of another package does, or none."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if frame.f_code.co_flags & ASYNC or any(part in file for part in LOOP_PACKAGES):
+            is_own = is_file(file) and not file.startswith((CORE, STANDARD_LIBRARY))
+            is_own = is_own and not any(part in file and f"{part}{package}" not in file for part in INSTALLED)
+            return Place(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip()) if is_own else None
+        frame = frame.f_back
+    return None
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
