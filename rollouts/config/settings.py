@@ -312,7 +312,8 @@ class Settings:
             logprob, the entropy and the advantage. `none`: only trajectories.
         keep_trajectories: How many of the last steps keep their trajectories on the disk, or `all`. Evaluations keep
             theirs.
-        logger: A logger, as [alias=]name. Repeat the flag for more.
+        logger: A logger besides `jsonl`, which writes metrics.jsonl, as [alias=]name. Repeat the flag for more; `none`
+            for no logger at all.
         out: The folder of the run. Default: runs/<time>-<env>-<loss>.
     """
 

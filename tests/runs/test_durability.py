@@ -33,6 +33,8 @@ def elsewhere(trajectory):
 class Stop:
     """Fails as it is told of the step in the file `stop`, if there is one."""
 
+    in_step = True
+
     def __init__(self, folder):
         pass
 

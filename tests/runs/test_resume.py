@@ -44,6 +44,8 @@ from rollouts_calculator import Calculator
 class Stop:
     """Fails at the step in the file `stop`, if there is one, or types Ctrl-C there."""
 
+    in_step = True
+
     def __init__(self, folder, *, error: str = "OSError"):
         if error == "refuse":
             raise ConfigError("--logger: no key")
@@ -211,9 +213,9 @@ def test_control_c_twice(place, name, monkeypatch, capsys):
     """The second one, as the run ends, changes nothing."""
     plain, handler = getattr(place, name), signal.getsignal(signal.SIGINT)
 
-    def interrupted(self):
+    def interrupted(self, *arguments):
         signal.raise_signal(signal.SIGINT)
-        plain(self)
+        plain(self, *arguments)
 
     monkeypatch.setattr(place, name, interrupted)
     run("out", *SUPERVISED, "--logger.Stop.error", "KeyboardInterrupt", code=130, stop=1)

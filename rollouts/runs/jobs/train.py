@@ -144,7 +144,7 @@ def train(
 
 def _logged(folder: Path, loggers: Sequence[Chosen]) -> Logged:
     """The logged steps in the files of the run's own loggers."""
-    files = [folder / each.settings.get("file", "metrics.jsonl") for each in loggers]
+    files = [folder / file for each in loggers if (file := each.settings.get("file", "metrics.jsonl")) is not None]
     return {file.name: {step: "time/save" in line for step, line, _ in read_lines(file)} for file in files}
 
 
