@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError, ModelError, first_line, named
 from rollouts.plugins.loading import require_packages
+from rollouts.training.backends.out_of_memory import memory_cause
 from rollouts.training.weights.store import nearest_checkpoints
 
 TINY_PATH = Path(__file__).resolve().parent.parent / "tiny"
@@ -287,7 +288,13 @@ def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", at
         model = _load_merged(whole, adapters, getattr(torch, dtype), **_attention_setting(attention))
     except ModelError as error:
         raise (_of_adapter(adapters[0], error) if adapters else error) from error
-    return model.eval().to(place)
+    try:
+        return model.eval().to(place)
+    except RuntimeError as error:
+        if not (why := memory_cause(error)):
+            raise
+        what = f"the model {name} in {dtype} does not fit into the memory of {place}: {why}"
+        raise ModelError(f"{what}\ntype --training.dtype bfloat16, or choose a smaller model") from None
 
 
 @one_at_a_time()

@@ -126,7 +126,7 @@ class EvaluationJob:
         settings = plan.settings
         samples = settings.samples_per_prompt
         self._plan, self._session, self._player, self._inference = plan, session, player, inference
-        self._watching = Watching(session.observer, plan.one("inference").name, inference)
+        self._watching = Watching(session.observer, plan.one("inference").name, inference, noted=0)
         orders = [(index, sample) for index in chosen for sample in range(samples)]
         self._jobs = [Job(tasks[order[0]], order) for order in orders if order not in played]
         self.total = len(orders)
