@@ -30,6 +30,7 @@ FLOORS = {
     "rollouts.supervisor": 0,
     "rollouts.terminal_text": 0,
     "rollouts.spending": 0,
+    "rollouts.revisions": 0,
     "rollouts.config": 0,
     "rollouts.plugins": 0,
     # 1: pure functions

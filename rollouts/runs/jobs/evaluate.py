@@ -31,6 +31,7 @@ from rollouts.runs.manifest import (
     make_manifest,
     resumed_manifest,
     update_manifest,
+    with_revisions,
 )
 from rollouts.runs.observer import PLAYING, Observer
 from rollouts.runs.opponents import entered, make_opponents
@@ -195,6 +196,8 @@ class EvaluationJob:
         session = self._session
         session.folder.write_trajectories(TRAJECTORIES, (line for each in episodes for line in episode_records(each)))
         session.folder.write_times(TRAJECTORIES, evaluation_times(episodes))
+        for note in update_manifest(session.folder, with_revisions):
+            session.observer.note(note)
         session.write_summary(failure)  # before a logger is made: it may wait for a server, and be killed there
         if failure is None and not self.summary["failed"]:
             session.folder.remove(PLAYED)  # after the summary: a kill in between loses nothing

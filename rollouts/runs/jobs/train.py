@@ -496,7 +496,7 @@ class Training:
         if done < self._settings.steps:
             self._stop = self.stopping.reason(done, self._late | metrics)
             self._late = {}
-        self._saving.watch()
+        self._saving.watch(done)
         occasion = "" if self._stop is not None else self._saving.occasion(done)  # the end of the run always saves
         if occasion:
             began = time.perf_counter()

@@ -76,6 +76,8 @@ class Trainer:
         notes: which optimizations this model cannot use, for the user
     """
 
+    microbatch: Sequence[Row] = ()
+
     def __init__(
         self,
         causal: Any,
@@ -101,7 +103,7 @@ class Trainer:
         self.is_sharded = shards is not None
         # Absolute, because every save reads it, and the working directory may have changed.
         self._source = str(Path(source).absolute()) if source is not None and Path(source).is_dir() else source
-        self._settings, self.lr = settings, settings.lr
+        self._settings, self.lr, self.tokens_max = settings, settings.lr, settings.tokens_per_microbatch
         self._shards = shards
         self._denominator, self._skipped = 0.0, 0
         self._not_finite = 0  # steps in a row that were skipped because of a non-finite gradient
@@ -110,8 +112,6 @@ class Trainer:
         kind = causal.get_input_embeddings().weight.device.type if shards is None else shards.mesh.device_type
         self._files_group = None if shards is None else shards.files_group
         self._progressed: Callable[[], object] = (lambda: None) if shards is None else shards.progressed
-        self.tokens_max = settings.tokens_per_microbatch
-        self.microbatch: Sequence[Row] = ()
         self._microbatch_saving_min = MICROBATCH_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
         saving = BUCKET_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
         saving = saving if shards is None else sys.maxsize  # ranks meet in each pass, so it is one per microbatch
