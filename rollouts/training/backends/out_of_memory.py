@@ -6,6 +6,7 @@ Not here: running a batch again in smaller microbatches (`torch`).
 from __future__ import annotations
 
 import gc
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,8 +28,9 @@ def memory_cause(error: BaseException | None) -> str:
     while error is not None:
         is_runtime_error = isinstance(error, RuntimeError) and any(each in str(error).lower() for each in _WORDS)
         if is_runtime_error or isinstance(error, torch.OutOfMemoryError | MemoryError):
-            # Without torch's advice on its own variables.
-            return first_line(error).partition(" Of the allocated memory")[0].removesuffix(".")
+            # Without torch's line of C++, and its advice on its own variables.
+            words = re.sub(r"^\[enforce fail[^]]*\](?: err == 0)?[ .]*", "", first_line(error))
+            return words.partition(" Of the allocated memory")[0].removesuffix(".")
         error = error.__cause__
     return ""
 
