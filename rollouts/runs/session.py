@@ -250,15 +250,15 @@ class Loggers:
         settings: Mapping[str, Any],
         first_step: int,
         *,
-        is_over: bool = False,
+        may_fail: bool = False,
     ) -> None:
-        """Make the loggers of the run that do not exist yet. Raises UserError; if the run `is_over`, only for loggers
-        with `in_step`, and `faults` names the others.
+        """Make the loggers of the run that do not exist yet. Raises UserError; with `may_fail`, only for loggers with
+        `in_step`, and the run goes on without the others.
         """
         available = {"folder": str(folder), "settings": settings, "first_step": first_step}
         for each in chosen:
             make = partial(_make_logger, each, available)
-            if each.alias in self._loggers:
+            if each.alias in self._loggers or each.alias in self._noted:
                 continue
             if getattr(each.component, "in_step", False):
                 self._loggers[each.alias] = make()
@@ -266,9 +266,11 @@ class Loggers:
             try:
                 thread = BackgroundLogger(make, each.alias)
             except Exception as error:
-                if not is_over:
+                if not may_fail:
                     raise
                 words = report(error, f"the logger {each.alias}", is_noted=False)
+                self._noted.add(each.alias)
+                self._note(f"warning: the logger {each.alias} cannot be made, so the run goes on without it: {words}")
                 self.faults.append(PluginFault(f"logger {each.alias}", "", f"it cannot be made: {words}"))
             else:
                 self._threads[each.alias], self._loggers[each.alias] = thread, thread.logger

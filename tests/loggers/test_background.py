@@ -162,6 +162,25 @@ def test_one_that_cannot_be_made_is_an_error_where_it_is_opened(tmp_path):
         opened(tmp_path, refuses)
 
 
+def test_one_that_cannot_be_made_may_be_left_out(tmp_path):
+    """When a run is resumed, for example, during an outage. It is tried once."""
+    made, notes = [], []
+
+    def refuses():
+        made.append(1)
+        raise ConfigError("no answer")
+
+    chosen = SimpleNamespace(name="far", alias="far", component=refuses, settings={})
+    loggers = Loggers(notes.append)
+    loggers.open([chosen], tmp_path, {}, 3, may_fail=True)
+    loggers.open([chosen], tmp_path, {}, 3)
+    loggers.log({}, 3)
+    loggers.close()
+    (note,), (fault,) = notes, loggers.faults
+    assert note.startswith("warning: the logger far cannot be made, so the run goes on without it: ")
+    assert "no answer" in note and "no answer" in str(fault) and len(made) == 1
+
+
 def test_one_in_the_step_is_called_at_once_and_ends_the_run(tmp_path):
     loggers, service = opened(tmp_path, lambda: Service(lambda step, attempt: step == 1), in_step=True)
     loggers.log({}, 0)

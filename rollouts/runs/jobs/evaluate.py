@@ -201,7 +201,7 @@ class EvaluationJob:
         session.write_summary(failure)  # before a logger is made: it may wait for a server, and be killed there
         if failure is None and not self.summary["failed"]:
             session.folder.remove(PLAYED)  # after the summary: a kill in between loses nothing
-        session.loggers.open(self._plan.chosen["logger"], session.folder.path, self._plan.plain, 0, is_over=True)
+        session.loggers.open(self._plan.chosen["logger"], session.folder.path, self._plan.plain, 0, may_fail=True)
         temperature = self._plan.settings.temperature
         rollouts = [Judged(own, temperature=temperature) for each in episodes for own in each.by_role]
         session.loggers.log_samples(EVAL_SAMPLES, rollouts, 0)

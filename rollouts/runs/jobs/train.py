@@ -122,7 +122,8 @@ def train(
             folder.write_config(plan.config)
             folder.write_json(MANIFEST, manifest)
         # First the other loggers, which may fail: the run's own loggers remove lines of the folder's files.
-        session.loggers.open([each for each in loggers if each not in own], folder.path, plan.plain, first)
+        others = [each for each in loggers if each not in own]
+        session.loggers.open(others, folder.path, plan.plain, first, may_fail=resumes)
         on_begin()
         if resumed is not None:
             resumed = take_back(backend, folder, resumed, manifest)
