@@ -145,6 +145,16 @@ def test_rows_that_must_stay_together_are_not_halved(tiny, backend_of):
     assert backend._trainer.tokens_max == 200
 
 
+def test_ranks_try_nothing_again(tiny, backend_of):
+    """They would be out of step."""
+    backend = backend_of(tiny.qwen3(), tokens_per_microbatch=200)
+    backend._trainer.is_sharded = True
+    passes = limit(backend, 60, ERRORS[0])
+    with pytest.raises(OutOfMemoryError, match=r"rows and .*\ntype --tokens-per-microbatch"):
+        backend.forward_backward(batch_of(tiny.make_samples())).wait()
+    assert len(passes) == 1
+
+
 def test_another_error_is_no_matter_of_memory(tiny, backend_of):
     backend = backend_of(tiny.qwen3())
     limit(backend, 10, RuntimeError("shapes differ"))
