@@ -16,7 +16,8 @@
     └── RunError                  the run failed: exit code 1
         ├── RewardError           a reward returned NaN, or raised with `--on-invalid-reward raise`
         ├── TrainingError         a training step failed: a loss returned NaN or a wrong shape
-        │   └── RankError             a rank of a distributed backend died, hangs or failed
+        │   ├── RankError             a rank of a distributed backend died, hangs or failed
+        │   └── OutOfMemoryError      a step does not fit into the memory of its device
         ├── CheckpointError       a checkpoint cannot be written: the disk is full, for example
         ├── SandboxError          a sandbox cannot be opened; in an episode this becomes Status.ENVIRONMENT_ERROR
         │   └── SandboxLostError      an open sandbox does not exist any more
@@ -124,6 +125,16 @@ class TrainingError(RunError):
 
 class RankError(TrainingError):
     """A rank of a distributed backend died, hangs or failed."""
+
+
+class OutOfMemoryError(TrainingError):
+    """A training step does not fit into memory. `tokens` are those of its microbatch; with `can_halve`, nothing has
+    changed, and smaller microbatches may fit.
+    """
+
+    def __init__(self, message: str = "", *, tokens: int = 0, can_halve: bool = False) -> None:
+        super().__init__(message)
+        self.tokens, self.can_halve = tokens, can_halve
 
 
 class CheckpointError(RunError):

@@ -31,6 +31,7 @@ FLOORS = {
     "rollouts.supervisor": 0,
     "rollouts.terminal_text": 0,
     "rollouts.spending": 0,
+    "rollouts.revisions": 0,
     "rollouts.config": 0,
     "rollouts.plugins": 0,
     # 1: pure functions
@@ -54,6 +55,7 @@ FLOORS = {
     # 2: state that deserves a class
     "rollouts.inference": 2,
     "rollouts.training.weights": 2,
+    "rollouts.training.hub": 2,
     "rollouts.training.models": 2,
     "rollouts.training.estimates": 2,  # it puts adapters into a model without memory, as the backends do
     "rollouts.training.backends": 2,

@@ -444,8 +444,7 @@ class ChatModel:
             raise EpisodeOver(Status.TRUNCATED, reason, ends_conversation=True)
         if self._chat is None:
             return
-        # Checked before encoding: ten megabytes of text take half a minute, in which all other episodes stop.
-        context = self._engine.backend.context_tokens_max
+        context = self._engine.backend.context_tokens_max  # checked before encoding, which takes time
         begun = len(trajectory.messages) if trajectory.segments else 0
         if self._chat.tokens_at_least(messages[begun:], schemas) > context:
             reason = f"the conversation has more than {context} tokens, and the model's context holds {context}"

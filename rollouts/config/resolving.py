@@ -115,6 +115,7 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     if isinstance(tree.get("optimizer"), dict):
         defaults["optimizer"] = "adamw"  # `--optimizer.betas` alone is a setting of the usual one
     chosen = merge(defaults, {key: value for key, value in tree.items() if key in COMPONENT_KINDS})
+    chosen["logger"] = _with_own_logger(chosen["logger"])
     values = {
         name: _core_value(tree[name], info, source)
         for name, info in infos.items()
@@ -133,6 +134,21 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
         raise refusal(("sft", first), tree["sft"][first], source, other, again)
     scheduled_parts(components, settings.schedule, source)  # raises ConfigError for an invalid schedule
     return Resolved(settings, components, source)
+
+
+def _with_own_logger(loggers: Tree) -> Tree:
+    """The tables of loggers with the run's own, which writes metrics.jsonl, unless there is none at all. A table of its
+    alias without a name has its settings.
+
+    >>> _with_own_logger({"wandb": {"name": "wandb"}})
+    {'jsonl': {'name': 'jsonl'}, 'wandb': {'name': 'wandb'}}
+    """
+    (own,) = Settings.logger
+    if not any("name" in table for table in loggers.values()) or any(
+        plain(t.get("name")) == own for t in loggers.values()
+    ):
+        return loggers
+    return {own: {"name": own, **loggers.get(own, {})}} | {key: each for key, each in loggers.items() if key != own}
 
 
 def _of_evaluation(tree: Tree, source: Source) -> Tree:

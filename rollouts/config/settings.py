@@ -234,7 +234,8 @@ class Settings:
             retires those that earn all or nothing.
         minibatches: Optimizer steps per batch.
         schedule: Changes to the algorithm at given steps: tables with `step` and the settings that change.
-        model: The model: a path, a name on the hub, or `tiny`, which is part of the package.
+        model: The model: a path, a name on the hub, also with a branch, a tag or a commit (NAME@REVISION), or `tiny`,
+            which is part of the package.
         trust_remote_code: Run Python code that comes with the models of this run: true or false.
         lora_rank: The rank of LoRA adapters. 0 trains every weight.
         lora_per_role: Train an adapter of its own for each role of the environment: true or false.
@@ -312,7 +313,8 @@ class Settings:
             logprob, the entropy and the advantage. `none`: only trajectories.
         keep_trajectories: How many of the last steps keep their trajectories on the disk, or `all`. Evaluations keep
             theirs.
-        logger: A logger, as [alias=]name. Repeat the flag for more.
+        logger: A logger besides `jsonl`, which writes metrics.jsonl, as [alias=]name. Repeat the flag for more; `none`
+            for no logger at all.
         out: The folder of the run. Default: runs/<time>-<env>-<loss>.
     """
 

@@ -12,14 +12,17 @@ import datetime
 import decimal
 import gzip
 import json as json_library
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollouts import revisions
 from rollouts.bounds import ROW_CHARACTERS_MAX, excess
 from rollouts.errors import ConfigError, first_line, in_lines, suggestion, where_not_utf8
 
 SAMPLE_CHARACTERS = 80
+HUB_SECONDS = 5.0  # for the request for the newest commit
 
 
 class NotARow(NamedTuple):
@@ -107,19 +110,56 @@ def hub(source: str, streaming: bool, *, split: str = "train", config: str = "",
     Args:
         split: which split; a part of it is `train[:10%]`
         config: which configuration of the dataset
-        revision: a branch, a tag or a commit
+        revision: a branch, a tag or a commit; default: that of the run, which is the newest one when it begins
     """
-    import datasets
-
     try:
-        given = {"revision": revision} if revision else {}
-        found = datasets.load_dataset(source, config or None, split=split, streaming=streaming, **given)
+        found = load_hub(source, config, split=split, revision=revision, streaming=streaming)
+    except ConfigError:
+        raise
     except Exception as error:  # the library raises many kinds: no such name, no network, no such split
         raise ConfigError(
             f"the dataset {source} (split {split}) cannot be loaded: {first_line(error)}\n"
             "type a file, or OWNER/NAME with --data.split SPLIT and --data.config CONFIG"
         ) from error
     return map(plain_row, found)
+
+
+def load_hub(source: str, config: str = "", *, split: str, revision: str = "", streaming: bool = False) -> Any:
+    """A dataset of the hub, at one commit in a run (`rollouts.revisions`), or a folder of data files.
+
+    Raises ConfigError if the run needs another commit than the one that is on this machine, and what the library
+    datasets raises.
+    """
+    import datasets
+
+    if Path(source).exists():
+        return datasets.load_dataset(source, config or None, split=split, streaming=streaming)
+    name = f"datasets/{source}" + (f"@{revision}" if revision else "")
+    commit = revisions.commit_of(name) or _newest_commit(source, revision)
+    given = {"revision": commit or revision} if commit or revision else {}
+    found = datasets.load_dataset(source, config or None, split=split, streaming=streaming, **given)
+    # Without a network, the library takes what is in its cache, whatever the revision.
+    paths = [Path(each["filename"]) for each in getattr(found, "cache_files", ())]
+    cached = next((part for path in paths for part in path.parts if re.fullmatch("[0-9a-f]{40}", part)), "")
+    if revisions.commit_of(name) and cached and cached != commit:
+        raise ConfigError(
+            f"the dataset {source} is on this machine at commit {cached}, and this run has {commit}\nconnect to the "
+            f"hub, or begin a new run with the data that is here: --data.revision {cached}"
+        )
+    revisions.record(name, cached or commit)
+    return found
+
+
+def _newest_commit(source: str, revision: str) -> str:
+    """The commit of a dataset's revision on the hub now; "" if the hub cannot be asked."""
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return ""
+    try:
+        return str(HfApi().dataset_info(source, revision=revision or None, timeout=HUB_SECONDS).sha or "")
+    except Exception:  # its HTTP library has its own errors; `load_dataset` says what is wrong
+        return ""
 
 
 def json_lines(lines: Iterable[str]) -> Iterator[Any]:

@@ -17,7 +17,12 @@ from rollouts.errors import BrokenPluginError, ConfigError, UserError
 
 @runtime_checkable
 class MetricsLogger(Protocol):
-    """Records the metrics of a run. A run may have several loggers, so a logger must not change its arguments."""
+    """Records the metrics of a run. A run may have several loggers, so a logger must not change its arguments.
+
+    A run makes, calls and closes a logger in a thread of its own. If a method raises, the run goes on, and the thread
+    calls the method again later, with the same arguments. A class with `in_step = True` is called by the run itself,
+    which waits for it, and fails if it raises: for files that a run cannot be without.
+    """
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         """Record the metrics of one step. Metric names have the form `group/name`. Values may be NaN. Steps come in

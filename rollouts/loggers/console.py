@@ -48,6 +48,8 @@ class ConsoleLogger:
     step 1/4  reward/mean 0.5  reward/std 0.25
     """
 
+    in_step = True  # its lines and those of the run keep their order
+
     def __init__(self, settings: Any, *, metrics: str = "", every: int = 1, time: bool = False) -> None:
         if every < 1:
             raise ConfigError(

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rollouts.disk import open_regular, read_regular, write_whole
 from rollouts.errors import OutputError
@@ -21,7 +21,7 @@ class JSONLLogger:
     infinities become null, because JSON does not have them.
 
     Args:
-        file: the name of the file in the run folder
+        file: the name of the file in the run folder; none: write nothing
 
     Raises:
         OutputError: the file cannot be written.
@@ -35,8 +35,13 @@ class JSONLLogger:
     {"step": 0, "reward/mean": 0.5, "policy/loss": null}
     """
 
-    def __init__(self, folder: str | Path, first_step: int, *, file: str = "metrics.jsonl") -> None:
-        self.path = Path(folder) / file
+    in_step = True
+
+    def __init__(self, folder: str | Path, first_step: int, *, file: str | None = "metrics.jsonl") -> None:
+        self.path = Path(folder) / (file or "")
+        self._stream: IO[bytes] | None = None
+        if file is None:
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             kept = b"".join(line for step, _, line in read_lines(self.path) if step < first_step)
@@ -51,6 +56,8 @@ class JSONLLogger:
         """Write one line and flush it. If the last line has the same step, the metrics are added to it. Raises
         TypeError for a value that is not a number.
         """
+        if self._stream is None:
+            return
         assert "step" not in metrics, "`step` is a key of the line, so no metric may have this name"
         line = {"step": int(step)} | {name: _number(name, value) for name, value in metrics.items()}
         if self._last.get("step") == line["step"]:
@@ -68,6 +75,8 @@ class JSONLLogger:
         """Add metrics to the line of an earlier step. The file is written anew and renamed. Raises TypeError for a
         value that is not a number.
         """
+        if self._stream is None:
+            return
         new = {name: _number(name, value) for name, value in metrics.items()}
         if self._last.get("step") == step:
             self._last |= new
@@ -78,7 +87,8 @@ class JSONLLogger:
 
     def close(self) -> None:
         """Close the file. A second call does nothing."""
-        self._stream.close()
+        if self._stream is not None:
+            self._stream.close()
 
 
 def _encoded(line: dict[str, Any]) -> bytes:

@@ -70,8 +70,9 @@ def run(
     started = Start.now()
     from rollouts.child_environment import pass_on
     from rollouts.env.shared import shared_values
+    from rollouts.revisions import pinned
     from rollouts.runs.folder import choose_folder, default_out
-    from rollouts.runs.manifest import check_model_is_here, naming_copies
+    from rollouts.runs.manifest import check_model_is_here, known_revisions, naming_copies
     from rollouts.runs.observer import NullObserver
     from rollouts.runs.plan import make_plan
     from rollouts.runs.resume import finished, finished_words, named_checkpoint, run_to_resume
@@ -91,7 +92,8 @@ def run(
         check_model_is_here(folder, settings.model)
     pass_on(settings.pass_env)
     observer.phase("preparing the run")
-    with shared_values(settings.cleanup_seconds), worker_pools(), remote_code(settings.trust_remote_code):
+    commits = pinned(known_revisions(folder, resolved.source))
+    with shared_values(settings.cleanup_seconds), worker_pools(), remote_code(settings.trust_remote_code), commits:
         if settings.mode == "eval":
             from rollouts.runs.jobs.evaluate import evaluate
 

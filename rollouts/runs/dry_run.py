@@ -15,10 +15,13 @@ from rollouts.env.shared import shared_values
 from rollouts.errors import ModelError, RolloutsError, counted, first_line, said_of
 from rollouts.plugins.loading import INSTALL_TORCH, absent_packages
 from rollouts.plugins.signature import read_signature
+from rollouts.revisions import pinned
+from rollouts.runs.amounts import amount_lines
 from rollouts.runs.components import Chosen, chosen_sampler, takes_rows
 from rollouts.runs.environments import chosen_tasks, demonstrations, few_held_out_notes, task_buffer
 from rollouts.runs.folder import check_out
 from rollouts.runs.held_objects import ranks_of
+from rollouts.runs.manifest import known_revisions
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.rehearsal import rehearse
 from rollouts.runs.resume import run_to_resume
@@ -40,7 +43,8 @@ def dry_run(resolved: Resolved, *more: str) -> str:
     Raises the first UserError that the run would raise.
     """
     settings, absent = resolved.settings, absent_packages()
-    with shared_values(settings.cleanup_seconds), worker_pools(), remote_code(settings.trust_remote_code):
+    commits = pinned(known_revisions(run_to_resume(resolved), resolved.source))
+    with shared_values(settings.cleanup_seconds), worker_pools(), remote_code(settings.trust_remote_code), commits:
         if settings.mode == "sft+rl":
             found = _describe_phases(resolved, absent)
         else:
@@ -176,6 +180,7 @@ def describe(
         + (f", of which --tasks chooses {chosen}" if plan.settings.tasks else "")
         + ("" if trains else f", each played {times}"),
         *(_training_lines(plan, absent) if trains else (f"the engine takes {takes}",)),
+        *amount_lines(plan, held_out, chosen, None if absent or plan.is_chat else _known_size(plan.settings.model)),
         *(f"note: {note}" for note in (*plan.notes, *few_held_out_notes(plan.environments, held_out, plan.settings))),
         "",
         "# Tried out",
@@ -380,6 +385,14 @@ def _size_of(name: str, lora_rank: int = 0, lora_targets: str = "all-linear") ->
     except Exception as error:  # a model's own code may raise anything if it is built without memory
         raise _NotKnown(f"{name} cannot be built without weights: {first_line(error)}") from error
     return size, int(getattr(config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
+
+
+def _known_size(name: str) -> ModelSize | None:
+    """The model's size; None if it is not known."""
+    try:
+        return _size_of(name)[0]
+    except _NotKnown:
+        return None
 
 
 def _cache_bytes(plan: Plan, size: ModelSize, positions: int, dtype: str) -> float:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollouts import revisions
 from rollouts.author_code import CORE, unwrapped
 from rollouts.config.files import NOWHERE, Source
 from rollouts.config.objects import label_of
@@ -31,6 +32,7 @@ from rollouts.version import __version__
 
 MANIFEST = "manifest.json"
 CODE = "code"
+REVISIONS = "revisions"
 CODE_BYTES_MAX = 1_000_000  # a larger file is not copied; the manifest has its hash
 
 LIBRARIES = ("torch", "transformers", "peft", "safetensors", "tokenizers", "trio", "msgspec", "pluggy", "numpy")
@@ -188,9 +190,20 @@ def check_model_is_here(run: Path, model: str) -> None:
         raise ModelError(f"the model {model} is no folder here\n{where}\ntype: {again}")
 
 
+def known_revisions(folder: Path | None, source: Source) -> dict[str, str]:
+    """The commits of the hub that the run in this folder uses, with both of its phases; without a folder, those of the
+    run whose config.toml is the settings file.
+    """
+    run = folder or (Path(source.path).parent if Path(source.path).name == CONFIG else None)
+    found: dict[str, str] = {}
+    for each in (run / MANIFEST, *sorted(run.glob(f"*/{MANIFEST}"))) if run is not None else ():
+        found |= read_json(each).get(REVISIONS, {})
+    return found
+
+
 def make_manifest(seed: int, components: Sequence[ComponentRef], files: Sequence[CodeFile] = ()) -> dict[str, Any]:
-    """The versions of all distributions with components, the files of components, the seed, the hardware, and the
-    command that was typed.
+    """The versions of all distributions with components, the files of components, the seed, the hardware, the command
+    that was typed, and the commits of what was loaded from a hub so far.
     """
     return {
         "rollouts": __version__,
@@ -206,6 +219,7 @@ def make_manifest(seed: int, components: Sequence[ComponentRef], files: Sequence
         "files": [{"path": str(file.path), "sha256": file.sha256, "copy": file.copy} for file in files],
         "distributions": {name: version for name in LIBRARIES if (version := _version(name))},
         "hardware": _hardware(),
+        REVISIONS: revisions.used(),
     }
 
 
@@ -219,7 +233,12 @@ def resumed_manifest(
         name: now[name]
         for name in ("command", "rollouts", "python", "components", "files", "distributions", "hardware")
     }
-    return {**(before or now), "resumed": [*before.get("resumed", []), again]}
+    return {**with_revisions(before or dict(now)), "resumed": [*before.get("resumed", []), again]}
+
+
+def with_revisions(before: dict[str, Any]) -> dict[str, Any]:
+    """The run's manifest with the commits of what was loaded from a hub since it was written."""
+    return before | {REVISIONS: before.get(REVISIONS, {}) | revisions.used()}
 
 
 def update_manifest(folder: RunFolder, change: Callable[[dict[str, Any]], dict[str, Any]]) -> list[str]:

@@ -8,11 +8,13 @@ is the command with which rank 0 starts a rank on its own machine. A launcher st
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import tomllib
 import traceback
 
+from rollouts import revisions
 from rollouts.config.resolving import Resolved, resolve
 from rollouts.runs.jobs.backend import make_training
 from rollouts.runs.plan import make_plan
@@ -48,7 +50,8 @@ def main() -> int:
     channel = join_ranks(place)
     try:
         resolved = resolve(tomllib.loads(text.decode()))
-        with remote_code(resolved.settings.trust_remote_code):
+        commits = revisions.pinned(json.loads(os.environ.get(revisions.VARIABLE, "{}")))
+        with remote_code(resolved.settings.trust_remote_code), commits:
             serve_rank(resolved)
     except Exception as error:  # only rank 0 reports errors
         if os.environ.get("ROLLOUTS_TRACEBACK") == "1":

@@ -24,6 +24,8 @@ from rollouts.config.settings import EVAL, Settings
 from rollouts.config.stopping import read_rule
 from rollouts.disk import sync_folder
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError, counted
+from rollouts.loggers.jsonl import read_lines
+from rollouts.runs.components import Chosen
 from rollouts.runs.folder import (
     CONFIG,
     REMOVED_BY,
@@ -99,6 +101,12 @@ class Resumed(NamedTuple):
     state: RunState
     notes: tuple[str, ...] = ()
     is_own: bool = True
+
+
+def logged_steps(folder: Path, loggers: Sequence[Chosen]) -> Logged:
+    """The logged steps in the files of the run's own loggers."""
+    files = [folder / file for each in loggers if (file := each.settings.get("file", "metrics.jsonl")) is not None]
+    return {file.name: {step: "time/save" in line for step, line, _ in read_lines(file)} for file in files}
 
 
 def resume_command(folder: Path, checkpoint: Path | None = None, *, more: str = "") -> str:

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple, Protocol, Self, cast
 
@@ -24,14 +23,13 @@ import trio
 
 from rollouts.agent.episode import NO_OPPONENTS, Opponent, run_episode
 from rollouts.agent.model import EpisodeLimits
-from rollouts.author_code import authors_code, passed_through
+from rollouts.author_code import passed_through
 from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.chat.tool_parsers import ToolParser
 from rollouts.config.settings import Settings
 from rollouts.env.mixing import RewardTerm
-from rollouts.error_log import ERRORS, ErrorLog, fault_of, report
+from rollouts.error_log import ERRORS, ErrorLog, fault_of
 from rollouts.errors import (
-    BrokenPluginError,
     ConfigError,
     ModelError,
     RolloutsError,
@@ -44,15 +42,14 @@ from rollouts.errors import (
 from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
 from rollouts.inference.chatting import CanChat
 from rollouts.inference.suspend import SuspendableEngine
-from rollouts.loggers.base import AddsToSteps, MetricsLogger, SampleLogger, SampleSettings
 from rollouts.plugins.index import KIND_WORDS
-from rollouts.plugins.manager import PluginFault, PluginManager
+from rollouts.plugins.manager import PluginManager
 from rollouts.runs.clock import Start
 from rollouts.runs.components import Chosen, make_component
 from rollouts.runs.environments import Environment
 from rollouts.runs.folder import PARTS, SUMMARY, MakeFolder, RunFolder
+from rollouts.runs.loggers import LOGGERS_SECONDS, LOGGERS_SECONDS_INTERRUPTED, Loggers
 from rollouts.runs.observer import Observer
-from rollouts.runs.sample_rows import SAMPLES, Judged, sample_rows
 from rollouts.training.models import BUNDLED, load_tokenizer
 from rollouts.training.rollout_gen.pool import Job as EpisodeJob
 from rollouts.training.rollout_gen.pool import Play
@@ -89,7 +86,7 @@ class Session:
 
     def __init__(self, observer: Observer, started: Start, manager: PluginManager | None = None) -> None:
         self.observer = observer
-        self.loggers = Loggers()
+        self.loggers = Loggers(observer.note)
         self.job: Job | None = None
         self.backends: list[tuple[Chosen, object]] = []  # an unknown error that passed through one is its own
         self._started, self._manager = started, manager
@@ -140,7 +137,7 @@ class Session:
                 failure = self._end(self.job, error and cause_of(error))
             else:
                 failure = error
-                self.loggers.close()
+                self.loggers.close(LOGGERS_SECONDS_INTERRUPTED)
                 if self._folder is not None:
                     self._folder.discard()
         if failure is not None and failure is not error:
@@ -157,9 +154,11 @@ class Session:
             job.finish(failure)
         except BaseException as late:  # of another package's logger, or Ctrl-C: the summary must still be written
             failure = failure or late
-        self.loggers.close()
+        self.loggers.close(LOGGERS_SECONDS if failure is None else LOGGERS_SECONDS_INTERRUPTED)
         if self.loggers.faults:
             summary["faults"] = [str(fault) for fault in self.loggers.faults]
+        if self.loggers.lost:
+            summary["lost_by_loggers"] = self.loggers.lost
         self.observer.faults(self.loggers.faults)
         try:
             self.write_summary(failure)
@@ -215,100 +214,6 @@ def status_of(failure: BaseException | None) -> str:
     if failure is None:
         return "done"
     return "interrupted" if isinstance(failure, KeyboardInterrupt) else "failed"
-
-
-class Loggers:
-    """Several loggers as one MetricsLogger. If a logger fails, the run fails with an error that names the logger."""
-
-    def __init__(self) -> None:
-        self.faults: list[PluginFault] = []
-        self._loggers: dict[str, MetricsLogger] = {}
-        self._next: dict[str, float] = {}
-        self._late: dict[str, float] = {}
-
-    def open(self, chosen: Sequence[Chosen], folder: Path, settings: Mapping[str, Any], first_step: int) -> None:
-        """Make the loggers of the run that do not exist yet. Raises UserError."""
-        available = {"folder": str(folder), "settings": settings, "first_step": first_step}
-        for each in chosen:
-            if each.alias not in self._loggers:
-                self._loggers[each.alias] = _checked(make_component("logger", each, available), each.alias)
-        # Loggers log in the order of the settings, even if some were made earlier.
-        self._loggers = {each.alias: self._loggers[each.alias] for each in chosen}
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        """Log with each logger; each gets its own copy. Raises RunError, which names the logger, if one fails."""
-        metrics, self._next = self._next | metrics, {}
-        late, self._late = self._late, {}
-        clashes = bool(late.keys() & metrics.keys())  # this step has an evaluation of its own
-        for name, logger in self._loggers.items():
-            own = dict(metrics)
-            if late and not isinstance(logger, AddsToSteps):
-                if clashes:
-                    with _named_errors(name):
-                        logger.log(dict(late), step)
-                own = {"eval/step": float(step), **own} if clashes else late | own
-            with _named_errors(name):
-                logger.log(own, step)
-
-    def add(self, metrics: Mapping[str, float], step: int) -> None:
-        """Add metrics to an earlier step. A logger that cannot do this gets them with the next step, and `eval/step`.
-        Raises RunError, which names the logger, if one fails.
-        """
-        for name, logger in self._loggers.items():
-            if isinstance(logger, AddsToSteps):
-                with _named_errors(name):
-                    logger.add(dict(metrics), step)
-        self._late = {**metrics, "eval/step": float(step)}
-
-    def log_samples(self, table: str, rollouts: Sequence[Judged], step: int) -> None:
-        """Send rows of some rollouts to each logger that takes them, if it is time: those of training, the table
-        "samples", only every few steps. Raises RunError, which names the logger, if one fails.
-        """
-        for name, logger in self._loggers.items():
-            if isinstance(logger, SampleLogger):
-                settings = logger.sample_settings
-                is_due = table != SAMPLES or step % settings.samples_every == 0
-                if is_due and (rows := sample_rows(rollouts, settings)):
-                    with _named_errors(name):
-                        logger.log_samples(table, rows, step)
-
-    def add_to_next(self, metrics: Mapping[str, float]) -> None:
-        """Log these metrics together with those of the next call, which replace metrics of the same name."""
-        self._next |= metrics
-
-    def close(self) -> None:
-        """Close every logger, even if another one fails. `faults` names the loggers that failed."""
-        while self._loggers:
-            name = next(iter(self._loggers))
-            logger = self._loggers.pop(name)
-            try:
-                with authors_code():
-                    logger.close()
-            except Exception as error:  # a failure here must not hide another error
-                words = report(error, f"the logger {name}", is_noted=False)
-                self.faults.append(PluginFault(f"logger {name}", "", f"close failed: {words}"))
-
-
-@contextlib.contextmanager
-def _named_errors(name: str) -> Iterator[None]:
-    """Any error of a package's logger becomes a RunError that names the logger."""
-    try:
-        with authors_code():
-            yield
-    except RolloutsError:
-        raise
-    except Exception as error:
-        raise RunError(f"the logger {name} failed: {words_of(error)}") from error
-
-
-def _checked(logger: MetricsLogger, name: str) -> MetricsLogger:
-    """The logger. Raises BrokenPluginError if it has the members of a SampleLogger, but no settings of samples."""
-    if isinstance(logger, SampleLogger) and not isinstance(logger.sample_settings, SampleSettings):
-        raise BrokenPluginError(
-            f"the logger {name} has `log_samples`, so its `sample_settings` must be rollouts.loggers.SampleSettings; "
-            f"it is a {type(logger.sample_settings).__name__}"
-        )
-    return logger
 
 
 def model_words(model: str) -> str:

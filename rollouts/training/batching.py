@@ -251,11 +251,16 @@ def split_by_role(
     return [part for rows in of_role for part in split(msgspec.structs.replace(batch, rows=rows))]
 
 
+def microbatch_tokens(rows: Sequence[Row], *, share_prefix: bool, packed: bool) -> int:
+    """The tokens of one microbatch of these rows, with padding; a shared prompt counts once."""
+    lengths = [len(row.tokens) for row in rows]
+    return sum(lengths) if packed else plan_layout(rows, share_prefix=share_prefix).padded_tokens(lengths)
+
+
 def _units(members: list[Row], tokens_max: int, share_prefix: bool, keep: Keep, packed: bool) -> list[list[Row]]:
     """Split rows that belong together into as few parts as fit, shortest first. A single row always fits."""
     members.sort(key=lambda row: len(row.tokens))
-    lengths = [len(row.tokens) for row in members]
-    cost = sum(lengths) if packed else plan_layout(members, share_prefix=share_prefix).padded_tokens(lengths)
+    cost = microbatch_tokens(members, share_prefix=share_prefix, packed=packed)
     if cost <= tokens_max or len(members) == 1:
         return [members]
     if keep:

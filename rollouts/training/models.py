@@ -1,8 +1,9 @@
 """Loads a causal language model or a tokenizer by name, with errors that say what to type.
 
-A name is `tiny` (the model that comes with rollouts), a folder, or a repository of the Hugging Face hub. A folder may
-contain a LoRA adapter with its adapter_config.json: one of our checkpoints, or the result of peft, TRL and others. Then
-its base model is loaded, and the adapter is merged into it by peft.
+A name is `tiny` (the model that comes with rollouts), a folder, or a repository of the Hugging Face hub, also at a
+revision: `OWNER/NAME@REVISION`. A folder may contain a LoRA adapter with its adapter_config.json: one of our
+checkpoints, or the result of peft, TRL and others. Then its base model is loaded, and the adapter is merged into it by
+peft.
 
 A model may bring its own Python code. Loading such a model fails outside of `remote_code(True)`; no question is asked
 at the terminal. Not here: training adapters (`rollouts.training.backends.lora`), writing models
@@ -19,8 +20,11 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from rollouts import revisions
 from rollouts.errors import ConfigError, ModelError, first_line, named
 from rollouts.plugins.loading import require_packages
+from rollouts.training.backends.out_of_memory import memory_cause
+from rollouts.training.hub import at_revision, loaded_commit
 from rollouts.training.weights.store import nearest_checkpoints
 
 TINY_PATH = Path(__file__).resolve().parent.parent / "tiny"
@@ -106,8 +110,9 @@ def resolve_model_name(name: str) -> str:
     if "://" in name:
         hub = "/".join(name.rstrip("/").split("/")[-2:])
         raise ModelError(f"the model {name} is a web address; type its name on the hub: --model {hub}")
-    above, _, last = name.rpartition("/")
-    if name.startswith((".", "/", "~", "runs/")) or name.count("/") > 1 or "\\" in name:
+    repository, _ = revisions.split(name)
+    above, _, last = repository.rpartition("/")
+    if name.startswith((".", "/", "~", "runs/")) or repository.count("/") > 1 or "\\" in name:
         hint = nearest_checkpoints(path) or "give a folder that exists, a hub name, or `--model tiny`"
         raise ModelError(f"there is no folder {name}; {hint}")
     if above and Path(above).is_dir():
@@ -232,13 +237,14 @@ def resolve_device(device: str) -> str:
 
 
 def base_of(folder: Path) -> str:
-    """The base model of an adapter: `tiny`, an existing folder, or a hub name.
+    """The base model of an adapter: `tiny`, an existing folder, or a hub name, at the revision that the adapter names.
 
     `tiny` is found wherever the package is installed. If a run of mode sft+rl was moved, the checkpoint of its first
     phase is found: the adapter is in `OUT/rl/checkpoints/Y`, and the model in `OUT/sft/checkpoints/X`. Raises
     ModelError if there is no such model.
     """
-    given = read_adapter_config(folder).get("base_model_name_or_path")
+    config = read_adapter_config(folder)
+    given = config.get("base_model_name_or_path")
     if not given or not isinstance(given, str):
         raise ModelError(f"the adapter in {folder} does not say on which model it was trained; {_how_to_say(folder)}")
     path = Path(given).expanduser()
@@ -255,7 +261,8 @@ def base_of(folder: Path) -> str:
     if path.is_absolute() or len(parts) > 2 or given.startswith((".", "~")) or "\\" in given:
         what = f"the adapter in {folder} was trained on the model in {given}, and there is no such folder here"
         raise ModelError(f"{what}; put the model there, or {_how_to_say(folder)}")
-    return given
+    revision = config.get("revision")
+    return f"{given}@{revision}" if revision and isinstance(revision, str) and "@" not in given else given
 
 
 def _how_to_say(folder: str | Path) -> str:
@@ -287,7 +294,13 @@ def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", at
         model = _load_merged(whole, adapters, getattr(torch, dtype), **_attention_setting(attention))
     except ModelError as error:
         raise (_of_adapter(adapters[0], error) if adapters else error) from error
-    return model.eval().to(place)
+    try:
+        return model.eval().to(place)
+    except RuntimeError as error:
+        if not (why := memory_cause(error)):
+            raise
+        what = f"the model {name} in {dtype} does not fit into the memory of {place}: {why}"
+        raise ModelError(f"{what}\ntype --training.dtype bfloat16, or choose a smaller model") from None
 
 
 @one_at_a_time()
@@ -333,7 +346,8 @@ def _model_ends(whole: str, **settings: Any) -> tuple[int, ...]:
     found = set[int]()
     for name in ("generation_config.json", "config.json"):
         try:
-            path = Path(str(cached_file(whole, name, **settings)))
+            with at_revision(whole) as (repository, revision):
+                path = Path(str(cached_file(repository, name, **revision, **settings)))
             ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
         except OSError:  # there is no such file
             continue
@@ -409,10 +423,11 @@ def _load_causal(resolved: str, **settings: Any) -> Any:
 
     model = _from_pretrained(AutoModelForCausalLM, resolved, "model", **settings)
     if getattr(model, "_hf_peft_config_loaded", False):
-        download = f"download it (`hf download {resolved} --local-dir adapter`) and give its folder"
+        download = f"download it (`hf download {revisions.split(resolved)[0]} --local-dir adapter`) and give its folder"
         raise ModelError(f"the model {resolved!r} of the hub is a LoRA adapter; {download}")
     if Path(resolved).is_dir():
         model.name_or_path = model.config._name_or_path = str(Path(resolved).absolute())
+    model.hub_commit = loaded_commit(resolved) or None  # adapters save it too
     return model
 
 
@@ -421,9 +436,9 @@ def _from_pretrained(loader: Any, resolved: str, what: str, **settings: Any) -> 
 
     try:
         if not Path(resolved).is_dir() and not settings.get("local_files_only"):
-            _check_hub(resolved)
-        with no_progress_bars():
-            return loader.from_pretrained(resolved, trust_remote_code=_remote_code_allowed, **settings)
+            _check_hub(revisions.split(resolved)[0])
+        with no_progress_bars(), at_revision(resolved) as (name, revision):
+            return loader.from_pretrained(name, trust_remote_code=_remote_code_allowed, **revision, **settings)
     except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         raise ModelError(_explain(resolved, what, error)) from error
 

@@ -156,6 +156,14 @@ def test_a_list_can_be_emptied():
     assert resolved("", filter=["a", "b"]).settings.filter == ("a", "b")
 
 
+def test_a_logger_is_added_to_the_runs_own():
+    assert resolved("", logger=["wandb"]).settings.logger == ("jsonl", "wandb")
+    assert resolved('logger = ["m=jsonl", "wandb"]').settings.logger == ("m=jsonl", "wandb")
+    assert resolved('[logger.wandb]\n[logger.jsonl]\nfile = "x.jsonl"\n').settings.logger == ("wandb", "jsonl")
+    own, _ = resolved("", "--logger.jsonl.file", "none", logger=["wandb"]).components["logger"]
+    assert (own.name, own.settings["file"].text) == ("jsonl", "none")
+
+
 def test_one_name_twice_gets_two_aliases():
     assert [c.alias for c in resolved("", reward=["a/x", "b/x", "x"]).components["reward"]] == ["x", "x_2", "x_3"]
     with pytest.raises(ConfigError, match="alias 'x'"):

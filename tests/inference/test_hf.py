@@ -253,12 +253,13 @@ def test_a_failure_in_the_model_reaches_every_waiter_and_the_engine_lives(make_m
         async def one(seed: int) -> None:
             with pytest.raises(InferenceError, match="RuntimeError: out of memory") as caught:
                 await engine.generate(request([1, 2], seed))
+            assert caught.value.__cause__ is None, "it would hold the tensors of the pass"
             failures.append(str(caught.value))
 
         async with trio.open_nursery() as nursery:
             for seed in range(3):
                 nursery.start_soon(one, seed)
-        assert len(failures) == 3
+        assert len(failures) == 3 and all("type a smaller --inference.cache-gib" in words for words in failures)
         with pytest.raises(InferenceError, match="failed to score"):
             await engine.score([1, 2])
         assert not (await engine.health()).ok

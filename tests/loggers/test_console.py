@@ -88,7 +88,7 @@ def test_flags_are_settings():
         "true",
     ]
     _, given = take_dotted_flags(flags)
-    (chosen,) = resolve(merge({"logger": ["console"]}, given)).components["logger"]
+    (_, chosen) = resolve(merge({"logger": ["console"]}, given)).components["logger"]
     settings = convert_settings(read_signature(ConsoleLogger, "loggers"), chosen.settings, "logger console")
     assert settings == {"metrics": "reward/*,eval/*", "every": 10, "time": True}
 

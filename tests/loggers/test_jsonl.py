@@ -101,3 +101,12 @@ def test_the_face_is_lazy_and_light():
         "assert face.__all__ == sorted(face.__all__) and all(getattr(face, name) for name in face.__all__)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_without_a_file_nothing_is_written(tmp_path):
+    logger = JSONLLogger(tmp_path, 0, file=None)
+    logger.log({"a": 1.0}, 0)
+    logger.log({"b": 1.0}, 0)
+    logger.add({"c": 1.0}, 0)
+    logger.close()
+    assert not list(tmp_path.iterdir())

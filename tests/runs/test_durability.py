@@ -33,6 +33,8 @@ def elsewhere(trajectory):
 class Stop:
     """Fails as it is told of the step in the file `stop`, if there is one."""
 
+    in_step = True
+
     def __init__(self, folder):
         pass
 
@@ -310,6 +312,16 @@ def test_too_little_room_is_told_early(monkeypatch, capsys):
     begun(3)
     said = capsys.readouterr().out
     assert said.count("warning: the next checkpoint takes about") == 1 and "has 0.0 MiB free" in said
+
+
+def test_too_little_room_for_the_trajectories_to_come_is_told_once(monkeypatch, capsys):
+    with_free(monkeypatch, 1000)
+    rl = ["run", *FASTEST, "--checkpoint-seconds", "0", "--steps", "3"]
+    assert main([*rl, "--out", "out"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("warning: the trajectories of the 2 steps to come take about 0.0 MiB, and the disk of out") == 1
+    assert main([*rl, "--out", "few", "--keep-trajectories", "1"]) == 0
+    assert "warning: the trajectories" not in capsys.readouterr().out, "each step replaces the one before"
 
 
 def test_a_checkpoint_by_the_clock_takes_no_room_that_the_last_one_needs(monkeypatch, capsys):

@@ -32,6 +32,8 @@ from rollouts.errors import UserError
 class Stop:
     """Fails in the mode that the file `stop` says, if there is one."""
 
+    in_step = True
+
     def __init__(self, settings, *, refuses: bool = False):
         if refuses:
             raise UserError("--logger: no key")

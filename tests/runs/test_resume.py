@@ -24,9 +24,9 @@ from rollouts.errors import ConfigError, OutputError
 from rollouts.runs import resume as resuming
 from rollouts.runs.folder import RunFolder
 from rollouts.runs.jobs.train import Training
+from rollouts.runs.loggers import Loggers
 from rollouts.runs.plan import make_plan
 from rollouts.runs.resume import finished
-from rollouts.runs.session import Loggers
 from rollouts.training.backends.torch import TorchBackend
 from rollouts.training.models import TINY_PATH
 
@@ -43,6 +43,8 @@ from rollouts_calculator import Calculator
 
 class Stop:
     """Fails at the step in the file `stop`, if there is one, or types Ctrl-C there."""
+
+    in_step = True
 
     def __init__(self, folder, *, error: str = "OSError"):
         if error == "refuse":
@@ -211,9 +213,9 @@ def test_control_c_twice(place, name, monkeypatch, capsys):
     """The second one, as the run ends, changes nothing."""
     plain, handler = getattr(place, name), signal.getsignal(signal.SIGINT)
 
-    def interrupted(self):
+    def interrupted(self, *arguments):
         signal.raise_signal(signal.SIGINT)
-        plain(self)
+        plain(self, *arguments)
 
     monkeypatch.setattr(place, name, interrupted)
     run("out", *SUPERVISED, "--logger.Stop.error", "KeyboardInterrupt", code=130, stop=1)

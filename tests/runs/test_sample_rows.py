@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from rollouts.errors import BrokenPluginError, ConfigError, RunError
+from rollouts.errors import BrokenPluginError, ConfigError
 from rollouts.loggers import MetricsLogger, SampleLogger, SampleSettings
+from rollouts.runs.loggers import Loggers, _checked
 from rollouts.runs.sample_rows import Judged, conversation_text, sample_rows
-from rollouts.runs.session import Loggers, _checked
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
 LOGGER = """
@@ -200,11 +200,18 @@ def test_an_evaluation_sends_them_too(logger_file, tmp_path):
     assert len(lines[0][2]) == 3
 
 
-def test_a_logger_that_fails_there_ends_the_run_with_its_name(logger_file, tmp_path):
-    """As one that fails in `log` does. The step is logged, and the run can be resumed."""
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_logger_that_fails_there_ends_no_run(logger_file, tmp_path, monkeypatch, keeps):
+    """Its other calls are recorded, and the summary has what is lost. Naming it keeps metrics.jsonl."""
     import rollouts
 
-    with pytest.raises(RunError, match=r"the logger Breaks failed: ValueError: the table is full"):
-        rollouts.run(steps=2, **settings(f"{logger_file}:Breaks"))
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    monkeypatch.setattr("rollouts.loggers.background.PAUSES_SECONDS", (0.0, 0.0))
+    loggers = [f"{logger_file}:Breaks"] if keeps else [f"{logger_file}:Breaks", {"name": "jsonl", "file": "none"}]
+    summary = rollouts.run(steps=2, **settings() | {"logger": loggers})
+    assert (summary["status"], summary["lost_by_loggers"]) == ("done", {"Breaks": 1})
+    (fault,) = summary["faults"]
+    assert "logger Breaks: lost 1 of its 6 calls: ValueError: the table is full" in fault
+    lines = [json.loads(line) for line in (tmp_path / "run" / "tables.jsonl").read_text().splitlines()]
+    assert [(name, step) for name, step, _ in lines] == [("log", 0), ("log", 1), ("log", 1)]
+    files = {path.name for path in (tmp_path / "run").glob("*.jsonl")}
+    assert files == {"tables.jsonl", "metrics.jsonl"} if keeps else {"tables.jsonl"}

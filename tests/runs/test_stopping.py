@@ -161,6 +161,8 @@ from rollouts_calculator import Calculator as Base
 class Once:
     """A logger that refuses a step that it has."""
 
+    in_step = True
+
     def __init__(self):
         self.last = -1
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rollouts.data.loaders import load_hub
 from rollouts.env import reward
 from rollouts.errors import ConfigError
 from rollouts.types import Message, Task, Trajectory
@@ -79,7 +80,7 @@ class GSM8K:
             rows = list(datasets.load_dataset(kind, data_files=str(path), split="train"))
             return [row for index, row in enumerate(rows) if (index % 5 == 0) == (split == "eval")]
         try:
-            return list(datasets.load_dataset(self.source, self.config, split=part, revision=self.revision))
+            return list(load_hub(self.source, self.config, split=part, revision=self.revision))
         except (OSError, ValueError, datasets.exceptions.DatasetNotFoundError) as error:
             raise ConfigError(
                 f"--env.source {self.source}: {' '.join(str(error).split())[:300]}\n"

@@ -16,6 +16,7 @@ from rollouts.errors import ConfigError, ModelError, first_line, near_misses
 from rollouts.plugins.loading import require_packages
 from rollouts.training.models import (
     adapters_beneath,
+    at_revision,
     is_remote_code_allowed,
     load_config,
     load_tokenizer,
@@ -136,13 +137,15 @@ def _loaded(name: str, label: str, probability: bool, device: str, dtype: str) -
     tokenizer = load_tokenizer(whole)
     with one_at_a_time():
         try:
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                whole,
-                config=config,
-                dtype=getattr(torch, dtype),
-                trust_remote_code=is_remote_code_allowed(),
-                output_loading_info=True,
-            )
+            with at_revision(whole) as (found, revision):
+                model, report = AutoModelForSequenceClassification.from_pretrained(
+                    found,
+                    config=config,
+                    dtype=getattr(torch, dtype),
+                    trust_remote_code=is_remote_code_allowed(),
+                    output_loading_info=True,
+                    **revision,
+                )
         except Exception as error:  # transformers raises many kinds
             raise ModelError(f"the reward model {name} cannot be loaded: {first_line(error)}") from error
     if missing := sorted(report["missing_keys"]):

@@ -91,7 +91,7 @@ def test_settings_reach_the_library(tmp_path, monkeypatch):
 
 def test_a_flag_sets_the_name_of_the_run(tmp_path, monkeypatch):
     _, flags = take_dotted_flags(["--logger.trackio.run-name", "mine"])
-    (chosen,) = resolve(merge({"logger": ["trackio"]}, flags)).components["logger"]
+    (_, chosen) = resolve(merge({"logger": ["trackio"]}, flags)).components["logger"]
     settings = convert_settings(read_signature(TrackioLogger, "loggers"), chosen.settings, "logger trackio")
     calls = []
     fake = types.SimpleNamespace(init=lambda **given: calls.append(given))

@@ -144,7 +144,7 @@ def test_wandbs_folder_id_and_output_are_its_own_where_a_variable_is_set(fake, t
 
 def test_a_flag_sets_the_name_of_the_run(fake, tmp_path):
     _, flags = take_dotted_flags(["--logger.wandb.run-name", "mine"])
-    (chosen,) = resolve(merge({"logger": ["wandb"]}, flags)).components["logger"]
+    (_, chosen) = resolve(merge({"logger": ["wandb"]}, flags)).components["logger"]
     settings = convert_settings(read_signature(WandbLogger, "loggers"), chosen.settings, "logger wandb")
     WandbLogger(tmp_path, {}, 0, **settings)
     assert fake.calls[0]["name"] == "mine"

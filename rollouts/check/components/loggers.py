@@ -113,7 +113,7 @@ def samples(subject: Subject) -> str:
 
 
 def quick(subject: Subject) -> str:
-    """`log` returns soon: the run waits for it."""
+    """`log` returns soon: its calls would pile up."""
     slowest = 0.0
     with _opened(subject, "quick") as logger:
         for step in range(3):

@@ -172,7 +172,8 @@ class HFInference:
         try:
             return await self._thread.submit(self._decoder.score, list(tokens), temperature, role if self.roles else "")
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise InferenceError(f"the model failed to score {len(tokens)} tokens: {error}") from error
+            failure = self._failure(error, f"the model failed to score {len(tokens)} tokens")
+        raise failure
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Load new weights. If the engine shares the trainer's parameters, only the version is checked.
@@ -278,9 +279,18 @@ class HFInference:
         except InferenceError as error:
             post(rows, error)
         except Exception as error:
-            failure = InferenceError(f"generation failed: {named(error)}")
-            failure.__cause__ = error
-            post(rows, failure)
+            post(rows, self._failure(error, "generation failed"))
+
+    def _failure(self, error: Exception, words: str) -> InferenceError:
+        """The error for a failure of the model. If memory is too small, it says what to type, and holds no tensors."""
+        from rollouts.training.backends.out_of_memory import memory_cause
+
+        failure = InferenceError(f"{words}: {named(error)}")
+        failure.__cause__ = error
+        if not (why := memory_cause(error)):
+            return failure
+        flags = "--inference.cache-gib, --inference.rows-max, --inference.prefill-tokens-max or --max-tokens"
+        return InferenceError(f"{words}: {type(error).__name__}: {why}\ntype a smaller {flags}")
 
     def _check(self, tokens: list[int], reply: int = 0, *, role: str) -> None:
         """Raise InferenceError for ids outside the vocabulary, for a role without an adapter, and if context and reply

@@ -35,6 +35,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from rollouts import revisions
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
 from rollouts.inference.servers import sglang_wire as wire
@@ -316,7 +317,9 @@ def serve_command(
     (docs/engines.md). Without the two thread settings it is twenty times slower.
     """
     is_cpu, served = options.on_cpu, options.served_model or SERVED_MODEL
-    argv = [python, "-m", "sglang.launch_server", "--model-path", model, "--served-model-name", served]
+    name, revision = revisions.location(model)
+    argv = [python, "-m", "sglang.launch_server", "--model-path", name, "--served-model-name", served]
+    argv += ["--revision", revision] if revision else []
     argv += ["--host", "127.0.0.1", "--port", str(port), "--random-seed", str(seed % 2**31)]
     argv += ["--log-level-http", "warning"]  # no line for each request
     argv += ["--dtype", "float32" if is_cpu and options.dtype == "auto" else options.dtype]

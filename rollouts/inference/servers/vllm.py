@@ -39,6 +39,7 @@ from typing import Any, Literal
 import msgspec
 import trio
 
+from rollouts import revisions
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
 from rollouts.inference.servers.dialect import FINISHES, RequestTarget, Sampled, ServerInfo, ids_of_text
@@ -429,7 +430,9 @@ def serve_command(
     Without a GPU it computes in float32, like the trainer, and does not compile.
     """
     dtype = "float32" if options.on_cpu and options.dtype == "auto" else options.dtype
-    argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
+    name, revision = revisions.location(model)
+    argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", name, "--host", "127.0.0.1"]
+    argv += ["--revision", revision, "--tokenizer-revision", revision] if revision else []
     argv += ["--port", str(port), "--served-model-name", options.served_model or SERVED_MODEL, "--dtype", dtype]
     argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--seed", str(seed)]
     argv += ["--disable-uvicorn-access-log"]

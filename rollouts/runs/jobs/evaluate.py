@@ -31,6 +31,7 @@ from rollouts.runs.manifest import (
     make_manifest,
     resumed_manifest,
     update_manifest,
+    with_revisions,
 )
 from rollouts.runs.observer import PLAYING, Observer
 from rollouts.runs.opponents import entered, make_opponents
@@ -126,7 +127,7 @@ class EvaluationJob:
         settings = plan.settings
         samples = settings.samples_per_prompt
         self._plan, self._session, self._player, self._inference = plan, session, player, inference
-        self._watching = Watching(session.observer, plan.one("inference").name, inference)
+        self._watching = Watching(session.observer, plan.one("inference").name, inference, noted=0)
         orders = [(index, sample) for index in chosen for sample in range(samples)]
         self._jobs = [Job(tasks[order[0]], order) for order in orders if order not in played]
         self.total = len(orders)
@@ -195,10 +196,12 @@ class EvaluationJob:
         session = self._session
         session.folder.write_trajectories(TRAJECTORIES, (line for each in episodes for line in episode_records(each)))
         session.folder.write_times(TRAJECTORIES, evaluation_times(episodes))
+        for note in update_manifest(session.folder, with_revisions):
+            session.observer.note(note)
         session.write_summary(failure)  # before a logger is made: it may wait for a server, and be killed there
         if failure is None and not self.summary["failed"]:
             session.folder.remove(PLAYED)  # after the summary: a kill in between loses nothing
-        session.loggers.open(self._plan.chosen["logger"], session.folder.path, self._plan.plain, 0)
+        session.loggers.open(self._plan.chosen["logger"], session.folder.path, self._plan.plain, 0, may_fail=True)
         temperature = self._plan.settings.temperature
         rollouts = [Judged(own, temperature=temperature) for each in episodes for own in each.by_role]
         session.loggers.log_samples(EVAL_SAMPLES, rollouts, 0)

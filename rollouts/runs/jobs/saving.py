@@ -18,8 +18,9 @@ from typing import Any, Literal
 from rollouts.config.settings import Settings
 from rollouts.config.stopping import Ranking, read_ranking
 from rollouts.errors import suggestion
-from rollouts.runs.folder import RunFolder
-from rollouts.runs.manifest import update_manifest
+from rollouts.runs.folder import STEP, RunFolder
+from rollouts.runs.manifest import update_manifest, with_revisions
+from rollouts.runs.token_files import SUFFIX
 from rollouts.training.weights.store import complete_checkpoints, prune_checkpoints, remove_checkpoint
 
 Occasion = Literal["", "steps", "clock"]
@@ -40,6 +41,9 @@ class Saving:
     warn: Callable[[str], None]
     _saved_at: float = field(default_factory=time.monotonic)
     _has_warned: bool = False
+    _has_warned_of_steps: bool = False
+    _steps: int = 0
+    _step_bytes: int = 0
 
     def occasion(self, done: int) -> Occasion:
         """Whether to save after `done` steps, and by which rule. The end of the run always saves."""
@@ -65,26 +69,52 @@ class Saving:
             what = "the checkpoint takes" if count == 1 else f"{count} checkpoints take"
             self._has_warned = True
             self.warn(
-                f"warning: {what} about {_words(count * each)}, and the disk of {self.folder.shown} has "
-                f"{_words(self._free())} free; make room, or keep fewer (--keep-checkpoints)"
+                f"warning: {what} about {size_words(count * each)}, and the disk of {self.folder.shown} has "
+                f"{size_words(self._free())} free; make room, or keep fewer (--keep-checkpoints)"
             )
 
-    def watch(self) -> None:
-        """Call this after each step. It warns once if the next checkpoint would not fit any more."""
+    def watch(self, done: int) -> None:
+        """Call this after each step, when `done` are done. It warns once if the next checkpoint would not fit any more,
+        and once if the trajectories of the steps that are left would not.
+        """
+        self._watch_trajectories(done)
         lacks = self.bytes_each is not None and self._free() < self.bytes_each
         if lacks and not self._has_warned:
             self.warn(
-                f"warning: the next checkpoint takes about {_words(self.bytes_each or 0)}, and the disk of "
-                f"{self.folder.shown} has {_words(self._free())} free; make room before it is written"
+                f"warning: the next checkpoint takes about {size_words(self.bytes_each or 0)}, and the disk of "
+                f"{self.folder.shown} has {size_words(self._free())} free; make room before it is written"
             )
         self._has_warned = lacks
+
+    def _watch_trajectories(self, done: int) -> None:
+        """Warn if the trajectories of the steps that are left, as large as those of this process so far, and the last
+        checkpoint need more room than there is.
+        """
+        settings = self.settings
+        files = [self.folder.path / "trajectories" / f"{STEP}{done - 1:06d}{end}" for end in (".jsonl", SUFFIX)]
+        self._step_bytes += sum(file.stat().st_size for file in files if file.exists())
+        self._steps += 1
+        kept = (
+            settings.steps if settings.keep_trajectories == "all" else min(settings.steps, settings.keep_trajectories)
+        )
+        left = kept - min(done, kept)  # a later step replaces an earlier one
+        need = left * self._step_bytes / self._steps
+        lacks = need > 0 and need + (self.bytes_each or 0) > self._free()
+        if lacks and not self._has_warned_of_steps:
+            self.warn(
+                f"warning: the trajectories of the {left} steps to come take about {size_words(need)}, and the disk of "
+                f"{self.folder.shown} has {size_words(self._free())} free; make room, or resume the run with "
+                "--keep-trajectories 10"
+            )
+        self._has_warned_of_steps = lacks
 
     def saved(self, path: Path, occasion: Occasion, pending: Path | None = None) -> None:
         """Record a written checkpoint in the run's manifest, then remove checkpoints that are not kept. The weights of
         a `pending` one are being evaluated, so it may become the best. Raises OutputError, CheckpointError.
         """
         folder, keep = self.folder, self.settings.keep_checkpoints
-        for note in update_manifest(folder, lambda before: before | {"checkpoint": folder.relative(path)}):
+        now = {"checkpoint": folder.relative(path)}
+        for note in update_manifest(folder, lambda before: with_revisions(before) | now):
             self.warn(note)
         if keep:
             prune_checkpoints(folder.checkpoints, keep, pending)
@@ -138,8 +168,8 @@ class Saving:
             return True
         self._saved_at = time.monotonic()
         self.warn(
-            f"warning: no checkpoint was written: each takes about {_words(self.bytes_each)}, the disk of "
-            f"{self.folder.shown} has {_words(free)} free, and the last one needs room too; a run that dies now "
+            f"warning: no checkpoint was written: each takes about {size_words(self.bytes_each)}, the disk of "
+            f"{self.folder.shown} has {size_words(free)} free, and the last one needs room too; a run that dies now "
             "goes on from an earlier one"
         )
         return False
@@ -148,9 +178,10 @@ class Saving:
         return shutil.disk_usage(self.folder.path).free
 
 
-def _words(count: float) -> str:
-    """
-    >>> _words(3 * 2**30), _words(1_000_000)
+def size_words(count: float) -> str:
+    """A number of bytes, readable.
+
+    >>> size_words(3 * 2**30), size_words(1_000_000)
     ('3.0 GiB', '1.0 MiB')
     """
     return f"{count / 2**30:.1f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

@@ -22,9 +22,8 @@ from rollouts.chat.format import ChatFormat
 from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted
 from rollouts.evaluate import evaluation_metrics
 from rollouts.inference.base import InferenceBackend
-from rollouts.loggers.jsonl import JSONLLogger, read_lines
+from rollouts.loggers.jsonl import JSONLLogger
 from rollouts.runs.clock import Start
-from rollouts.runs.components import Chosen
 from rollouts.runs.folder import MakeFolder
 from rollouts.runs.held_objects import again_command
 from rollouts.runs.jobs import learning
@@ -42,7 +41,7 @@ from rollouts.runs.observer import GENERATING, SAVING, SYNCING, TRAINING, Observ
 from rollouts.runs.on_step import FinishedStep, call_on_step
 from rollouts.runs.opponents import entered, make_opponents
 from rollouts.runs.plan import Plan, title
-from rollouts.runs.resume import REVISION, Logged, Resumed, RunState, restore, take_back
+from rollouts.runs.resume import REVISION, Resumed, RunState, logged_steps, restore, take_back
 from rollouts.runs.sample_rows import SAMPLES, step_rollouts
 from rollouts.runs.session import (
     Interrupts,
@@ -114,7 +113,7 @@ def train(
         session.backends = [(plan.one("training"), backend), (plan.one("inference"), engines[0])]
         own, resumed, first = [each for each in loggers if each.component is JSONLLogger], None, 0
         if resumes:
-            resumed = restore(backend, folder, settings, plan.flat, _logged(folder.path, own), checkpoint)
+            resumed = restore(backend, folder, settings, plan.flat, logged_steps(folder.path, own), checkpoint)
             resumed = resumed._replace(notes=(*resumed.notes, *changed_code(folder.path, code, folder.shown)))
             first = resumed.state.step
             if resumed.state.data:
@@ -123,7 +122,8 @@ def train(
             folder.write_config(plan.config)
             folder.write_json(MANIFEST, manifest)
         # First the other loggers, which may fail: the run's own loggers remove lines of the folder's files.
-        session.loggers.open([each for each in loggers if each not in own], folder.path, plan.plain, first)
+        others = [each for each in loggers if each not in own]
+        session.loggers.open(others, folder.path, plan.plain, first, may_fail=resumes)
         on_begin()
         if resumed is not None:
             resumed = take_back(backend, folder, resumed, manifest)
@@ -140,12 +140,6 @@ def train(
         session.begin(job, run_title, settings.steps, notes, plan.plain)
         job.play()
     return job.summary
-
-
-def _logged(folder: Path, loggers: Sequence[Chosen]) -> Logged:
-    """The logged steps in the files of the run's own loggers."""
-    files = [folder / each.settings.get("file", "metrics.jsonl") for each in loggers]
-    return {file.name: {step: "time/save" in line for step, line, _ in read_lines(file)} for file in files}
 
 
 @dataclasses.dataclass(eq=False)
@@ -196,7 +190,8 @@ class Training:
         )
         self._learning = learning.LearningCheck(self.session.observer.note)
         self._parts = learning.PartCounts()
-        self._watching = Watching(self.session.observer, self.plan.one("inference").name, self.inference)
+        engine, noted = self.plan.one("inference").name, len(self.backend.notes)
+        self._watching = Watching(self.session.observer, engine, self.inference, noted)
         self._syncing = WeightSyncManager(
             [self.inference],
             temperature=settings.temperature,
@@ -444,6 +439,7 @@ class Training:
         if self._save_seconds is not None:
             extra["time/save"], self._save_seconds = self._save_seconds, None
         self._take_pinned()
+        self._watching.notes(self.backend)
         # The end of the run always evaluates.
         if settings.eval_every and done % settings.eval_every == 0 and done < settings.steps:
             extra |= await self._serve_newest() if self._pinned is None else {}
@@ -501,7 +497,7 @@ class Training:
         if done < self._settings.steps:
             self._stop = self.stopping.reason(done, self._late | metrics)
             self._late = {}
-        self._saving.watch()
+        self._saving.watch(done)
         occasion = "" if self._stop is not None else self._saving.occasion(done)  # the end of the run always saves
         if occasion:
             began = time.perf_counter()

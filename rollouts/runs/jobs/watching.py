@@ -1,4 +1,4 @@
-"""What an observer sees of the episodes and engines of a run."""
+"""What an observer sees of the episodes and engines of a run, and of its training backend."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from rollouts.inference.base import InferenceBackend
 from rollouts.inference.servers.server import Server
 from rollouts.inference.servers.server_pool import ServerPool
 from rollouts.runs.observer import EngineState, Observer
+from rollouts.training.batches import TrainingBackend
 from rollouts.types import Episode
 
 
 @dataclass
 class Watching:
-    """Counts the episodes that play. `name` is that of the engine."""
+    """Counts the episodes that play. `name` is that of the engine. `noted` notes of the training backend are shown."""
 
     observer: Observer
     name: str
     inference: InferenceBackend
+    noted: int
     playing: int = 0
 
     def begin(self) -> None:
@@ -29,6 +31,12 @@ class Watching:
         """An episode ended; it may be tried again."""
         self.playing -= 1
         self.observer.rollout(episode)
+
+    def notes(self, backend: TrainingBackend) -> None:
+        """Show the notes that the backend has added since the last call."""
+        for note in backend.notes[self.noted :]:
+            self.observer.note(note)
+        self.noted = len(backend.notes)
 
     def engines(self) -> Sequence[EngineState]:
         """The engines now: each server with its requests; another engine with the episodes that play."""

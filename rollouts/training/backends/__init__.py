@@ -14,6 +14,7 @@
     optimizer     settings, optimizers and learning rates
     lora          adapters through peft
     profiling     traces, and peak memory
+    out_of_memory      what to type if a device has too little memory
     pytorch_factory    a backend for your own torch objects
 
 Nothing is imported until it is used. Checkpoints are in `rollouts.training.weights`.

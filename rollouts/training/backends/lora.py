@@ -43,6 +43,7 @@ def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed:
         target_modules=modules,
         lora_dropout=0.0,
         task_type="CAUSAL_LM",
+        revision=getattr(causal, "hub_commit", None),
     )
     with one_at_a_time(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

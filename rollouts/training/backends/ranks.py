@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from typing import Any
 import msgspec
 from torch import distributed
 
+from rollouts import revisions
 from rollouts.author_code import innermost_place
 from rollouts.errors import ConfigError, RankError, RolloutsError, words_of
 from rollouts.training.backends import rendezvous
@@ -199,6 +201,7 @@ def _start_others(processes: int, config: str, variables: Mapping[str, str]) -> 
         "WORLD_SIZE": str(processes),
         "ROLLOUTS_STARTED_BY_RANK_0": str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(each or os.getcwd() for each in sys.path),  # ranks import what this one imports
+        revisions.VARIABLE: json.dumps(revisions.known()),
         "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),  # rank 0 reports errors
     }
     if "OMP_NUM_THREADS" not in os.environ:

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
+import torch
 
-from rollouts.errors import TrainingError
+from rollouts.errors import OutOfMemoryError, TrainingError, first_line
 from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
 from rollouts.training.backends import lora
 from rollouts.training.backends.batch_shards import BatchShard, gather_outputs, shard_batch
 from rollouts.training.backends.futures import TorchThread, TrainFuture, on_thread
-from rollouts.training.backends.metric_sums import metrics_of
+from rollouts.training.backends.metric_sums import Reading, metrics_of
 from rollouts.training.backends.optimizer import (
     TorchSettings,
     check_chosen,
@@ -29,12 +30,14 @@ from rollouts.training.backends.optimizer import (
     check_trained_weights,
 )
 from rollouts.training.backends.optimizer_state import MakeOptimizer
+from rollouts.training.backends.out_of_memory import free_memory, memory_cause, training_words
+from rollouts.training.backends.profiling import peak_gib
 from rollouts.training.backends.token_record import join_records
-from rollouts.training.backends.trainer import Trainer, training_speed
+from rollouts.training.backends.trainer import Trainer
 from rollouts.training.backends.transformer import use_float32_head
-from rollouts.training.batches import AuxiliaryModels, ForwardOutput, StepResult, TrainBatch
+from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, StepResult, TrainBatch
 from rollouts.training.batching import Keep
-from rollouts.training.estimates import estimated_as
+from rollouts.training.estimates import ModelSize, estimated_as, peak_flops, train_flops
 from rollouts.training.models import load_hf_model, resolve_model_name
 from rollouts.training.weights import store
 
@@ -133,9 +136,26 @@ class Command(msgspec.Struct):
     shard: BatchShard | None = None
 
     def run(self, trainer: Trainer) -> Any:
-        """Run it on this rank. Raises what the trainer raises."""
-        method = getattr(trainer, self.name)
-        return method(**self.settings) if self.shard is None else method(self.shard, **self.settings)
+        """Run it on this rank. Raises what the trainer raises, and OutOfMemoryError."""
+        return run_command(trainer, self.name, *([] if self.shard is None else [self.shard]), **self.settings)
+
+
+def run_command(trainer: Trainer, name: CommandName, *shards: BatchShard, **settings: Any) -> Any:
+    """Call a method of the trainer. Raises what it raises; OutOfMemoryError if the device has too little memory, with
+    `can_halve` if the trainer is as it was before.
+    """
+    can_halve = not trainer.is_sharded and (name == "forward" or not trainer.has_gradients)
+    try:
+        return getattr(trainer, name)(*shards, **settings)
+    except Exception as error:
+        why = memory_cause(error)
+        if not why:
+            raise
+    free_memory(trainer.device)
+    rows, checkpoints = trainer.microbatch, trainer.checkpoints_activations
+    tokens = trainer.microbatch_tokens(rows)
+    words = training_words(name, rows, tokens, trainer.device, why, checkpoints=checkpoints)
+    raise OutOfMemoryError(words, tokens=tokens, can_halve=can_halve and len(rows) > 1)
 
 
 class Executor:
@@ -155,7 +175,7 @@ class Executor:
 
     def each(self, name: CommandName, shards: Sequence[BatchShard] = (), **settings: Any) -> list[Any]:
         """Like `call`, with a shard of a batch for each rank. Returns all results, rank 0 first."""
-        return [getattr(self.trainer, name)(*shards, **settings)]
+        return [run_command(self.trainer, name, *shards, **settings)]
 
     def close(self) -> None:
         """Stop the other ranks. Called once, when no command is running."""
@@ -207,8 +227,8 @@ class TorchBackend:
         No gradient. Raises TrainingError if this backend has no reference, teacher or critic and `needs` names one.
         """
         self._trainer.check_forward(needs)
-        shards = self._shard(batch, "", only_live=only_live, trained=False)
-        outputs = self._executor.each("forward", shards, needs=needs, only_live=only_live)
+        shard = functools.partial(self._shard, batch, "", only_live=only_live, trained=False)
+        shards, outputs = self._run_shards("forward", shard, needs=needs, only_live=only_live)
         return gather_outputs(batch, shards, outputs)
 
     @on_thread
@@ -225,9 +245,9 @@ class TorchBackend:
             )
         names: tuple[Keep, ...] = ("group", "pair", "rollout")  # keep the largest unit that a loss names
         keep: Keep = next((name for name in names if f"{name}_index" in needs(algorithm)), "")
-        shards = self._shard(batch, keep, only_live=True, trained=True)
         start = time.perf_counter()
-        readings = self._executor.each("forward_backward", shards)
+        shard = functools.partial(self._shard, batch, keep, only_live=True, trained=True)
+        shards, readings = self._run_shards("forward_backward", shard)
         seconds = time.perf_counter() - start
         learned = [reading.learned for reading in readings if reading.learned is not None]
         try:
@@ -316,6 +336,67 @@ class TorchBackend:
         """Finish submitted work, then stop the thread and the other ranks."""
         self.thread.close(last=self._executor.close)
 
+    def _run_shards(
+        self, name: CommandName, make_shards: Callable[[], list[BatchShard]], **settings: Any
+    ) -> tuple[list[BatchShard], list[Any]]:
+        """Run a command on the shards of a batch. Returns them and their results.
+
+        If a microbatch does not fit into memory, the whole batch runs once more, in microbatches of at most half its
+        size, which all later batches get too. Raises OutOfMemoryError.
+        """
+        shards, trainer = make_shards(), self._trainer
+        try:
+            return shards, self._executor.each(name, shards, **settings)
+        except OutOfMemoryError as error:
+            if not error.can_halve:
+                raise
+            before, trainer.tokens_max = trainer.tokens_max, max(1, error.tokens // 2)
+            try:
+                shards = make_shards()
+            except TrainingError:  # its rows must stay together
+                trainer.tokens_max = before
+                raise error from None
+            words, tokens = first_line(error), trainer.tokens_max
+        self.notes += (
+            f"warning: {words}; the batch runs again, and from now on microbatches have at most {tokens} tokens; to "
+            f"begin with that, type --tokens-per-microbatch {tokens}",
+        )
+        return shards, self._executor.each(name, shards, **settings)
+
     def _shard(self, batch: TrainBatch, keep: Keep, *, only_live: bool, trained: bool) -> list[BatchShard]:
         split = functools.partial(self._trainer.split, keep=keep, only_live=only_live, trained=trained)
         return shard_batch(batch, self.world_size, split, keep=keep)
+
+
+def training_speed(
+    trainer: Trainer, shards: Sequence[BatchShard], readings: Sequence[Reading], seconds: float
+) -> dict[str, float]:
+    """`perf/tflops` per rank, `perf/mfu` if the device's peak is known, and this rank's `perf/peak_gib`."""
+    found = {"perf/peak_gib": peak_gib(trainer.device)}
+    trained: list[Row] = []
+    forward_only: list[Row] = []
+    for shard, reading in zip(shards, readings, strict=True):
+        for number, part in enumerate(shard.microbatches()):
+            (forward_only if number in reading.forward_only else trained).extend(part)
+    # Full training has the cost of three forward passes; two of them are the backward pass.
+    flops = (
+        _flops(trainer.size, trained, lora=trainer.adapter is not None)
+        + _flops(trainer.size, forward_only, lora=False) / 3
+    )
+    if not flops:
+        return found
+    rate = flops / max(seconds, 1e-9) / len(shards)
+    found["perf/tflops"] = rate / 1e12
+    peak = None
+    if trainer.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(trainer.device), trainer.compute_dtype)
+    return found if peak is None else found | {"perf/mfu": rate / peak}
+
+
+def _flops(size: ModelSize, rows: Sequence[Row], *, lora: bool) -> float:
+    lengths = [len(row.tokens) for row in rows]
+    tokens = sum(lengths)
+    if not tokens:
+        return 0.0
+    scored = sum(weight > 0 for row in rows for weight in row.loss_mask)
+    return train_flops(size, tokens, sum(length**2 for length in lengths) / tokens, lora=lora, scored=scored)

@@ -30,13 +30,20 @@ from rollouts.training.backends.forward import Models, Scored
 from rollouts.training.backends.metric_sums import MetricSums, Microbatch, Reading
 from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.optimizer_state import MakeOptimizer
-from rollouts.training.backends.profiling import Profile, peak_gib
+from rollouts.training.backends.profiling import Profile
 from rollouts.training.backends.sharding import Sharding
 from rollouts.training.backends.token_record import TokenRecord
 from rollouts.training.backends.transformer import ModelPaths, inspect_model, prefers_packing
 from rollouts.training.batches import AuxiliaryModels, Row, StepResult, TrainBatch
-from rollouts.training.batching import BUCKET_SAVING_MIN, MICROBATCH_SAVING_MIN, Keep, split_by_role, split_microbatches
-from rollouts.training.estimates import ModelSize, model_size_of, moments_of, peak_flops, train_flops
+from rollouts.training.batching import (
+    BUCKET_SAVING_MIN,
+    MICROBATCH_SAVING_MIN,
+    Keep,
+    microbatch_tokens,
+    split_by_role,
+    split_microbatches,
+)
+from rollouts.training.estimates import model_size_of, moments_of
 from rollouts.training.models import prepare_gradient_checkpointing
 from rollouts.training.weights import checkpoint, files, store
 
@@ -64,8 +71,12 @@ class Trainer:
         causal: the policy, with its adapters; sharded if this trainer shards
         roles: the roles with an adapter of their own; empty: there is one policy
         version: the number of optimizer steps that changed the weights
+        tokens_max: the largest number of tokens of a microbatch
+        microbatch: the rows that run now, or ran last
         notes: which optimizations this model cannot use, for the user
     """
+
+    microbatch: Sequence[Row] = ()
 
     def __init__(
         self,
@@ -92,7 +103,7 @@ class Trainer:
         self.is_sharded = shards is not None
         # Absolute, because every save reads it, and the working directory may have changed.
         self._source = str(Path(source).absolute()) if source is not None and Path(source).is_dir() else source
-        self._settings, self.lr = settings, settings.lr
+        self._settings, self.lr, self.tokens_max = settings, settings.lr, settings.tokens_per_microbatch
         self._shards = shards
         self._denominator, self._skipped = 0.0, 0
         self._not_finite = 0  # steps in a row that were skipped because of a non-finite gradient
@@ -174,7 +185,7 @@ class Trainer:
         """Split the rows into microbatches. If `trained`, flat rows may get microbatches of their own."""
         split = functools.partial(
             split_microbatches,
-            tokens_max=self._settings.tokens_per_microbatch,
+            tokens_max=self.tokens_max,
             share_prefix=self.shares_prefix,
             keep=keep,
             only_live=only_live,
@@ -219,7 +230,7 @@ class Trainer:
                 ]
             if not any(wanted):
                 continue
-            self._progressed()
+            self._begin(chosen)
             self._use_adapter(self._adapter_of(chosen))
             results = [predict((chosen, wanted), temperature, own)] if own else []
             if "ref_logprobs" in needs:
@@ -265,6 +276,20 @@ class Trainer:
         reading.forward_only = flat
         self._denominator += shard.batch.denominator
         return reading
+
+    def microbatch_tokens(self, rows: Sequence[Row]) -> int:
+        """How many tokens of `tokens_max` these rows take in one microbatch."""
+        return microbatch_tokens(rows, share_prefix=self.shares_prefix, packed=self._models.paths.packed)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients, or a part of D, that no optimizer step has used."""
+        return self._denominator > 0 or any(parameter.grad is not None for parameter in self._names)
+
+    @property
+    def checkpoints_activations(self) -> bool:
+        """Whether the backward pass computes activations again."""
+        return self._settings.gradient_checkpointing
 
     def forget_gradients(self) -> None:
         """Discard accumulated gradients and D."""
@@ -434,6 +459,10 @@ class Trainer:
             tensors["reference"] = dict(zip(names, self._reference.tensors, strict=True))
         return tensors
 
+    def _begin(self, rows: Sequence[Row]) -> None:
+        self.microbatch = rows
+        self._progressed()
+
     def _adapter_of(self, rows: Sequence[Row]) -> str:
         """The role whose adapter these rows need; empty if there is one policy."""
         return rows[0].role if self.roles else ""
@@ -459,7 +488,7 @@ class Trainer:
 
     def _microbatch(self, part: list[Row], work: _Work, sums: MetricSums) -> list[bool]:
         """Run one microbatch and accumulate. Returns whether the objective had a gradient; [] if the part is empty."""
-        self._progressed()
+        self._begin(part)
         if not part:
             self.networks(self._zero_objective, work.requested).backward()
             return []
@@ -477,7 +506,7 @@ class Trainer:
         """Run a microbatch of flat rows forward only. Returns False, and adds nothing, if it has a gradient."""
         if not forward.is_flat(part) or not self._tries_flat(work.batch.algorithm):
             return False
-        self._progressed()
+        self._begin(part)
         scored, ends = forward.cut_off(self._run_networks(self._score, part, work))
         measured = self._evaluate(part, work, scored)
         size = forward.gradient_size(measured.objective, ends)
@@ -537,40 +566,6 @@ class Trainer:
             seen["importance"] = weights.detach()
         of_tokens = [rows[row] for row in scored.selection.rows]
         return Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.tokens, of_tokens)
-
-
-def training_speed(
-    trainer: Trainer, shards: Sequence[BatchShard], readings: Sequence[Reading], seconds: float
-) -> dict[str, float]:
-    """`perf/tflops` per rank, `perf/mfu` if the device's peak is known, and this rank's `perf/peak_gib`."""
-    found = {"perf/peak_gib": peak_gib(trainer.device)}
-    trained: list[Row] = []
-    forward_only: list[Row] = []
-    for shard, reading in zip(shards, readings, strict=True):
-        for number, part in enumerate(shard.microbatches()):
-            (forward_only if number in reading.forward_only else trained).extend(part)
-    # Full training has the cost of three forward passes; two of them are the backward pass.
-    flops = (
-        _flops(trainer.size, trained, lora=trainer.adapter is not None)
-        + _flops(trainer.size, forward_only, lora=False) / 3
-    )
-    if not flops:
-        return found
-    rate = flops / max(seconds, 1e-9) / len(shards)
-    found["perf/tflops"] = rate / 1e12
-    peak = None
-    if trainer.device.type == "cuda":
-        peak = peak_flops(torch.cuda.get_device_name(trainer.device), trainer.compute_dtype)
-    return found if peak is None else found | {"perf/mfu": rate / peak}
-
-
-def _flops(size: ModelSize, rows: Sequence[Row], *, lora: bool) -> float:
-    lengths = [len(row.tokens) for row in rows]
-    tokens = sum(lengths)
-    if not tokens:
-        return 0.0
-    scored = sum(weight > 0 for row in rows for weight in row.loss_mask)
-    return train_flops(size, tokens, sum(length**2 for length in lengths) / tokens, lora=lora, scored=scored)
 
 
 def _norm(gradients: list[Tensor]) -> float:
