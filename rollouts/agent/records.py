@@ -160,7 +160,7 @@ def check_generation(generation: Generation, room: int) -> None:
                 raise InferenceError(f"the engine returned the logprob {logprob} for token {index} of {len(tokens)}")
 
 
-def check_sampled(segment: Segment, turn: TurnRequest, chat: ChatFormat, order: tuple[int, int]) -> None:
+def check_sampled(segment: Segment, turn: TurnRequest, chat: ChatFormat, order: tuple[int, ...]) -> None:
     """Check that the tokens before a reply are its prompt: in the first episodes of a run, and once for each shape of
     conversation. `order` is that of the episode. A failure is a mistake of rollouts: it raises AssertionError.
     """

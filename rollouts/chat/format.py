@@ -142,7 +142,7 @@ class ChatFormat:
         self.literals = tuple({*compared_literals(text), self.thoughts.opens, self.thoughts.closes} - {""})
         self.shapes: dict[Any, list[str] | None] = {}
         self.sampled_shapes: set[Any] = set()
-        self.watched: set[tuple[int, int]] = set()
+        self.watched: set[tuple[int, ...]] = set()
         self.cuts = safe_cuts(tokenizer, self.closers)
         self._cut = next(iter(self.cuts), "")
         self._backend = plain_backend(tokenizer, self.closers)

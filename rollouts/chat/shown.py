@@ -168,7 +168,7 @@ def _leaves(value: Any) -> Iterator[str]:
 def _unnamed(calls: Sequence[ToolCall], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Schemas for called tools that were not offered. Some formats read no call of an unknown tool."""
     offered = {tool.get("function", tool).get("name") for tool in tools}
-    named = {call.name: {"properties": {key: {} for key in call.arguments}} for call in calls}
+    named: dict[str, Any] = {call.name: {"properties": {key: {} for key in call.arguments}} for call in calls}
     return [
         {"type": "function", "function": {"name": name, "parameters": parameters}}
         for name, parameters in named.items()
