@@ -287,6 +287,8 @@ def _behind_header(prompt: str, place: int, message: Message, talk: _Talk) -> st
     header = prompt[len(shown) :] if prompt.startswith(shown) else ""
     if header.strip() and header in whole[:at]:
         return whole[whole.rfind(header, 0, at) + len(header) :]
+    if (header := header.rstrip()) and header in whole[:at]:  # the prompt ends with other white space
+        return whole[whole.rfind(header, 0, at) + len(header) :].lstrip()
     low, high = 0, min(len(prompt), at)
     while low < high:  # if an end occurs, so does every shorter one
         middle = (low + high + 1) // 2

@@ -116,10 +116,10 @@ def find_ends(probe: Prober, added_tokens: Mapping[str, bool], eos: str | None) 
         return Ends(tokens, after_text)
     known = {*tokens, *((eos,) if eos else ()), *_CALL_CLOSERS} & set(added_tokens)
     special = [token for token, is_special in added_tokens.items() if is_special]
-    stretch = text.rpartition(PROBE_VALUE)[2].partition(PROBE_RESULT)[0]
-    shown = alone.rpartition(PROBE_VALUE)[2]
+    behind, shown = text.rpartition(PROBE_VALUE)[2], alone.rpartition(PROBE_VALUE)[2].rstrip()
     end = _first(known, shown) or ("" if after_text else _token_at_end(shown, special))
-    implied = "" if end else _token_behind(text, alone.rstrip(), added_tokens) or _first(known, stretch)
+    implied = "" if end or not behind.startswith(shown) else _token_at_start(behind[len(shown) :], added_tokens)
+    implied = implied or ("" if end else _first(known, behind.partition(PROBE_RESULT)[0]))
     tokens += [token for token in (end or implied,) if token and token not in tokens]
     return Ends(tokens, after_text, implied if PROBE_VALUE in alone else "")
 
@@ -136,8 +136,12 @@ def _first(tokens: Iterable[str], text: str) -> str:
 
 def _token_behind(text: str, mark: str, added_tokens: Iterable[str]) -> str:
     """The added token that directly follows the last mark, or ""."""
-    rest = text.rpartition(mark)[2].lstrip() if mark and mark in text else ""
-    return max((token for token in added_tokens if token and rest.startswith(token)), key=len, default="")
+    return _token_at_start(text.rpartition(mark)[2], added_tokens) if mark in text else ""
+
+
+def _token_at_start(text: str, tokens: Iterable[str]) -> str:
+    """The token with which a text begins, or ""."""
+    return max((token for token in tokens if token and text.lstrip().startswith(token)), key=len, default="")
 
 
 def inspect_template(
