@@ -11,6 +11,7 @@ starts. Each turn is trained in one row only.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,7 @@ import msgspec
 
 from rollouts.chat.control_tokens import plain
 from rollouts.chat.format import ChatFormat, RenderedTurn
-from rollouts.chat.shown import CUT_PROMPT, check_rows, is_plausible, lost_fields, sentinels, shape
+from rollouts.chat.shown import check_rows, is_plausible, lost_fields, sentinels, shape
 from rollouts.errors import ModelError
 from rollouts.types import Message
 
@@ -169,8 +170,7 @@ def _lost_in_shape(
     made, fields = sentinels(messages[: trained[-1] + 1], chat.literals)
     try:
         rows = encode_rows(supervised_texts(made, tools, chat, trained), chat)
-        cut = [field for field in check_rows(rows, made, tools, trained, chat) if field == CUT_PROMPT]
-        return cut + lost_fields(rows, fields, chat)
+        return check_rows(rows, made, tools, trained, chat) + lost_fields(rows, fields, chat)
     except ModelError:
         return None
 
@@ -283,12 +283,14 @@ def _behind_header(prompt: str, place: int, message: Message, talk: _Talk) -> st
     words = [chat.mark_reply(each) for each in (message.reasoning or "", message.text.strip()) if each]
     words += [call.name for call in message.tool_calls]
     at = min((at for each in words if (at := whole.rfind(each)) >= 0), default=len(whole))
+    at -= len(chat.thoughts.of_prompt(whole[:at]))  # a thought of the reply is behind the header too
     shown = chat.render_marked(before, talk.tools, False)
     header = prompt[len(shown) :] if prompt.startswith(shown) else ""
     if header.strip() and header in whole[:at]:
         return whole[whole.rfind(header, 0, at) + len(header) :]
-    if (header := header.rstrip()) and header in whole[:at]:  # the prompt ends with other white space
-        return whole[whole.rfind(header, 0, at) + len(header) :].lstrip()
+    if (words_only := header.rstrip()) and words_only in whole[:at]:  # the prompt ends with other white space
+        rest = whole[whole.rfind(words_only, 0, at) + len(words_only) :]
+        return rest[len(os.path.commonprefix([rest, header[len(words_only) :]])) :]  # noqa: RUF071
     low, high = 0, min(len(prompt), at)
     while low < high:  # if an end occurs, so does every shorter one
         middle = (low + high + 1) // 2

@@ -252,9 +252,9 @@ def _replaced(value: Any, text: Callable[[str], str]) -> Any:
 
 
 def lost_fields(rows: Sequence[Row], fields: Mapping[str, str], chat: ChatFormat) -> list[str]:
-    """The fields of a conversation of sentinels that are in no row."""
+    """The fields of a conversation of sentinels that are in no row, but for replies (`check_rows`)."""
     text = "".join(chat.decode(tokens) for tokens, _ in rows)
-    return [field for word, field in fields.items() if word not in text]
+    return [field for word, field in fields.items() if word not in text and field not in (THOUGHT, TEXT)]
 
 
 def is_plausible(row: Row, replies: Iterator[str], messages: Sequence[Message], chat: ChatFormat) -> bool:

@@ -154,10 +154,9 @@ def supervised(made: Made, conversation: Conversation, turns: list[Turn], chat: 
     if not made.of(conversation.tools).end:  # the end of such a turn belongs to the next one
         said = {place: [(f, text[: text.rfind(OPEN)]) for f, text in each] for place, each in said.items()}
     trained: Counter[int] = Counter()
-    # A template that shows no thought does not say which white space is around one.
-    blanks = re.compile(
-        rf"\s*{re.escape(TAGS[1])}\s*" if made.choices.think in ("no", "hidden", "stripped") else "(?!)"
-    )
+    # A template that shows no thought, or an empty one in its own form, does not say which white space is around one.
+    is_unsaid = made.choices.think in ("no", "hidden", "stripped") or made.choices.void
+    blanks = re.compile(rf"\s*{re.escape(TAGS[1])}\s*" if is_unsaid else "(?!)")
 
     def same(one: str, other: str) -> bool:
         return blanks.sub(TAGS[1], one) == blanks.sub(TAGS[1], other)
