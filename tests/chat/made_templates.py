@@ -47,6 +47,10 @@ class Form(NamedTuple):
     end: str
     text: str
 
+    @property
+    def thinks_behind_calls(self) -> bool:
+        return bool(self.calls) and THINK[0] in self.text.partition(self.calls)[2]
+
     def same(self, other: Form) -> bool:
         """Whether two forms are one message in other words."""
         return (self.think is None) == (other.think is None) and (
@@ -148,7 +152,9 @@ class Made:
                 return found
             others = [_inlined(each) if at != place or not shuts else each for at, each in enumerate(messages)]
             inline = self._turn(others, place, tools)
-            spans = [self._as_said(each, messages[place], others[place]) for each in inline.spans]
+            # A thought behind a call, where the template writes content, is no form that a model samples.
+            begins = [each for each in inline.spans if not each.form.thinks_behind_calls]
+            spans = [self._as_said(each, messages[place], others[place]) for each in begins]
             found = found._replace(spans=[*found.spans, *spans])
         return found
 
