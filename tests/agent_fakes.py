@@ -35,8 +35,7 @@ class FakeChat:
         self.report = SimpleNamespace(tool_after_text=tool_after_text, calls_as_text=False)
 
     def _message(self, message: Message) -> list[int]:
-        is_raw = any(call.error for call in message.tool_calls)
-        calls = "".join(f"[{call.name} {json.dumps(call.arguments)}]" for call in message.tool_calls if not is_raw)
+        calls = "".join(f"[{call.name} {json.dumps(call.arguments)}]" for call in message.tool_calls)
         return [ROLES[message.role], *map(ord, message.text + calls), END]
 
     def tokens_at_least(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> int:
@@ -60,13 +59,13 @@ class FakeChat:
         return "".join(map(chr, tokens))
 
     def shows(self, shown: str, sampled: str, tools: list[dict[str, Any]]) -> bool:
-        return self.parse([*map(ord, shown)], tools) == self.parse([*map(ord, sampled)], tools)
+        one, other = (self.parse([*map(ord, text)], tools) for text in (shown, sampled))
+        return one.text == other.text and [c.name for c in one.tool_calls] == [c.name for c in other.tool_calls]
 
     def parse(self, tokens: list[int], tools: list[dict[str, Any]], context: Sequence[int] = ()) -> Message:
         text = "".join(chr(token) for token in tokens if token != END)
         content, *found = text.split("[")
-        calls = [self._call(part, n) for n, part in enumerate(found)]
-        return Message("assistant", text if any(call.error for call in calls) else content, tool_calls=calls)
+        return Message("assistant", content, tool_calls=[self._call(part, n) for n, part in enumerate(found)])
 
     def _call(self, part: str, number: int) -> ToolCall:
         name, _, arguments = part.rstrip("]").partition(" ")

@@ -521,7 +521,7 @@ class ChatModel:
             shown_only = len(turn.context)
             append(trajectory.segments[-1], turn.context, 0.0, [0.0] * shown_only, [-1] * shown_only)
             logprobs = [min(logprob, 0.0) for logprob in answer.logprobs]
-            check_sampled(trajectory.segments[-1], turn, self._chat, self._engine.order)
+            check_sampled(conversation, turn, self._chat, self._engine.order)
             reply = readable_message(self._chat.parse(answer.tokens, turn.schemas, trajectory.segments[-1].tokens))
             append(trajectory.segments[-1], answer.tokens, 1.0, logprobs, answer.versions)
             conversation.sampled = list(answer.tokens)

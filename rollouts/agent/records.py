@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -52,11 +53,14 @@ NO_WISHES = Wishes()
 
 
 class OpenTrajectory(msgspec.Struct, eq=False):
-    """A trajectory in progress. `sampled` are the ids of the last reply; None: the conversation cannot continue."""
+    """A trajectory in progress. `sampled` are the ids of the last reply; None: the conversation cannot continue. A
+    branch begins with the tokens of another conversation.
+    """
 
     trajectory: Trajectory
     sampled: list[int] | None = []
     turns: int = 0
+    is_branch: bool = False
 
     def extends_to(self, messages: Sequence[Message]) -> bool:
         """Whether `messages` are this conversation with new messages at its end."""
@@ -160,20 +164,22 @@ def check_generation(generation: Generation, room: int) -> None:
                 raise InferenceError(f"the engine returned the logprob {logprob} for token {index} of {len(tokens)}")
 
 
-def check_sampled(segment: Segment, turn: TurnRequest, chat: ChatFormat, order: tuple[int, ...]) -> None:
+def check_sampled(conversation: OpenTrajectory, turn: TurnRequest, chat: ChatFormat, order: tuple[int, ...]) -> None:
     """Check that the tokens before a reply are its prompt: in the first episodes of a run, and once for each shape of
     conversation. `order` is that of the episode. A failure is a mistake of rollouts: it raises AssertionError.
     """
     if len(chat.watched) < WATCHED_EPISODES:
         chat.watched.add(order)
     key = shape(turn.messages[-4:], turn.schemas, chat.literals, ())
-    if key in chat.sampled_shapes and order not in chat.watched:
+    segments = conversation.trajectory.segments
+    is_copied = conversation.is_branch and len(segments) == 1  # where its earlier replies are is unknown
+    if is_copied or (key in chat.sampled_shapes and order not in chat.watched):
         return
     chat.sampled_shapes.add(key)
-    starts = [start for _, start in segment.turns]
-    replies = [(start, segment.loss_mask.index(0.0, start)) for start in starts]
+    mask, starts = segments[-1].loss_mask, [start for _, start in segments[-1].turns]
+    replies = [(start, start + len(list(itertools.takewhile(bool, mask[start:])))) for start in starts]
     try:
-        check_context(segment.tokens, replies, turn.messages, turn.schemas, chat)
+        check_context(segments[-1].tokens, replies, turn.messages, turn.schemas, chat)
     except Unshown as error:
         raise AssertionError(f"a sampled turn cannot be trained: {error}") from error
 

@@ -95,9 +95,9 @@ def check_context(
     at = len(starts[0])
     if wanted[:at] != starts[0]:
         raise Unshown("the beginning of its row is not that of its prompt")
-    for start, end, following in zip(starts, ends, [*starts[1:], text], strict=True):
+    for number, (start, end, following) in enumerate(zip(starts, ends, [*starts[1:], text], strict=True), 1):
         piece = following[len(end) :]  # from the stop token of this reply to the next reply
-        found = wanted.find(piece, at) if following is not text else max(at, len(wanted) - len(piece))
+        found = wanted.find(piece, at) if number < len(starts) else max(at, len(wanted) - len(piece))
         if found < 0 or wanted[found : found + len(piece)] != piece:
             raise Unshown("the text between two replies of its row is not that of its prompt")
         if not chat.shows(wanted[at:found], end[len(start) :], tools):
@@ -119,11 +119,9 @@ def _unread(
         raise Unshown(
             f"its reply must end with its only stop token, but has {len(stops)} of them in {len(reply)} tokens"
         )
-    text, thought = (
-        (message.text, message.reasoning)
-        if message.reasoning
-        else chat.thoughts._replace(prompt="").split(message.text)
-    )
+    text, thought = message.text, message.reasoning or ""
+    if not thought:  # it may be a part of the text
+        text, thought = chat.thoughts._replace(prompt="").split(text)
     if message.tool_calls and not chat.report.reads_calls:
         return _unfound(chat.decode(reply[:-1]), text, thought, message.tool_calls)
     read = chat.parse(reply, [*tools, *_unnamed(message.tool_calls, tools)], context)
