@@ -83,7 +83,13 @@ def from_text(count: int, model: str) -> None:
 
     def ours() -> Any:
         planned = [plan_rows(read_conversation(row), chat) for row in rows]
-        return encode_rows([text for each in planned for text in each.texts], chat)
+        return planned, encode_rows([text for each in planned for text in each.texts], chat)
+
+    def checked() -> None:
+        planned, rows = ours()
+        encoded = iter(rows)
+        for each in planned:
+            each.check([next(encoded) for _ in each.texts], chat)
 
     figures: dict[str, Callable[[], Any]] = {
         ALONE: lambda: [chat.encode(text) for text in texts],
@@ -96,6 +102,7 @@ def from_text(count: int, model: str) -> None:
         "transformers, template and tokens": lambda: [tokenizer.apply_chat_template(row["messages"]) for row in rows],
         "rollouts, template alone": lambda: [plan_rows(each, chat) for each in read],
         "rollouts, rows with masks": ours,
+        "rollouts, masks checked": checked,
     }
     if "{% generation" in str(tokenizer.chat_template) or "{%- generation" in str(tokenizer.chat_template):
         figures["transformers with masks (TRL)"] = lambda: [

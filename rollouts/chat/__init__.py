@@ -8,6 +8,7 @@ tool_call_formats.py  tool calls in a reply's text
 tool_parsers.py       functions that read tool calls, of which a run may choose one
 preflight.py          what a template does to conversations, as a report
 masks.py              supervised rows with their loss masks
+shown.py              shows that a mask is right
 incremental.py        renders only what is new
 
 Sampling, and the conversation itself, are in `rollouts.agent`. Nothing here imports torch or transformers: callers pass
