@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from rollouts.chat.shown import Unshown, check_context, shape
+from rollouts.chat.shown import SHAPES_MAX, Unshown, check_context, shape
 from rollouts.error_log import report
 from rollouts.errors import InferenceError, RolloutsError, leaves_of
 from rollouts.gateway.exchange import cut_at_stop
@@ -173,7 +173,8 @@ def check_sampled(conversation: OpenTrajectory, turn: TurnRequest, chat: ChatFor
     key = shape(turn.messages[-4:], turn.schemas, chat.literals, ())
     segments = conversation.trajectory.segments
     is_copied = conversation.is_branch and len(segments) == 1  # where its earlier replies are is unknown
-    if is_copied or (key in chat.sampled_shapes and order not in chat.watched):
+    is_known = key in chat.sampled_shapes or len(chat.sampled_shapes) >= SHAPES_MAX
+    if is_copied or (is_known and order not in chat.watched):
         return
     chat.sampled_shapes.add(key)
     mask, starts = segments[-1].loss_mask, [start for _, start in segments[-1].turns]

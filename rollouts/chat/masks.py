@@ -19,7 +19,7 @@ import msgspec
 
 from rollouts.chat.control_tokens import plain
 from rollouts.chat.format import ChatFormat, RenderedTurn
-from rollouts.chat.shown import check_rows, is_plausible, lost_fields, sentinels, shape
+from rollouts.chat.shown import SHAPES_MAX, check_rows, is_plausible, lost_fields, sentinels, shape
 from rollouts.errors import ModelError
 from rollouts.types import Message
 
@@ -152,12 +152,13 @@ def check_masks(
     key = shape(messages, tools, chat.literals, trained)
     known = chat.shapes.get(key)
     replies = (plain(turn.reply) for text in texts for turn in text.turns)
-    if known is not None and all(is_plausible(row, replies, messages, chat) for row in rows):
+    is_whole = [place for row in rows for *_, place in row.turns] == list(trained)
+    if known is not None and is_whole and all(is_plausible(row, replies, messages, chat) for row in rows):
         return known
     lost = check_rows(rows, messages, tools, trained, chat)
-    if key not in chat.shapes:
+    if key not in chat.shapes and len(chat.shapes) < SHAPES_MAX:
         chat.shapes[key] = _lost_in_shape(messages, tools, chat, trained)
-    known = chat.shapes[key]
+    known = chat.shapes.get(key)
     return lost if known is None else known
 
 

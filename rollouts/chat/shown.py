@@ -30,6 +30,9 @@ Row = tuple[list[int], list[tuple[int, int, int]]]
 """Tokens [L], and the trained turns, each as its start, its end and the number of the message."""
 
 THOUGHT, TEXT, CUT_PROMPT = "the thought", "the text", "the opening tag of a thought in the prompt"
+SHAPES_MAX = 4096
+"""How many shapes of conversations are remembered. Conversations of further shapes are checked in full each time."""
+
 _BEGIN = 4  # tokens of a reply
 _BLANKS = re.compile(r"\A(\s*)\S(?:.*\S)?(\s*)\Z", re.DOTALL)  # a text that is not blank, and the blanks around it
 

@@ -173,6 +173,10 @@ def stop_inside(rows: list[TurnsRow]) -> list[TurnsRow]:
     return [TurnsRow(tokens, [(a, b + 1, place)]), *rows[1:]]
 
 
+def first_only(rows: list[TurnsRow]) -> list[TurnsRow]:
+    return [rows[0]._replace(turns=rows[0].turns[:1])]
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -202,7 +206,7 @@ def test_a_wrong_mask_is_caught(name: str, change) -> None:
 def test_a_changed_row_of_a_known_shape_is_caught_too() -> None:
     chat = load_chat_format(chat_for("qwen2_5").tokenizer)
     checked(chat, TALK, [], lambda rows: rows)
-    for change in (moved(1, 0), moved(0, -1), stop_inside):
+    for change in (moved(1, 0), moved(-1, 0), moved(0, -1), stop_inside, first_only):
         with pytest.raises(Unshown):
             checked(chat, TALK, [], change)
 
