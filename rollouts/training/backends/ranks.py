@@ -231,6 +231,10 @@ class DistributedExecutor(Executor):
         self._number = 0
         self._is_broken = False
 
+    def call(self, name: CommandName, **settings: Any) -> Any:
+        """Run the command on every rank. Returns the result of rank 0."""
+        return self.each(name, **settings)[0]
+
     def each(self, name: CommandName, shards: Sequence[BatchShard | None] = (), **settings: Any) -> list[Any]:
         """Send the command, run it here too, and collect the answers. After an error the ranks are out of step, and
         the executor is unusable.

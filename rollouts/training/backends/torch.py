@@ -171,7 +171,7 @@ class Executor:
 
         Raises what rank 0 raises, or RankError.
         """
-        return self.each(name, **settings)[0]
+        return run_command(self.trainer, name, **settings)
 
     def each(self, name: CommandName, shards: Sequence[BatchShard] = (), **settings: Any) -> list[Any]:
         """Like `call`, with a shard of a batch for each rank. Returns all results, rank 0 first."""
