@@ -55,6 +55,13 @@ class FakeChat:
         close = [] if sampled and sampled[-1] == END else [END]
         return [*close, *(t for m in new for t in self._message(m)), ROLES["assistant"]]
 
+    def render(self, messages: list[Message], tools: list[dict[str, Any]], generation_prompt: bool) -> str:
+        assert generation_prompt
+        return self.decode(self.encode_prompt(messages, tools))
+
+    def encode(self, text: str) -> list[int]:
+        return [*map(ord, text)]
+
     def decode(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
 

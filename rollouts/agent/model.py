@@ -468,6 +468,8 @@ class ChatModel:
             assert conversation.sampled is not None, "a finished conversation was refused"
             new = messages[len(recorded) :]
             context = chat.extend(recorded[:-1], recorded[-1], new, schemas, conversation.sampled)
+            if context is not None:
+                check_sampled(conversation, messages, schemas, context, chat, self._engine.order)
         is_new_segment = context is None
         if context is None:  # a first turn, or the template changed the history
             context = chat.encode_prompt(messages, schemas)
@@ -521,7 +523,6 @@ class ChatModel:
             shown_only = len(turn.context)
             append(trajectory.segments[-1], turn.context, 0.0, [0.0] * shown_only, [-1] * shown_only)
             logprobs = [min(logprob, 0.0) for logprob in answer.logprobs]
-            check_sampled(conversation, turn, self._chat, self._engine.order)
             reply = readable_message(self._chat.parse(answer.tokens, turn.schemas, trajectory.segments[-1].tokens))
             append(trajectory.segments[-1], answer.tokens, 1.0, logprobs, answer.versions)
             conversation.sampled = list(answer.tokens)

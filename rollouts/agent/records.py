@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from rollouts.chat.shown import SHAPES_MAX, Unshown, check_context, shape
+from rollouts.chat.shown import SHAPES_MAX, check_extension, shapes
 from rollouts.error_log import report
 from rollouts.errors import InferenceError, RolloutsError, leaves_of
 from rollouts.gateway.exchange import cut_at_stop
@@ -53,14 +52,11 @@ NO_WISHES = Wishes()
 
 
 class OpenTrajectory(msgspec.Struct, eq=False):
-    """A trajectory in progress. `sampled` are the ids of the last reply; None: the conversation cannot continue. A
-    branch begins with the tokens of another conversation.
-    """
+    """A trajectory in progress. `sampled` are the ids of the last reply; None: the conversation cannot continue."""
 
     trajectory: Trajectory
     sampled: list[int] | None = []
     turns: int = 0
-    is_branch: bool = False
 
     def extends_to(self, messages: Sequence[Message]) -> bool:
         """Whether `messages` are this conversation with new messages at its end."""
@@ -164,25 +160,26 @@ def check_generation(generation: Generation, room: int) -> None:
                 raise InferenceError(f"the engine returned the logprob {logprob} for token {index} of {len(tokens)}")
 
 
-def check_sampled(conversation: OpenTrajectory, turn: TurnRequest, chat: ChatFormat, order: tuple[int, ...]) -> None:
-    """Check that the tokens before a reply are its prompt: in the first episodes of a run, and once for each shape of
-    conversation. `order` is that of the episode. A failure is a mistake of rollouts: it raises AssertionError.
+def check_sampled(
+    conversation: OpenTrajectory,
+    messages: list[Message],
+    schemas: list[dict[str, Any]],
+    context: Sequence[int],
+    chat: ChatFormat,
+    order: tuple[int, ...],
+) -> None:
+    """Check that the last reply and `context` end the prompt of the next turn: in the first episodes of a run, and once
+    for each shape of message. `order` is that of the episode. Raises ModelError, so such a turn is never trained.
     """
     if len(chat.watched) < WATCHED_EPISODES:
         chat.watched.add(order)
-    key = shape(turn.messages[-4:], turn.schemas, chat.literals, ())
-    segments = conversation.trajectory.segments
-    is_copied = conversation.is_branch and len(segments) == 1  # where its earlier replies are is unknown
-    is_known = key in chat.sampled_shapes or len(chat.sampled_shapes) >= SHAPES_MAX
-    if is_copied or (is_known and order not in chat.watched):
+    new = set(shapes(messages[-4:], schemas, chat.literals)) - chat.sampled_shapes
+    if order not in chat.watched and (not new or len(chat.sampled_shapes) >= SHAPES_MAX):
         return
-    chat.sampled_shapes.add(key)
-    mask, starts = segments[-1].loss_mask, [start for _, start in segments[-1].turns]
-    replies = [(start, start + len(list(itertools.takewhile(bool, mask[start:])))) for start in starts]
-    try:
-        check_context(segments[-1].tokens, replies, turn.messages, turn.schemas, chat)
-    except Unshown as error:
-        raise AssertionError(f"a sampled turn cannot be trained: {error}") from error
+    chat.sampled_shapes |= new
+    recorded = conversation.trajectory.messages
+    before, more = recorded[:-1], messages[len(recorded) - 1 :]
+    check_extension(before, more, schemas, conversation.sampled or [], context, chat)
 
 
 def stopped(generation: Generation, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Generation:

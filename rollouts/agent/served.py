@@ -55,7 +55,7 @@ class SentReply(NamedTuple):
             tokens = old.segments[self.segment].tokens[: self.length]
             zeros = [0.0] * len(tokens)
             new.segments.append(Segment(tokens, zeros, list(zeros), [-1] * len(tokens)))
-        return OpenTrajectory(new, list(self.sampled), is_branch=True)
+        return OpenTrajectory(new, list(self.sampled))
 
 
 @dataclass(eq=False)

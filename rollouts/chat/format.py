@@ -106,8 +106,8 @@ class ChatFormat:
     Attributes: `tokenizer`; `stop_ids`, the sorted ids that end a turn; `tool_call_format`, a name; `report`, the
     template's behavior; `closers`, the special tokens that end an assistant turn in the template (text to id);
     `cuts`, those of them before which a text can be split and encoded in two parts (text to id); `thoughts`, how
-    thoughts are written; `literals`, the texts that the template looks for in messages;
-    `shapes`, the shapes of conversations whose masks were shown to be right, each with the fields that are in no row
+    thoughts are written; `marks`, texts that may begin or end a call or a thought; `literals`, the texts that the
+    template looks for in messages; `shapes`, the shapes of messages whose contexts were shown to be right, each with the fields that are in no row
     (`rollouts.chat.masks.check_masks`); `sampled_shapes` and `watched`, what is checked of rollouts.
     """
 
@@ -140,7 +140,11 @@ class ChatFormat:
         self._incremental = _incremental_renderer(tokenizer, self._arguments)
         self._compared: set[Any] = set()  # the kinds of neighboring messages whose texts were compared
         self.literals = tuple({*compared_literals(text), self.thoughts.opens, self.thoughts.closes} - {""})
-        self.shapes: dict[Any, list[str] | None] = {}
+        tags = re.findall(r"</?[\w:|]+[=>]|\[/?[A-Z_]+\]", call_format.example)
+        # A parser of an author may read a call in any text.
+        self.stops = frozenset(self.stop_ids)
+        self.marks = ("",) if tool_parser else tuple({*tags, self.thoughts.opens, self.thoughts.closes} - {""})
+        self.shapes: dict[Any, list[str]] = {}
         self.sampled_shapes: set[Any] = set()
         self.watched: set[tuple[int, ...]] = set()
         self.cuts = safe_cuts(tokenizer, self.closers)

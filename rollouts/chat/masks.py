@@ -12,14 +12,14 @@ starts. Each turn is trained in one row only.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from rollouts.chat.control_tokens import plain
 from rollouts.chat.format import ChatFormat, RenderedTurn
-from rollouts.chat.shown import SHAPES_MAX, check_rows, is_plausible, lost_fields, sentinels, shape
+from rollouts.chat.shown import SHAPES_MAX, Field, check_rows, lost_fields, sentinels, shapes
 from rollouts.errors import ModelError
 from rollouts.types import Message
 
@@ -145,35 +145,41 @@ def check_masks(
     rows: Sequence[TurnsRow],
 ) -> list[str]:
     """The fields of a conversation that are in none of its rows, each as often as it occurs. Raises ModelError if the
-    rows cannot be shown to be right. Each shape of conversation is checked in full once, also with unmistakable texts.
+    rows cannot be shown to be right. Each shape of message is checked in full once, also with unmistakable texts.
     """
     if not trained:
         return []
-    key = shape(messages, tools, chat.literals, trained)
-    known = chat.shapes.get(key)
-    replies = (plain(turn.reply) for text in texts for turn in text.turns)
-    is_whole = [place for row in rows for *_, place in row.turns] == list(trained)
-    if known is not None and is_whole and all(is_plausible(row, replies, messages, chat) for row in rows):
-        return known
-    lost = check_rows(rows, messages, tools, trained, chat)
-    if key not in chat.shapes and len(chat.shapes) < SHAPES_MAX:
-        chat.shapes[key] = _lost_in_shape(messages, tools, chat, trained)
-    known = chat.shapes.get(key)
-    return lost if known is None else known
+    messages = messages[: trained[-1] + 1]
+    found = shapes(messages, tools, chat.literals, trained)
+    new = {place for place, shape in enumerate(found) if shape not in chat.shapes}
+    suspects = {place for place in trained if new & {place - 1, place, place + 1}}
+    replies = {turn.place: plain(turn.reply) for text in texts for turn in text.turns}
+    lost = check_rows(rows, messages, tools, trained, chat, suspects, replies)
+    if new and len(chat.shapes) < SHAPES_MAX:
+        fields = _lost_in_shapes(messages, tools, chat, trained, suspects)
+        for place in new if fields is not None else ():
+            chat.shapes[found[place]] = [field.name for field in fields or () if field.place == place]
+    known = [name for shape in found for name in chat.shapes.get(shape, ())]
+    return known + [name for place, name in lost if found[place] not in chat.shapes]
 
 
-def _lost_in_shape(
-    messages: list[Message], tools: Sequence[dict[str, Any]], chat: ChatFormat, trained: Sequence[int]
-) -> list[str] | None:
-    """`check_masks` with unmistakable texts. None if the template wants texts of its own choice: then each conversation
-    of this shape is checked in full.
+def _lost_in_shapes(
+    messages: list[Message],
+    tools: Sequence[dict[str, Any]],
+    chat: ChatFormat,
+    trained: Sequence[int],
+    suspects: Collection[int],
+) -> list[Field] | None:
+    """The fields in no row with unmistakable texts. None if the template wants texts of its own choice: then such
+    conversations are checked in full each time.
     """
-    made, fields = sentinels(messages[: trained[-1] + 1], chat.literals)
+    made, fields = sentinels(messages, chat.literals)
     try:
         rows = encode_rows(supervised_texts(made, tools, chat, trained), chat)
-        return check_rows(rows, made, tools, trained, chat) + lost_fields(rows, fields, chat)
+        lost = check_rows(rows, made, tools, trained, chat, suspects)
     except ModelError:
         return None
+    return lost + lost_fields(rows, fields, chat)
 
 
 def encode_rows(rows: Sequence[RowText], chat: ChatFormat) -> list[TurnsRow]:

@@ -6,10 +6,10 @@ row may be spelled otherwise, as in a rollout. `row[a:b]` ends with one stop id 
 `row[a:b]` gives message i in every field. In words: a model that had sampled these ids after P would have been recorded
 as this message.
 
-`check_rows` shows this for the rows of a conversation, and `check_context` shows its first part for a sampled turn.
-Both cost as much as the rows. So `shape` says which conversations a template cannot tell apart, `sentinels` makes one
-of the same shape with unmistakable texts, and `is_plausible` is a cheap test for each further row. Not here: how rows
-are made (`masks`).
+`check_rows` shows this for the rows of a conversation, and `check_extension` shows its first part for a sampled turn.
+Both cost as much as the rows, so this is done once for each shape: `shapes` says which messages a template cannot tell
+apart, and `sentinels` makes a conversation of the same shapes with unmistakable texts. Further messages are read back
+if they have texts that could be taken for a call or a thought. Not here: how rows are made (`masks`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -29,12 +29,21 @@ from rollouts.types import Message, ToolCall
 Row = tuple[list[int], list[tuple[int, int, int]]]
 """Tokens [L], and the trained turns, each as its start, its end and the number of the message."""
 
+Shape = tuple[Any, ...]
+
 THOUGHT, TEXT, CUT_PROMPT = "the thought", "the text", "the opening tag of a thought in the prompt"
 SHAPES_MAX = 4096
-"""How many shapes of conversations are remembered. Conversations of further shapes are checked in full each time."""
+"""How many shapes of messages are remembered. Messages of further shapes are checked in full each time."""
 
 _BEGIN = 4  # tokens of a reply
 _BLANKS = re.compile(r"\A(\s*)\S(?:.*\S)?(\s*)\Z", re.DOTALL)  # a text that is not blank, and the blanks around it
+
+
+class Field(NamedTuple):
+    """A field of a message: the number of the message, and the field in words."""
+
+    place: int
+    name: str
 
 
 class Unshown(ModelError):
@@ -47,66 +56,100 @@ def check_rows(
     tools: Sequence[dict[str, Any]],
     trained: Collection[int],
     chat: ChatFormat,
-) -> list[str]:
-    """The fields of trained turns that are in no row, such as a thought that the template drops; a turn may name one
-    more than once. `trained` are the numbers of the messages to train. Raises Unshown.
+    suspects: Collection[int] | None = None,
+    replies: Mapping[int, str] | None = None,
+) -> list[Field]:
+    """The fields of trained turns that are in no row, such as a thought that the template drops. `trained` are the
+    numbers of the messages to train. Raises Unshown.
+
+    `suspects` are the turns that are checked in full; None: all. The others have known shapes, and are read back only
+    if their texts could be taken for something else. `replies` are their texts.
     """
     places = sorted(place for _, turns in rows for *_, place in turns)
     if places != sorted(trained):
         raise Unshown(f"the messages {_numbers(trained)} are to be trained, the rows train {_numbers(places)}")
-    lost = []
+    lost = list[Field]()
     for tokens, turns in rows:
         for number, (start, end, place) in enumerate(turns):
-            earlier = [turn[:2] for turn in turns[:number]]
             try:
                 if not 0 < start < end <= len(tokens):
                     raise Unshown(f"its reply is at [{start}, {end}) of {len(tokens)} tokens")
-                cut = check_context(tokens[:start], earlier, messages[:place], tools, chat)
-                if cut and messages[place].reasoning:
-                    raise Unshown("its prompt opens a thought, which the row leaves out")
-                lost += [CUT_PROMPT] * cut + _unread(tokens[start:end], tokens[:start], messages[place], tools, chat)
+                if suspects is None or place in suspects:
+                    if number:
+                        begun, ended, last = turns[number - 1]
+                        sampled, rest = tokens[begun:ended], tokens[ended:start]
+                        check_extension(messages[:last], messages[last:place], tools, sampled, rest, chat)
+                    elif _check_prompt(tokens[:start], messages[:place], tools, chat):
+                        if messages[place].reasoning:
+                            raise Unshown("its prompt opens a thought, which the row leaves out")
+                        lost.append(Field(place, CUT_PROMPT))
+                elif replies and _is_plain(tokens, start, end, messages[place], replies[place], chat):
+                    continue
+                unread = _unread(tokens[start:end], tokens[:start], messages[place], tools, chat)
+                lost += [Field(place, name) for name in unread]
             except Unshown as error:
                 raise Unshown(f"message {place + 1} cannot be trained: {error}") from error
     return lost
 
 
-def check_context(
-    tokens: list[int],
-    earlier: Sequence[tuple[int, int]],
-    before: Sequence[Message],
-    tools: Sequence[dict[str, Any]],
-    chat: ChatFormat,
+def _is_plain(tokens: Sequence[int], start: int, end: int, message: Message, reply: str, chat: ChatFormat) -> bool:
+    """Whether a reply of a known shape begins as its text, ends with its only stop id, has the message's text and
+    calls, and has no text that could be taken for a call or a thought.
+    """
+    text = message.text.strip()
+    arguments = json.dumps([call.arguments for call in message.tool_calls]) if message.tool_calls else ""
+    said = f"{text}\n{message.reasoning}\n{arguments}" if message.reasoning or arguments else text
+    if any(map(said.__contains__, chat.marks)) or text.startswith(("{", "[")) or ".0" in arguments:
+        return False
+    if tokens[end - 1] not in chat.stop_ids or not chat.stops.isdisjoint(tokens[start : end - 1]):
+        return False
+    begin = chat.decode(tokens[start : min(start + _BEGIN, end - 1)]).strip(" \n\ufffd")
+    is_whole = text in reply and (not arguments or all(call.name in reply for call in message.tool_calls))
+    return is_whole and reply.lstrip().startswith(begin)
+
+
+def _check_prompt(
+    tokens: list[int], before: Sequence[Message], tools: Sequence[dict[str, Any]], chat: ChatFormat
 ) -> bool:
-    """Check that these tokens are the prompt of a reply to the messages `before`. `earlier` are the replies in the
-    tokens, each with its start and its end. Returns whether the tokens leave out the end of the prompt that opens a
-    thought. Raises Unshown.
+    """Check that these tokens are the prompt of a reply to the messages `before`. Returns whether they leave out the
+    end of the prompt that opens a thought. Raises Unshown.
     """
     prompt = chat.encode_prompt(list(before), tools)
     if tokens == prompt:
         return False
-    text, wanted = chat.decode(tokens), chat.decode(prompt)
-    if text == wanted and earlier:  # encoded in other pieces
-        return False
-    if not earlier:
-        opened = chat.thoughts.opened_by(wanted)
-        if opened and text + opened == wanted:
-            return True
-        raise Unshown("the tokens before its reply are not the prompt that the model would be given")
-    # Earlier replies may be spelled otherwise, but must be the same messages. All other text must be the prompt's.
-    starts = [chat.decode(tokens[:start]) for start, _ in earlier]
-    ends = [chat.decode(tokens[: end - (tokens[end - 1] in chat.stop_ids)]) for _, end in earlier]
-    at = len(starts[0])
-    if wanted[:at] != starts[0]:
-        raise Unshown("the beginning of its row is not that of its prompt")
-    for number, (start, end, following) in enumerate(zip(starts, ends, [*starts[1:], text], strict=True), 1):
-        piece = following[len(end) :]  # from the stop token of this reply to the next reply
-        found = wanted.find(piece, at) if number < len(starts) else max(at, len(wanted) - len(piece))
-        if found < 0 or wanted[found : found + len(piece)] != piece:
-            raise Unshown("the text between two replies of its row is not that of its prompt")
-        if not chat.shows(wanted[at:found], end[len(start) :], tools):
-            raise Unshown("its prompt shows an earlier reply of its row as another message")
-        at = found + len(piece)
-    return False
+    wanted = chat.decode(prompt)
+    opened = chat.thoughts.opened_by(wanted)
+    if opened and chat.decode(tokens) + opened == wanted:
+        return True
+    raise Unshown("the tokens before its reply are not the prompt that the model would be given")
+
+
+def check_extension(
+    before: Sequence[Message],
+    more: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    sampled: Sequence[int],
+    rest: Sequence[int],
+    chat: ChatFormat,
+) -> None:
+    """Check that a prompt, `sampled` and `rest` are the prompt of a reply to `before` and `more`. `more` begins with
+    the message that was sampled. It may be spelled otherwise in the prompt; all other text must be the prompt's. Raises
+    Unshown.
+    """
+    # Texts are compared as the tokenizer has them, because it may normalize them.
+    begin, whole = (_said(chat.render(list(each), tools, True), chat) for each in (before, [*before, *more]))
+    ended = len(sampled) - (bool(sampled) and sampled[-1] in chat.stop_ids)
+    behind = chat.decode([*sampled[ended:], *rest])
+    if not (whole.startswith(begin) and whole.endswith(behind) and len(begin) + len(behind) <= len(whole)):
+        raise Unshown("the text around the reply before it is not that of its prompt")
+    shown, said = whole[len(begin) : len(whole) - len(behind)], chat.decode(sampled[:ended])
+    if shown != said and not chat.shows(shown, _said(said, chat), tools):
+        raise Unshown("its prompt shows an earlier reply of its row as another message")
+
+
+def _said(text: str, chat: ChatFormat) -> str:
+    """The text as the tokenizer has it: it may compose characters, or write some in another way."""
+    return chat.decode(chat.encode(text))
 
 
 def _unread(
@@ -117,32 +160,35 @@ def _unread(
     chat: ChatFormat,
 ) -> list[str]:
     """The fields of the message that the reply does not show. Raises Unshown if it shows another message."""
-    stops = [index for index, token in enumerate(reply) if token in chat.stop_ids]
-    if stops != [len(reply) - 1]:
-        raise Unshown(
-            f"its reply must end with its only stop token, but has {len(stops)} of them in {len(reply)} tokens"
-        )
+    stops = sum(map(chat.stop_ids.__contains__, reply))
+    if stops != 1 or reply[-1] not in chat.stop_ids:
+        raise Unshown(f"its reply must end with its only stop token, but has {stops} of them in {len(reply)} tokens")
     text, thought = message.text, message.reasoning or ""
     if not thought:  # it may be a part of the text
         text, thought = chat.thoughts._replace(prompt="").split(text)
     if message.tool_calls and not chat.report.reads_calls:
         return _unfound(chat.decode(reply[:-1]), text, thought, message.tool_calls)
+
+    def differs(one: str, other: str) -> bool:
+        return one.strip() != other.strip() and one.strip() != _said(other, chat).strip()
+
     read = chat.parse(reply, [*tools, *_unnamed(message.tool_calls, tools)], context)
     wrong = next((call.error for call in read.tool_calls if call.error), None)
     if wrong is not None and not any(call.error for call in message.tool_calls):
         raise Unshown(f"its reply cannot be read back: {wrong.splitlines()[0]}")
-    if list(map(_call_meaning, read.tool_calls)) != list(map(_call_meaning, message.tool_calls)):
+    found, wanted = (list(map(_call_meaning, each.tool_calls)) for each in (read, message))
+    if found != wanted and differs(json.dumps(found, ensure_ascii=False), json.dumps(wanted, ensure_ascii=False)):
         raise Unshown(
             f"its reply is read as {_calls_in_words(read.tool_calls)}, "
             f"but the message has {_calls_in_words(message.tool_calls)}"
         )
     lost = []
-    if (read.reasoning or "").strip() != thought.strip():
+    if differs(read.reasoning or "", thought):
         if read.reasoning:
             raise Unshown(f"its thought is read as {_short(read.reasoning)}")
         lost.append(THOUGHT)
     is_text = chat.report.calls_as_text and bool(message.tool_calls)  # then the calls are a part of the text read
-    if read.text.strip() != text.strip() and not (is_text and read.text.startswith(text.strip())):
+    if differs(read.text, text) and not (is_text and read.text.startswith(text.strip())):
         if read.text.strip() or not message.tool_calls:
             raise Unshown(f"its text is read as {_short(read.text)}, but the message has {_short(text)}")
         lost.append(TEXT)
@@ -152,23 +198,25 @@ def _unread(
 def _unfound(reply: str, text: str, thought: str, calls: Sequence[ToolCall]) -> list[str]:
     """`_unread` of a reply whose calls cannot be read, which should show them in any format."""
     for call in calls:
-        values = [call.name, *(each for each in _leaves(call.arguments) if each.isalnum())]
-        if missing := [each for each in values if each not in reply]:
-            raise Unshown(f"its reply does not show {_short(missing[0])} of the call {call.name}")
+        for value in (call.name, *_leaves(call.arguments)):
+            spellings = {str(value), json.dumps(value)} if isinstance(value, bool | None) else {str(value)}
+            if str(value).isalnum() and not any(each in reply for each in spellings):
+                raise Unshown(f"its reply does not show {_short(str(value))} of the call {call.name}")
     return [field for field, each in ((THOUGHT, thought), (TEXT, text)) if each.strip() not in reply]
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: Any) -> Iterator[Any]:
     if isinstance(value, dict | list):
         for each in [*value, *value.values()] if isinstance(value, dict) else value:
             yield from _leaves(each)
     else:
-        yield value if isinstance(value, str) else json.dumps(value)
+        yield value
 
 
 def _unnamed(calls: Sequence[ToolCall], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Schemas for called tools that were not offered. Some formats read no call of an unknown tool."""
-    offered = {tool.get("function", tool).get("name") for tool in tools}
+    functions = [tool.get("function", tool) for tool in tools] if calls else []
+    offered = [each.get("name") for each in functions if isinstance(each, Mapping)]
     named: dict[str, Any] = {call.name: {"properties": {key: {} for key in call.arguments}} for call in calls}
     return [
         {"type": "function", "function": {"name": name, "parameters": parameters}}
@@ -178,9 +226,12 @@ def _unnamed(calls: Sequence[ToolCall], tools: Sequence[Mapping[str, Any]]) -> l
 
 
 def _call_meaning(call: ToolCall) -> tuple[str, str]:
-    """A call without its spelling. Some formats write all arguments as text."""
+    """A call without its spelling. Some formats write all arguments as text, and numbers in one way."""
     as_text = {key: each if isinstance(each, str) else json.dumps(each) for key, each in call.arguments.items()}
-    return call.name, json.dumps(as_text, sort_keys=True)
+    numbers = {key: each.removesuffix(".0").replace("-0", "0") for key, each in as_text.items()}
+    is_number = {key: type(each) in (int, float) for key, each in call.arguments.items()}
+    said = {key: numbers[key] if is_number[key] else each for key, each in as_text.items()}
+    return call.name, json.dumps(said, sort_keys=True, ensure_ascii=False)
 
 
 def _calls_in_words(calls: Sequence[ToolCall]) -> str:
@@ -198,27 +249,30 @@ def _numbers(places: Collection[int]) -> str:
 # --- shapes -----------------------------------------------------------------------------------------------------------
 
 
-def shape(messages: Sequence[Message], tools: Sequence[Any], literals: Sequence[str], trained: Collection[int]) -> Any:
-    """What a template can see of a conversation beside its words: the kinds of neighboring messages."""
+def shapes(
+    messages: Sequence[Message], tools: Sequence[Any], literals: Sequence[str], trained: Collection[int] = ()
+) -> list[Shape]:
+    """What a template can see of each message beside its words: the kinds of the message and its neighbors."""
     kinds = [(*_kind(message, literals), place in trained) for place, message in enumerate(messages)]
-    return bool(tools), frozenset(itertools.pairwise([None, *kinds, None])), tuple(kinds[:3])
+    around = [None, *kinds, None]
+    return [(bool(tools), *around[place : place + 3]) for place in range(len(kinds))]
 
 
 def _kind(message: Message, literals: Sequence[str]) -> tuple[Any, ...]:
-    text = message.text
+    text = f"{message.text}{message.reasoning or ''}"
     calls = tuple((len(call.arguments), *map(type, call.arguments.values())) for call in message.tool_calls)
     found = tuple(literal for literal in literals if literal in text)
     edges = tuple((text.startswith(literal), text.endswith(literal)) for literal in found)
-    fields = (type(message.content), bool(text), bool(message.reasoning), message.name is None)
+    fields = (type(message.content), bool(message.text), bool(message.reasoning), message.name is None)
     return message.role, *fields, calls, found, edges
 
 
-def sentinels(messages: Sequence[Message], literals: Sequence[str]) -> tuple[list[Message], dict[str, str]]:
+def sentinels(messages: Sequence[Message], literals: Sequence[str]) -> tuple[list[Message], dict[str, Field]]:
     """A conversation of the same shape whose texts are words that occur once, and the field in which each word is."""
-    numbers, fields = itertools.count(), dict[str, str]()
+    numbers, fields, made = itertools.count(), dict[str, Field](), list[Message]()
 
     def word(field: str) -> str:
-        fields[found := f"sentinel{next(numbers)}word"] = field
+        fields[found := f"sentinel{next(numbers)}word"] = Field(len(made), field)
         return found
 
     def text(given: str, field: str) -> str:
@@ -227,7 +281,6 @@ def sentinels(messages: Sequence[Message], literals: Sequence[str]) -> tuple[lis
         return "".join(parts)
 
     pattern = re.compile(f"({'|'.join(map(re.escape, sorted(literals, key=len, reverse=True)))})")
-    made = []
     for message in messages:
         what = {"assistant": TEXT, "tool": "a tool's result"}.get(message.role, f"a {message.role} message")
         content: Any = message.content
@@ -252,28 +305,10 @@ def _replaced(value: Any, text: Callable[[str], str]) -> Any:
     return [_replaced(each, text) for each in value] if isinstance(value, list) else value
 
 
-def lost_fields(rows: Sequence[Row], fields: Mapping[str, str], chat: ChatFormat) -> list[str]:
+def lost_fields(rows: Sequence[Row], fields: Mapping[str, Field], chat: ChatFormat) -> list[Field]:
     """The fields of a conversation of sentinels that are in no row, but for replies (`check_rows`)."""
     text = "".join(chat.decode(tokens) for tokens, _ in rows)
-    return [field for word, field in fields.items() if word not in text and field not in (THOUGHT, TEXT)]
-
-
-def is_plausible(row: Row, replies: Iterator[str], messages: Sequence[Message], chat: ChatFormat) -> bool:
-    """Whether a row of a known shape looks right: each trained turn begins as its reply, ends with its only stop id and
-    has the message's text and calls. `replies` are the texts of the turns. False: check it in full.
-    """
-    tokens, turns = row
-    stops = frozenset(chat.stop_ids)
-    for start, end, place in turns:
-        message, reply = messages[place], next(replies)
-        if end > len(tokens) or tokens[end - 1] not in stops or not stops.isdisjoint(tokens[start : end - 1]):
-            return False
-        begin = chat.decode(tokens[start : min(start + _BEGIN, end - 1)]).rstrip("\ufffd")
-        if not reply.startswith(begin) or message.text.strip() not in reply:
-            return False
-        if not all(call.name in reply for call in message.tool_calls):
-            return False
-    return True
+    return [field for word, field in fields.items() if word not in text and field.name not in (THOUGHT, TEXT)]
 
 
 def lost_words(lost: Mapping[str, int]) -> str:

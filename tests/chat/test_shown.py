@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 from pathlib import Path
 
 import pytest
+from tokenizers import normalizers
 
-from rollouts.chat import load_chat_format, tokenize_supervised
+from rollouts.chat import ChatFormat, load_chat_format, tokenize_supervised
 from rollouts.chat.masks import TurnsRow, check_masks, encode_rows, supervised_texts, trained_turns
-from rollouts.chat.shown import Unshown, check_context
+from rollouts.chat.shown import Unshown, check_extension
 from rollouts.errors import ModelError
 from rollouts.training.models import load_tokenizer
 from rollouts.types import Message, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tokenizers_for_tests import chat_for
+from tokenizers_for_tests import by_bytes, chat_for, make_tokenizer
 
 PARAMETERS = {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]}
 TOOL = {"type": "function", "function": {"name": "look_up", "description": "Find a word.", "parameters": PARAMETERS}}
@@ -206,7 +208,7 @@ def test_a_wrong_mask_is_caught(name: str, change) -> None:
 def test_a_changed_row_of_a_known_shape_is_caught_too() -> None:
     chat = load_chat_format(chat_for("qwen2_5").tokenizer)
     checked(chat, TALK, [], lambda rows: rows)
-    for change in (moved(1, 0), moved(-1, 0), moved(0, -1), stop_inside, first_only):
+    for change in (moved(1, 0), moved(-3, 0), moved(0, -1), stop_inside, first_only):
         with pytest.raises(Unshown):
             checked(chat, TALK, [], change)
 
@@ -237,15 +239,67 @@ def test_fields_in_no_row_are_named_and_counted() -> None:
 
 def test_a_sampled_turn_has_its_prompt_before_it() -> None:
     chat = chat_for("qwen2_5")
-    first = chat.encode_prompt(TALK[:2], [])
     reply = [*chat.encode("The  Rhine."), chat.stop_ids[0]]  # other tokens than the template would give
     rest = chat.extend(TALK[:2], chat.parse(reply, []), TALK[3:4], [], reply)
     assert rest is not None
-    before, span = [*TALK[:2], Message("assistant", "The  Rhine."), TALK[3]], [(len(first), len(first) + len(reply))]
-    check_context([*first, *reply, *rest], span, before, [], chat)
-    for tokens in ([*first, *reply, *rest[:-1]], [*first[1:], *reply, *rest], [*first, *reply, *rest, *rest]):
+    more = [Message("assistant", "The  Rhine."), TALK[3]]
+    check_extension(TALK[:2], more, [], reply, rest, chat)
+    for said, tokens in ((reply, rest[:-1]), (reply[:-1], rest), (reply, [*rest, *rest]), (reply[2:], rest)):
         with pytest.raises(Unshown):
-            check_context(tokens, span, before, [], chat)
-    other = [*TALK[:2], Message("assistant", "The Po."), TALK[3]]
+            check_extension(TALK[:2], more, [], said, tokens, chat)
     with pytest.raises(Unshown, match="as another message"):
-        check_context([*first, *reply, *rest], span, other, [], chat)
+        check_extension(TALK[:2], [Message("assistant", "The Po."), TALK[3]], [], reply, rest, chat)
+
+
+def composing_chat() -> ChatFormat:
+    """A tokenizer that composes characters, as the published one of Qwen does."""
+    tokenizer = make_tokenizer("qwen2_5")
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    return load_chat_format(tokenizer)
+
+
+def test_a_tokenizer_that_normalizes_its_text_refuses_no_row_and_no_turn() -> None:
+    chat, said = composing_chat(), "cafe\u0301"
+    talk = [Message("user", "q"), Message("assistant", said), Message("user", said)]
+    (row,) = tokenize_supervised([*talk, Message("assistant", said)], [], chat)
+    assert parts(chat, row)[1] == "caf\u00e9<|im_end|>"
+    reply = [*by_bytes(chat.tokenizer, said), chat.stop_ids[0]]
+    rest = chat.extend(talk[:1], chat.parse(reply, []), talk[2:], [], reply)
+    assert rest is not None and chat.decode(reply).startswith(said)
+    check_extension(talk[:1], talk[1:], [], reply, rest, chat)
+
+
+@pytest.mark.parametrize("first", ["hmm", ""])
+def test_a_row_of_known_shapes_is_read_back_too(first: str) -> None:
+    chat = load_chat_format(make_tokenizer("qwen3"))
+    tokenize_supervised([Message("user", "q"), Message("assistant", "yes", reasoning=first or "so")], [], chat)
+    thought = "I see </think> here"
+    with pytest.raises(ModelError, match="its thought is read as 'I see'"):
+        tokenize_supervised([Message("user", "q"), Message("assistant", "yes", reasoning=thought)], [], chat)
+    said = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    tokenize_supervised([Message("user", "q"), Message("assistant", "a text")], [TOOL], chat)
+    with pytest.raises(ModelError, match="is read as f"):
+        tokenize_supervised([Message("user", "q"), Message("assistant", said)], [TOOL], chat)
+
+
+def test_what_is_lost_is_counted_for_each_conversation() -> None:
+    """Llama 3.1 shows no thought before a call."""
+    chat = load_chat_format(make_tokenizer("llama3_1"))
+
+    def lost(calls: int) -> int:
+        call = [
+            Message("assistant", "", CALLED[1].tool_calls, reasoning="so"),
+            Message("tool", "1", tool_call_id="abcdefg01"),
+        ]
+        talk = [CALLED[0], *call * calls, CALLED[3]]
+        trained = trained_turns(talk)
+        texts = supervised_texts(talk, [TOOL], chat, trained)
+        return check_masks(talk, [TOOL], chat, trained, texts, encode_rows(texts, chat)).count("the thought")
+
+    assert [lost(count) for count in (4, 16, 4)] == [4, 16, 4]
+
+
+def test_odd_tools_are_no_crash() -> None:
+    for tool in ({"function": None}, {"function": "f"}, {"function": {"name": ["f"]}}):
+        with contextlib.suppress(ModelError):
+            tokenize_supervised([*TALK[1:3]], [{"type": "function", **tool}], chat_for("qwen2_5"))
