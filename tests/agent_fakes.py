@@ -30,7 +30,7 @@ class FakeChat:
     literals = ()
 
     def __init__(self, rewrites: Sequence[int] = (), tool_after_text: bool = True) -> None:
-        self.watched, self.sampled_shapes = set(), set()
+        self.watched, self.sampled_shapes, self.kinds = set(), set(), {}
         self.rewrites = set(rewrites)
         self.report = SimpleNamespace(tool_after_text=tool_after_text, calls_as_text=False)
 

@@ -173,7 +173,7 @@ def check_sampled(
     """
     if len(chat.watched) < WATCHED_EPISODES:
         chat.watched.add(order)
-    new = set(shapes(messages[-4:], schemas, chat.literals)) - chat.sampled_shapes
+    new = set(shapes(messages[-4:], schemas, chat)) - chat.sampled_shapes
     if order not in chat.watched and (not new or len(chat.sampled_shapes) >= SHAPES_MAX):
         return
     chat.sampled_shapes |= new

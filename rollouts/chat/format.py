@@ -107,8 +107,9 @@ class ChatFormat:
     template's behavior; `closers`, the special tokens that end an assistant turn in the template (text to id);
     `cuts`, those of them before which a text can be split and encoded in two parts (text to id); `thoughts`, how
     thoughts are written; `marks`, texts that may begin or end a call or a thought; `literals`, the texts that the
-    template looks for in messages; `shapes`, the shapes of messages whose contexts were shown to be right, each with the fields that are in no row
-    (`rollouts.chat.masks.check_masks`); `sampled_shapes` and `watched`, what is checked of rollouts.
+    template looks for in messages; `kinds` and `shapes`, the shapes of messages whose contexts were shown to be
+    right, each with the fields that are in no row (`rollouts.chat.masks.check_masks`); `sampled_shapes` and `watched`,
+    what is checked of rollouts.
     """
 
     def __init__(
@@ -144,6 +145,7 @@ class ChatFormat:
         # A parser of an author may read a call in any text.
         self.stops = frozenset(self.stop_ids)
         self.marks = ("",) if tool_parser else tuple({*tags, self.thoughts.opens, self.thoughts.closes} - {""})
+        self.kinds: dict[Any, int] = {}
         self.shapes: dict[Any, list[str]] = {}
         self.sampled_shapes: set[Any] = set()
         self.watched: set[tuple[int, ...]] = set()
@@ -186,6 +188,11 @@ class ChatFormat:
         words = set(re.findall(r"[A-Za-z_]\w*", _template_text(self.tokenizer)))
         modes = {name: False for name in ("enable_thinking", "thinking") if name in words - set(self._arguments)}
         return ChatFormat(self.tokenizer, {**self._arguments, **modes}, self._parser) if modes else None
+
+    @functools.cached_property
+    def text_of(self) -> Callable[[int], str]:
+        """The text of one token, with a cache."""
+        return functools.lru_cache(8192)(lambda token: self.decode([token]))
 
     @functools.cached_property
     def tokens_at_least(self) -> Callable[[Sequence[Message], Tools], int]:

@@ -150,7 +150,7 @@ def check_masks(
     if not trained:
         return []
     messages = messages[: trained[-1] + 1]
-    found = shapes(messages, tools, chat.literals, trained)
+    found = shapes(messages, tools, chat, trained)
     new = {place for place, shape in enumerate(found) if shape not in chat.shapes}
     suspects = {place for place in trained if new & {place - 1, place, place + 1}}
     replies = {turn.place: plain(turn.reply) for text in texts for turn in text.turns}

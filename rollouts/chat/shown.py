@@ -35,7 +35,6 @@ THOUGHT, TEXT, CUT_PROMPT = "the thought", "the text", "the opening tag of a tho
 SHAPES_MAX = 4096
 """How many shapes of messages are remembered. Messages of further shapes are checked in full each time."""
 
-_BEGIN = 4  # tokens of a reply
 _BLANKS = re.compile(r"\A(\s*)\S(?:.*\S)?(\s*)\Z", re.DOTALL)  # a text that is not blank, and the blanks around it
 
 
@@ -103,7 +102,7 @@ def _is_plain(tokens: Sequence[int], start: int, end: int, message: Message, rep
         return False
     if tokens[end - 1] not in chat.stop_ids or not chat.stops.isdisjoint(tokens[start : end - 1]):
         return False
-    begin = chat.decode(tokens[start : min(start + _BEGIN, end - 1)]).strip(" \n\ufffd")
+    begin = chat.text_of(tokens[start]).strip(" \n\ufffd") if start < end - 1 else ""
     is_whole = text in reply and (not arguments or all(call.name in reply for call in message.tool_calls))
     return is_whole and reply.lstrip().startswith(begin)
 
@@ -250,20 +249,21 @@ def _numbers(places: Collection[int]) -> str:
 
 
 def shapes(
-    messages: Sequence[Message], tools: Sequence[Any], literals: Sequence[str], trained: Collection[int] = ()
+    messages: Sequence[Message], tools: Sequence[Any], chat: ChatFormat, trained: Collection[int] = ()
 ) -> list[Shape]:
     """What a template can see of each message beside its words: the kinds of the message and its neighbors."""
-    kinds = [(*_kind(message, literals), place in trained) for place, message in enumerate(messages)]
-    around = [None, *kinds, None]
-    return [(bool(tools), *around[place : place + 3]) for place in range(len(kinds))]
+    found = [(*_kind(message, chat.literals), place in trained) for place, message in enumerate(messages)]
+    numbers = [chat.kinds.setdefault(kind, len(chat.kinds)) for kind in found]
+    return list(zip(itertools.repeat(bool(tools)), [-1, *numbers], numbers, [*numbers[1:], -1], strict=False))
 
 
 def _kind(message: Message, literals: Sequence[str]) -> tuple[Any, ...]:
-    text = f"{message.text}{message.reasoning or ''}"
+    text = message.text
+    said = text + message.reasoning if message.reasoning else text
     calls = tuple((len(call.arguments), *map(type, call.arguments.values())) for call in message.tool_calls)
-    found = tuple(literal for literal in literals if literal in text)
-    edges = tuple((text.startswith(literal), text.endswith(literal)) for literal in found)
-    fields = (type(message.content), bool(message.text), bool(message.reasoning), message.name is None)
+    found = tuple(filter(said.__contains__, literals))
+    edges = tuple((said.startswith(literal), said.endswith(literal)) for literal in found)
+    fields = (type(message.content), bool(text), bool(message.reasoning), message.name is None)
     return message.role, *fields, calls, found, edges
 
 
