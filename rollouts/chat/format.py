@@ -197,7 +197,8 @@ class ChatFormat:
     @functools.cached_property
     def tokens_at_least(self) -> Callable[[Sequence[Message], Tools], int]:
         """How many tokens some messages and tools have at least, without rendering or encoding them."""
-        return functools.partial(least_tokens, density=densities(self.tokenizer.get_vocab()))
+        density, keeps = densities(self.tokenizer.get_vocab()), not self.report.drops_thinking
+        return functools.partial(least_tokens, density=density, shows_thoughts=keeps)
 
     def _reads_own_calls(self) -> bool:
         """Whether a rendered call parses as the same call."""

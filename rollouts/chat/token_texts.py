@@ -93,8 +93,15 @@ def densities(vocabulary: Iterable[str]) -> dict[str, int]:
     return {sign: min(max(count, 1), CHARACTERS_PER_TOKEN_MAX) for sign, count in most.items()}
 
 
-def least_tokens(messages: Sequence[Message], tools: Sequence[dict[str, Any]], density: Mapping[str, int]) -> int:
-    """A number of tokens that these messages and tools have at least, in a time of nanoseconds a character.
+def least_tokens(
+    messages: Sequence[Message],
+    tools: Sequence[dict[str, Any]],
+    density: Mapping[str, int],
+    *,
+    shows_thoughts: bool = True,
+) -> int:
+    """A number of tokens that these messages and tools have at least, in a time of nanoseconds a character. Without
+    `shows_thoughts`, the thoughts are left out, because a template may drop them.
 
     Encoding takes microseconds a character, so it can be spared for a conversation that is too long. White space
     counts, also where a template would remove it. `density` comes from `densities`.
@@ -103,7 +110,7 @@ def least_tokens(messages: Sequence[Message], tools: Sequence[dict[str, Any]], d
     >>> least_tokens([Message("user", "a b\\n\\n\\n\\n")], [], density)
     2
     """
-    texts = [text for each in messages for text in (each.text, each.reasoning or "")]
+    texts = [text for each in messages for text in (each.text, (shows_thoughts and each.reasoning) or "")]
     texts += [msgspec.json.encode(each).decode() for each in (*tools, *(c for m in messages for c in m.tool_calls))]
     counts = Counter[str]()
     for text in texts:

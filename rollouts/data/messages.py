@@ -168,6 +168,8 @@ def _calls(value: Any) -> Iterable[Any]:
 
 def _call(value: Any) -> ToolCall:
     if isinstance(value, ToolCall):
+        if problem := excess(value.arguments):
+            raise BadRowError(f"the arguments of {value.name} are {problem}")
         return value
     if isinstance(value, str):
         value = read_json(value, "a tool call")

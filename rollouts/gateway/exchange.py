@@ -102,7 +102,8 @@ def read_body(body: bytes, kind: type[T]) -> T:
     return given
 
 
-_SIGNS = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{},:]', re.DOTALL)
+# An unfinished string ends with the body, so that no part of it is searched twice.
+_SIGNS = re.compile(rb'"(?:[^"\\]++|\\.)*+(?:"|\\?\Z)|[][{},:]', re.DOTALL)
 
 
 def _unreadable_field(body: bytes) -> str:

@@ -2,7 +2,7 @@
 
 The thread makes the logger, calls it and closes it. Calls wait in a queue of a limited size. A call that fails is tried
 again after growing pauses; then it is lost, and the next one is tried. Not here: which loggers of a run need no thread,
-and what a user sees of lost calls (`rollouts.runs.session`).
+and what a user sees of lost calls (`rollouts.runs.loggers`).
 """
 
 from __future__ import annotations

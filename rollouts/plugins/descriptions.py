@@ -142,7 +142,7 @@ def _spec_of(module: str) -> ModuleSpec | None:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError):
         return ""
 

@@ -27,7 +27,7 @@ from rollouts.config.objects import label_of
 from rollouts.config.secrets import command_without_secrets
 from rollouts.errors import ModelError, OutputError, UnknownComponentError
 from rollouts.plugins.index import HELD, ComponentRef, names_module
-from rollouts.runs.folder import CONFIG, RunFolder, read_json
+from rollouts.runs.folder import CONFIG, PHASES, RunFolder, read_json
 from rollouts.version import __version__
 
 MANIFEST = "manifest.json"
@@ -196,8 +196,9 @@ def known_revisions(folder: Path | None, source: Source) -> dict[str, str]:
     """
     run = folder or (Path(source.path).parent if Path(source.path).name == CONFIG else None)
     found: dict[str, str] = {}
-    for each in (run / MANIFEST, *sorted(run.glob(f"*/{MANIFEST}"))) if run is not None else ():
-        found |= read_json(each).get(REVISIONS, {})
+    for each in (run, *(run / phase for phase in PHASES)) if run is not None else ():
+        known = read_json(each / MANIFEST).get(REVISIONS)
+        found |= known if isinstance(known, dict) else {}
     return found
 
 

@@ -16,6 +16,8 @@ from gateway.clients import TOOL
 
 from rollouts.bounds import DEPTH_MAX, MESSAGES_MAX, STOPS_MAX, TOOLS_MAX
 from rollouts.chat.format import ChatFormat, load_chat_format
+from rollouts.gateway import chat_completions
+from rollouts.gateway.exchange import APIError
 from rollouts.inference.base import Generation, VersionSpan
 from rollouts.training.models import load_tokenizer
 from rollouts.types import Status
@@ -262,3 +264,11 @@ def test_bodies_of_refused_requests_are_not_kept(chat: ChatFormat) -> None:
             tracemalloc.stop()
 
     assert ask(chat, requests) < 10_000_000
+
+
+@pytest.mark.parametrize("said", [b'\\"', b"\\\\", b'", "', b"x"])
+def test_a_body_that_ends_in_a_string_is_read_once(said: bytes) -> None:
+    """A megabyte, of which a search that begins anew at every quotation mark would take hours."""
+    with pytest.raises(APIError) as caught:
+        chat_completions.read(b'{"messages": [{"role": "user", "content": "' + said * (1_000_000 // len(said)))
+    assert caught.value.parameter == "messages"
