@@ -194,7 +194,14 @@ def read_tools(value: Any) -> list[dict[str, Any]]:
             tool = read_json(tool, "a tool")
         if not isinstance(tool, TABLE):
             raise BadRowError(f"a tool is a JSON schema, got {type(tool).__name__}")
-        found.append(dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)})
+        tool = dict(tool)
+        if tool.get("function") is None:  # the schema alone, as a table of both forms may have it
+            tool.pop("function", None)
+            tool = {"type": "function", "function": tool}
+        function = tool["function"]
+        if not isinstance(function, TABLE) or not isinstance(function.get("name"), str):
+            raise BadRowError("a tool has no name")
+        found.append(tool)
     return found
 
 

@@ -138,6 +138,8 @@ from rollouts.training.backends.ranks import DistributedExecutor, Worker, gather
 heartbeats.BEAT_SECONDS = 0.01
 
 class Trainer:
+    is_sharded = has_gradients = False
+
     def close(self):
         pass
 
