@@ -170,10 +170,12 @@ def decisions_on_groups_of_one(function: Any, settings: Mapping[str, Any]) -> se
 
 
 def _of_invented(function: Any, kind: str, names: Collection[str], call: Callable[[], Any]) -> Any:
-    """What `call` returns, which calls a plain function of these inputs with invented ones. None if the function names
-    another input, such as the step, if it is an object, which may have a state, or if it raises.
+    """What `call` returns, which calls a function of the core with invented inputs. None if the function names another
+    input, such as the step, if it raises, or if it is an author's, which may keep a state.
     """
-    if not isinstance(unwrapped(function), FunctionType) or not set(requests(function, kind)) <= set(names):
+    plain = unwrapped(function)
+    is_ours = isinstance(plain, FunctionType) and plain.__module__.startswith("rollouts.")
+    if not is_ours or not set(requests(function, kind)) <= set(names):
         return None
     try:
         return call()
