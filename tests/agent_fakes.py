@@ -19,8 +19,9 @@ from rollouts.errors import ModelError
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, VersionSpan
 from rollouts.types import Episode, Message, Task, ToolCall
 
-END = 0x100000
-ROLES = {"system": 0x100001, "user": 0x100002, "assistant": 0x100003, "tool": 0x100004}
+END = 2_000_000
+LAST = "\U0010ffff"  # how END is decoded
+ROLES = {"system": 1_000_001, "user": 1_000_002, "assistant": 1_000_003, "tool": 1_000_004}
 
 
 class FakeChat:
@@ -60,10 +61,10 @@ class FakeChat:
         return self.decode(self.encode_prompt(messages, tools))
 
     def encode(self, text: str) -> list[int]:
-        return [*map(ord, text)]
+        return [END if sign == LAST else ord(sign) for sign in text]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return "".join(map(chr, tokens))
+        return "".join(LAST if token == END else chr(token) for token in tokens)
 
     def shows(self, shown: str, sampled: str, tools: list[dict[str, Any]]) -> bool:
         one, other = (self.parse([*map(ord, text)], tools) for text in (shown, sampled))

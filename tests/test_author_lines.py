@@ -121,6 +121,7 @@ def curriculum(step): return empty["curriculum"]
 
 
 class Logger:
+    in_step = True
     def __init__(self, folder): pass
     def log(self, metrics, step): return empty["log"]
     def close(self): pass

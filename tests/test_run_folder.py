@@ -176,13 +176,6 @@ def test_one_process_at_a_time(tmp_path):
     RunFolder.reopen(tmp_path / "run").close()
 
 
-def test_without_locks_there_is_none(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    first = RunFolder(tmp_path / "run")
-    first.write_text("config.toml", "")
-    RunFolder.reopen(tmp_path / "run").close()
-
-
 def test_trajectory_lines(tmp_path):
     call = ToolCall("add", {"a": 1}, id="c0")
     messages = [Message("user", "1 + 1?"), Message("assistant", "", tool_calls=[call]), Message("tool", "2")]

@@ -114,7 +114,7 @@ def hub(source: str, streaming: bool, *, split: str = "train", config: str = "",
     """
     try:
         found = load_hub(source, config, split=split, revision=revision, streaming=streaming)
-    except ConfigError:
+    except (ConfigError, ImportError):
         raise
     except Exception as error:  # the library raises many kinds: no such name, no network, no such split
         raise ConfigError(

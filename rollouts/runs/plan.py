@@ -317,7 +317,8 @@ def make_plan(
     _check_environments(environments, chosen["tool"], rewards if judges else None, mode)
     components["env"] = _with_curricula(components["env"], environments)
     whole = Whole(settings, chosen, composed.stages, composed.stages_chosen, environments, rewards, filters)
-    notes += tuple(unused(whole, used_elsewhere))
+    in_talks = () if needs_environment else ("inference", "tool_parser")  # of `chat` and `serve`, which play no task
+    notes += tuple(unused(whole, (*used_elsewhere, *in_talks)))
     plan = Plan(
         resolved,
         chosen,

@@ -160,7 +160,7 @@ def one_rate(params, lr):
     return OneRate(params, lr)
 
 
-@fault("optimizers", "gradients")
+@fault("optimizers", "steps")
 def divides(params, lr):
     class Divides(_Own):
         def move(self, parameter, lr):

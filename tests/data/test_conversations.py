@@ -214,7 +214,7 @@ def test_thinking_weights_and_tools() -> None:
         ({"messages": [said({"image": "x"})]}, "message 1: a part of type '' is not text"),
         ({"messages": [said(part("text", text="x"), part("thinking", thinking="x"))]}, "'thinking' too late"),
         ({"messages": [said(part("tool_use", name="add", input={}), part("text", text="x"))]}, "'text' too late"),
-        ({"messages": [said(part("tool_use", name="add", input=[1]))]}, 'the arguments of add: "arguments" must be a JSON object'),
+        ({"messages": [said(part("tool_use", name="add", input=[1]))]}, '"arguments" must be a JSON object'),
         ({"messages": [{**said(part("tool_use", name="add")), "tool_calls": [CALL]}]}, "it has tool calls twice"),
         ({"messages": [{**said(part("thinking", thinking="x")), "reasoning": "y"}]}, "it has thinking twice"),
         ({"messages": [{**ASKED, "content": {"text": "x"}}]}, "message 1: its content is a dict; expected text, or"),

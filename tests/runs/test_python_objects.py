@@ -110,7 +110,7 @@ def test_every_key_of_a_component_takes_an_object():
     assert [each.alias for each in plan.chosen["filter"]] == ["lambda", "lambda_2"]
     assert plan.filters[0].function([]) and not plan.filters[1].function([])
     held = {key: [each.name for each in chosen] for key, chosen in plan.chosen.items()}
-    assert held["mix"] == ["<mine>"] and held["shaping"] == ["<mine_2>"] and held["logger"] == ["<Mine>"]
+    assert held["mix"] == ["<mine>"] and held["shaping"] == ["<mine_2>"] and held["logger"] == ["jsonl", "<Mine>"]
 
 
 def test_one_object_has_one_name_and_two_have_two():
