@@ -445,8 +445,8 @@ class ChatModel:
         if self._chat is None:
             return
         context = self._engine.backend.context_tokens_max  # checked before encoding, which takes time
-        begun = len(trajectory.messages) if trajectory.segments else 0
-        if self._chat.tokens_at_least(messages[begun:], schemas) > context:
+        new = messages[len(trajectory.messages) if trajectory.segments else 0 :]
+        if self._chat.tokens_at_least(new, schemas) > context:
             reason = f"the conversation has more than {context} tokens, and the model's context holds {context}"
             raise EpisodeOver(Status.TRUNCATED, reason, ends_conversation=True, is_context=True)
 
@@ -466,8 +466,7 @@ class ChatModel:
         if segments and schemas == conversation.trajectory.tools:
             recorded = conversation.trajectory.messages
             assert conversation.sampled is not None, "a finished conversation was refused"
-            new = messages[len(recorded) :]
-            context = chat.extend(recorded[:-1], recorded[-1], new, schemas, conversation.sampled)
+            context = chat.extend(recorded[:-1], recorded[-1], messages[len(recorded) :], schemas, conversation.sampled)
             if context is not None:
                 check_sampled(conversation, messages, schemas, context, chat, self._engine.order)
         is_new_segment = context is None

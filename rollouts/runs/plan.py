@@ -265,6 +265,9 @@ def title(plan: Plan) -> str:
     )
 
 
+_OF_TALKS = ("inference", "tool_parser")  # what `chat` and `serve` use, which play no task
+
+
 def make_plan(
     resolved: Resolved,
     *,
@@ -317,8 +320,7 @@ def make_plan(
     _check_environments(environments, chosen["tool"], rewards if judges else None, mode)
     components["env"] = _with_curricula(components["env"], environments)
     whole = Whole(settings, chosen, composed.stages, composed.stages_chosen, environments, rewards, filters)
-    in_talks = () if needs_environment else ("inference", "tool_parser")  # of `chat` and `serve`, which play no task
-    notes += tuple(unused(whole, (*used_elsewhere, *in_talks)))
+    notes += tuple(unused(whole, (*used_elsewhere, *(() if needs_environment else _OF_TALKS))))
     plan = Plan(
         resolved,
         chosen,
