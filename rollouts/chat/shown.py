@@ -225,11 +225,11 @@ def _unnamed(calls: Sequence[ToolCall], tools: Sequence[Mapping[str, Any]]) -> l
 
 
 def _call_meaning(call: ToolCall) -> tuple[str, str]:
-    """A call without its spelling. Some formats write all arguments as text, and numbers in one way."""
-    as_text = {key: each if isinstance(each, str) else json.dumps(each) for key, each in call.arguments.items()}
-    numbers = {key: each.removesuffix(".0").replace("-0", "0") for key, each in as_text.items()}
-    is_number = {key: type(each) in (int, float) for key, each in call.arguments.items()}
-    said = {key: numbers[key] if is_number[key] else each for key, each in as_text.items()}
+    """A call without its spelling. Some formats write all arguments as text, and 1.0 as 1."""
+    said: dict[str, str] = {}
+    for key, value in call.arguments.items():
+        whole = int(value) if isinstance(value, float) and value.is_integer() else value
+        said[key] = whole if isinstance(whole, str) else json.dumps(whole)
     return call.name, json.dumps(said, sort_keys=True, ensure_ascii=False)
 
 
@@ -253,6 +253,9 @@ def shapes(
 ) -> list[Shape]:
     """What a template can see of each message beside its words: the kinds of the message and its neighbors."""
     found = [(*_kind(message, chat.literals), place in trained) for place, message in enumerate(messages)]
+    if len(chat.kinds) > SHAPES_MAX:  # the numbers begin anew, so what was shown with them is forgotten
+        for known in (chat.kinds, chat.shapes, chat.sampled_shapes):
+            known.clear()
     numbers = [chat.kinds.setdefault(kind, len(chat.kinds)) for kind in found]
     return list(zip(itertools.repeat(bool(tools)), [-1, *numbers], numbers, [*numbers[1:], -1], strict=False))
 

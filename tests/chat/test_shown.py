@@ -220,6 +220,18 @@ def test_a_reply_that_is_read_as_another_message_is_refused() -> None:
         tokenize_supervised([Message("user", "x"), Message("assistant", said)], [TOOL], chat_for("qwen2_5"))
 
 
+@pytest.mark.parametrize(("said", "meant", "is_same"), [(1.0, 1, True), (0.5, -0.5, False), (1e-05, 1e5, False)])
+def test_numbers_in_a_call_are_compared_by_value(said: float, meant: float, is_same: bool) -> None:
+    chat = load_chat_format(load_tokenizer("tiny"))
+    talk, other = (
+        [Message("user", "x"), Message("assistant", "", [ToolCall("f", {"n": number}, "abcdefg01")])]
+        for number in (said, meant)
+    )
+    texts = supervised_texts(talk, [], chat)
+    with contextlib.nullcontext() if is_same else pytest.raises(Unshown, match="its reply is read as f"):
+        check_masks(other, [], chat, [1], texts, encode_rows(texts, chat))
+
+
 def test_fields_in_no_row_are_named_and_counted() -> None:
     template = CHATML.replace("m.content +", "(m.content if m.role != 'system' else '') +")
     prompt = "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
