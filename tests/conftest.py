@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""  # of NVIDIA, and of AMD
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # tests look at folders that they import files from
-sys.dont_write_bytecode = True
 # A machine that is busy makes examples slowly; that says nothing of what they test.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
+settings.register_profile("ordinary", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("nightly", settings.get_profile("ordinary"), max_examples=300)
+settings.load_profile("ordinary")
 sys.path.append(str(Path(__file__).parent))  # for `import forks`
 
 
@@ -54,27 +54,11 @@ def forget_modules_of_tests(request, tmp_path_factory):
     sys.path[:] = [folder for folder in sys.path if folder in path or not folder.startswith(added)]
 
 
-LONGEST = """
-    plugins/ray/tests/test_ray.py tests/runs/test_phases.py tests/runs/test_resume.py tests/test_chaos.py
-    plugins/openenv/tests/test_openenv.py tests/first_notes/test_audit.py tests/test_scaffold.py
-    tests/training/backends/test_fsdp.py tests/test_main_job.py tests/workers/test_installs.py
-    environments/python/tests/test_python.py tests/runs/test_seeds.py tests/test_bad_input.py
-    tests/test_example_scripts.py plugins/gymnasium/tests/test_environment.py tests/runs/test_interrupted.py
-    plugins/text_rewards/tests/test_text_rewards.py tests/test_gallery.py tests/test_depth.py
-""".split()  # the modules that take longest
-
-
-def pytest_collection_modifyitems(config, items):
-    """The longest modules first, so that none of them begins as the others end; then those with slow tests."""
-    root, ranks = config.rootpath, {name: rank for rank, name in enumerate(LONGEST)}
-    missing = [name for name in LONGEST if not (root / name).is_file()]
-    assert not missing, f"tests/conftest.py names files that are gone: {missing}"
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    order = {
-        path: (ranks.get(path.relative_to(root).as_posix(), len(ranks)), path not in slow)
-        for path in {item.path for item in items}
-    }
-    items.sort(key=lambda item: order[item.path])
+def pytest_collection_finish():
+    """From here on no module that a test imports writes bytecode: tests look at folders that they import files from.
+    Before, pytest keeps what it compiled of the test modules, which takes twice as long as their imports.
+    """
+    sys.dont_write_bytecode = True
 
 
 @pytest.fixture(scope="module", autouse=True)
