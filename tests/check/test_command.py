@@ -153,7 +153,6 @@ def test_json_and_badge(capsys):
     assert capsys.readouterr().out.startswith("![rollouts check ")
 
 
-@pytest.mark.usefixtures("forked_checks")
 def test_prompts_with_a_sample(tmp_path, capsys):
     rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "response": str(2 * n)} for n in range(10, 40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

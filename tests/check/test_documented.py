@@ -51,7 +51,6 @@ def test_there_are_environments():
 
 # The check cancels episodes at every await, and a request of httpx that is cancelled leaves a generator behind.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <async_generator object ByteStream")
-@pytest.mark.usefixtures("forked_checks")
 @pytest.mark.parametrize("place", WRITTEN)
 def test_a_documented_environment_passes(place, tmp_path):
     code, name = WRITTEN[place]

@@ -67,7 +67,6 @@ def test_there_are_enough_faults():
     assert sum(path.name.startswith(("forged", "answer_hidden")) for path in FILES) >= 5
 
 
-@pytest.mark.usefixtures("forked_checks")
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_exactly_the_expected_check_finds_a_fault(file, monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a fault may lie in a clone in the temporary folder
@@ -87,7 +86,6 @@ def test_an_environment_without_a_mistake_passes(wanted):
     assert skipped <= {"forged-files", "wheel"}
 
 
-@pytest.mark.usefixtures("forked_checks")
 @pytest.mark.parametrize(
     ("file", "name"),
     [

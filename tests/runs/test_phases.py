@@ -341,7 +341,7 @@ def stopped(at, **settings):
     return str(caught.value)
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["full", "lora"])
+@pytest.fixture(scope="module", params=[pytest.param(0, marks=pytest.mark.nightly), 2], ids=["full", "lora"])
 def unbroken(request, tmp_path_factory):
     """A LoRA rank, and a run with it that nothing stopped."""
     folder = tmp_path_factory.mktemp("unbroken")
@@ -352,7 +352,9 @@ def unbroken(request, tmp_path_factory):
     return request.param, folder / "whole"
 
 
-@pytest.mark.parametrize("at", ["sft 0", "sft 2", "rl 0", "rl 1"])
+@pytest.mark.parametrize(
+    "at", [*(pytest.param(at, marks=pytest.mark.nightly) for at in ("sft 0", "rl 0")), "sft 2", "rl 1"]
+)
 def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
     rank, whole = unbroken
     message = stopped(at, lora_rank=rank)

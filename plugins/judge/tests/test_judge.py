@@ -13,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
+import forks
 import pytest
 import trio
 from rollouts_judge import JudgeSettings, api, judge, prompts
@@ -506,5 +507,5 @@ def test_keeps_the_contract():
     with serving(lambda request: verdict(request, 5)) as served:
         command = [sys.executable, "-m", "rollouts", "check", "judge", "--kind", "rewards", "--skip", "wheel"]
         command += ["--reward.judge.model", "m", "--reward.judge.url", served.url]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = forks.run(command, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import subprocess
 import sys
 import time
 import tomllib
 from pathlib import Path
 
+import forks
 import pytest
 import trio
 
@@ -297,7 +297,7 @@ def test_without_a_library_one_line_says_how_to_install_it():
     """Nothing is installed or removed: the library is hidden from a process."""
     code = "import sys; sys.modules['rapidfuzz'] = None; from rollouts.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "run", "--env", "calculator", "--reward", "similar", "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = forks.run(command, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "rapidfuzz" in done.stderr and "rollouts-text-rewards[similarity]" in done.stderr
 
@@ -336,6 +336,12 @@ SETTINGS = {"pattern": {"regex": ".*"}, "json_schema": {"schema": {"type": "stri
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reward", REWARDS, ids=lambda reward: reward.__name__)
+@pytest.mark.parametrize(
+    "reward",
+    [
+        pytest.param(each, id=each.__name__, marks=pytest.mark.nightly if each in (math_equal, json_schema) else ())
+        for each in REWARDS
+    ],
+)
 def test_keeps_the_contract(reward):
     check_component(reward, "reward", **SETTINGS.get(reward.__name__, {}))

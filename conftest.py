@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,10 +24,10 @@ os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # tests look at folders that they i
 settings.register_profile("ordinary", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nightly", settings.get_profile("ordinary"), max_examples=300)
 settings.load_profile("ordinary")
-sys.path.append(str(Path(__file__).parent))  # for `import forks`
+sys.path.append(str(Path(__file__).parent / "tests"))  # for `import forks`
 
 
-PACKAGE = Path(__file__).parents[1] / "rollouts"
+PACKAGE = Path(__file__).parent / "rollouts"
 _freeze = gc.freeze
 IMPORTS = 100  # so many modules are worth excluding
 
@@ -78,14 +79,16 @@ def quick_collections(request):
         gc.collect()
 
 
-@pytest.fixture
-def forked_checks(monkeypatch):
+@pytest.fixture(scope="session", autouse=True)
+def forked_checks():
     """The processes in which `rollouts check` draws and plays start as forks, with their hash seed."""
     import hash_seeds
 
     from rollouts.check.environments import traces
 
-    monkeypatch.setattr(traces, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": hash_seeds.popen}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traces, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": hash_seeds.popen}))
+        yield
 
 
 @pytest.fixture
@@ -96,3 +99,25 @@ def forked_ranks(monkeypatch):
     from rollouts.training.backends import ranks
 
     monkeypatch.setattr(ranks, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.popen}))
+
+
+@pytest.fixture(scope="session")
+def made_run(tmp_path_factory):
+    """Makes the run that a test begins with: `made_run(["run", …], "out", code=0)`. The first call runs the command. A
+    later one of the same process, with equal words and beside equal files, copies the folder and prints nothing.
+    """
+    from rollouts.cli import main
+
+    made = {}
+
+    def make(words, out, code=0):
+        beside = {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+        key = (*words, code, *sorted(beside.items()))
+        if key in made:
+            shutil.copytree(made[key], out)
+            return
+        assert main([*words, "--out", out]) == code
+        made[key] = tmp_path_factory.mktemp("made") / "run"
+        shutil.copytree(out, made[key])
+
+    return make
