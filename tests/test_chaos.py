@@ -341,9 +341,9 @@ def test_a_run_that_only_fails_is_stopped_with_its_reasons() -> None:
     assert not engine.open
 
 
-def test_ten_thousand_episodes_at_once() -> None:
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_thousands_of_episodes_at_once(count: int) -> None:
     """All of them wait for their first answer at the same moment."""
-    count = 10_000
 
     class Sleeper:
         async def setup(self, task: Task) -> None:

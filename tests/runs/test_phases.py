@@ -225,6 +225,7 @@ def test_lora_begins_with_the_merged_model(here):
     assert greedy[0]["after"]["greedy_mean"] == greedy[1]["before"]["greedy_mean"]
 
 
+@pytest.mark.slow
 def test_an_adapter_after_full_training_and_the_other_way(here):
     run(steps=1, lora_rank=2, sft={"steps": 1, "lora_rank": 0})
     assert (here / "out/sft/checkpoints/step_000001/model.safetensors").exists()
@@ -234,6 +235,7 @@ def test_an_adapter_after_full_training_and_the_other_way(here):
     assert (here / "other/rl/checkpoints/step_000001/model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_it_is_two_runs_one_after_the_other(here):
     """The same as `rollouts sft` and then `rollouts run --model`; and its config repeats it."""
     run(sft={"steps": 3})
@@ -352,6 +354,7 @@ def unbroken(request, tmp_path_factory):
     return request.param, folder / "whole"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "at", [*(pytest.param(at, marks=pytest.mark.nightly) for at in ("sft 0", "rl 0")), "sft 2", "rl 1"]
 )
@@ -374,6 +377,7 @@ def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
     assert "is finished" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_was_moved_goes_on(here):
     stopped("rl 1", lora_rank=2)
     (here / "out").rename(here / "elsewhere")
@@ -382,6 +386,7 @@ def test_a_run_that_was_moved_goes_on(here):
     assert lines_of("elsewhere/rl") == lines_of("whole/rl")
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_run_goes_on(here):
     """Its model is the checkpoint of its own first phase, though that of the first run is there still."""
     stopped("rl 1", lora_rank=2)

@@ -184,6 +184,7 @@ def assert_same(folder, whole):
 # --- the same run ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [*list(KINDS)[:-1], pytest.param("refill and sampler", marks=pytest.mark.nightly)])
 def test_a_resumed_run_is_the_unbroken_one(kind, capsys, begin):
     begin("whole", *KINDS[kind])
@@ -209,6 +210,7 @@ def test_the_steered_coefficient_moves(begin):
     assert len({line["policy/loss"] for line in lines_of("out")} - {0.0}) >= 3
 
 
+@pytest.mark.slow
 def test_control_c_and_again(capsys, begin):
     begin("whole")
     for resume, stop in ((False, 1), (True, 2), (True, 3)):
@@ -236,6 +238,7 @@ def test_control_c_twice(place, name, monkeypatch, capsys):
     assert summary_of("out")["status"] == "interrupted" and signal.getsignal(signal.SIGINT) is handler
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_it_begins_again(capsys, begin):
     begin("whole", "--checkpoint-every", "0")
     begin("out", "--checkpoint-every", "0", stop=2)
@@ -244,6 +247,7 @@ def test_without_a_checkpoint_it_begins_again(capsys, begin):
     assert_same("out", "whole")
 
 
+@pytest.mark.slow
 def test_a_finished_run_says_so_and_can_be_made_longer(capsys, begin):
     warm = ["--training.warmup-steps", "2"]  # the default is never more than the run has
     begin("whole", "--steps", "6", *warm)
@@ -314,6 +318,7 @@ def test_another_runs_checkpoint_is_the_runs_own_from_then_on(begin):
 SUPERVISED = ["--mode", "sft", "--eval-tasks", "0"]  # the fastest run there is
 
 
+@pytest.mark.slow
 def test_another_runs_checkpoint_replaces_none_of_the_runs_own(capsys, here, begin):
     begin("out", *SUPERVISED)
     begin("other", *SUPERVISED, "--lr", "0.01")
@@ -383,6 +388,7 @@ def killed_at(monkeypatch, place, name, number, *arguments):
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param([], marks=pytest.mark.nightly), SUPERVISED], ids=["rl", "sft"])
 def test_a_kill_as_it_goes_back(kind, monkeypatch, begin):
     """At each step of it: what is gone on with then is a whole run, and the same one."""
@@ -400,6 +406,7 @@ def test_a_kill_as_it_goes_back(kind, monkeypatch, begin):
     assert len(came) == len(GOING_BACK), "the save is that of the next step"
 
 
+@pytest.mark.slow
 def test_a_kill_as_it_takes_another_runs_checkpoint(monkeypatch, begin):
     """What is gone on with is the run as it was, or with the other's weights; nothing in between."""
     begin("own", *SUPERVISED)
@@ -429,6 +436,7 @@ def test_a_resume_that_a_logger_refuses_changes_nothing(capsys, begin):
     assert files_of("out", "**/*") == before | {".lock": Path("out/.lock").read_bytes()}
 
 
+@pytest.mark.slow
 def test_from_python(here, begin):
     begin("whole")
     begin("out", stop=1)
@@ -495,6 +503,7 @@ def test_resume_auto_begins_goes_on_and_says_what_changed(capsys, begin):
     assert "max_turns = 9" in Path("out/config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_resume_auto_begins_again_after_a_kill_as_a_logger_opens():
     words = [sys.executable, "-m", "rollouts", "run", *SUPERVISED, "--out", "out", "--resume", "auto"]
     done = forks.run([*words, *SMALL, "--logger.Stop.error", "kill"], timeout=120)
@@ -682,6 +691,7 @@ def test_tasks_that_may_have_been_trained_on_are_not_held_out_later(capsys, begi
     assert "eval_tasks was 4 and is 5 now" in error and "give 4 again, or begin a new run" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [[], ["--lora-rank", "2"]], ids=["full", "lora"])
 def test_another_model_of_the_same_shape(adapter, capsys, here):
     """It is told by its name, which goes with a folder that is moved."""
@@ -759,6 +769,7 @@ def test_a_backend_that_cannot_be_profiled(capsys):
     assert Path("closed").exists() and not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_the_steps_that_are_profiled(monkeypatch):
     from rollouts.training.backends.torch import TorchBackend
 
@@ -934,6 +945,7 @@ def test_what_was_sampled_ahead_is_in_the_checkpoint(here, begin):
     assert groups == {number: 4 for number in range(8)}, "four rollouts of each of eight groups, none twice"
 
 
+@pytest.mark.slow
 def test_groups_that_are_carried_over_are_in_the_checkpoint(here, capsys, begin):
     """Which groups are first is a race, so no two runs are the same; but every group is played to its end once."""
     over = ["--over-sampling", "1.5", "--samples-per-prompt", "4"]
