@@ -202,6 +202,7 @@ def test_requests_at_once_are_answered_one_after_another() -> None:
     assert sorted(first for first, _ in texts(episode)) == [f"n{number}" for number in range(10)]
 
 
+@pytest.mark.slow
 @given(data=st.data(), count=st.integers(1, 7), rewrites=st.sets(st.integers(0, 4)))
 def test_any_tree_of_requests_is_what_a_plain_account_says(data: Any, count: int, rewrites: set[int]) -> None:
     # The account: a request continues any known reply, or begins anew. Only the first one that continues a reply
