@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -193,6 +194,7 @@ def test_a_failure_names_the_author_s_line():
 def test_a_process_that_does_not_end_is_a_failure_with_a_reason(monkeypatch):
     from rollouts.check.environments import traces
 
+    monkeypatch.setattr(traces, "subprocess", subprocess)  # a new interpreter takes longer than a fork
     monkeypatch.setattr(traces, "CHILD_SECONDS", 0.01)
     seen = "took longer than 0.01 seconds"
     with pytest.raises(traces.FailedError, match=seen):
