@@ -111,6 +111,7 @@ def test_environments_that_clash_train_in_one_run(envs, tmp_path, monkeypatch):
         assert f"clash=={version}\n" in Path(f"run/workers/{word}.lock").read_text()
 
 
+@pytest.mark.nightly
 def test_the_numbers_are_those_of_a_run_without_worker(envs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pytest.importorskip("hatchling")
@@ -165,6 +166,7 @@ def rollouts_list_components(kind):
 '''
 
 
+@pytest.mark.nightly
 def test_another_package_may_make_environments_of_it(links, empty, tmp_path, monkeypatch, capsys):
     """A hook of the package beside it lists and finds their names."""
     plain = str(links / "no_env-1-py3-none-any.whl")
@@ -184,6 +186,7 @@ def test_another_package_may_make_environments_of_it(links, empty, tmp_path, mon
         find_installed("pack/no-env")
 
 
+@pytest.mark.slow
 def test_a_failed_installation_leaves_the_earlier_one(links, envs, capsys, tmp_path):
     before = all_installed()
     kept = tmp_path / "kept.lock"
@@ -199,6 +202,7 @@ def test_a_failed_installation_leaves_the_earlier_one(links, envs, capsys, tmp_p
     assert [path.name for path in (envs / "guess-old").glob("venv-*")] == [before[1].venv.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -224,6 +228,7 @@ def test_an_interpreter_that_does_not_exist(empty, capsys):
     assert "python9.9" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_a_killed_installation_leaves_nothing_half(how, links, empty, capsys):
     command = [sys.executable, "-m", "rollouts", "env", "install", "guess-old", NO_INDEX, "--find-links", str(links)]
@@ -251,6 +256,7 @@ def _runs(folder: Path) -> bool:
     return any(str(folder).encode() in line for line in lines)
 
 
+@pytest.mark.slow
 def test_remove(links, empty, capsys):
     assert main(["env", "list"]) == 0
     assert "no environment is installed" in capsys.readouterr().out

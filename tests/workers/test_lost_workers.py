@@ -97,6 +97,7 @@ def test_a_worker_whose_process_is_stopped_is_killed():
             trio.run(made.setup.call, Task("Say 1."))
 
 
+@pytest.mark.slow
 def test_a_worker_that_uses_all_its_cpu_time_is_named_and_started_again():
     with environment("Hostile-spins", cpu_seconds=3.0) as env:
         assert "the worker Hostile ended (it used more than the 3 CPU seconds of worker.cpu_seconds" in set_up(env)
@@ -118,6 +119,7 @@ def test_a_worker_that_does_not_end_a_cancelled_call_is_killed(monkeypatch):
         trio.run(main)
 
 
+@pytest.mark.slow
 def test_memory_has_a_limit():
     with environment("Hostile-memory", memory_gib=2.0) as env:
 
@@ -253,6 +255,7 @@ class Killer(threading.Thread):
                     self.killed += 1
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_while_workers_are_killed():
     killer = Killer(4)
     killer.start()

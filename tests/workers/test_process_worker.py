@@ -33,6 +33,7 @@ def here(tmp_path, monkeypatch):
     assert not workers()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", ["process", {"kind": "process", "count": 2}])
 def test_the_main_job_has_the_same_metrics(worker):
     _, apart = both("calculator", worker, loss="grpo", steps=3)
@@ -40,11 +41,13 @@ def test_the_main_job_has_the_same_metrics(worker):
     assert 'kind = "process"' in (apart / "config.toml").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Counting", "OwnRollout"])
 def test_other_environments_have_the_same_metrics(name):
     both(f"{ENVS}:{name}")
 
 
+@pytest.mark.slow
 def test_an_agent_with_its_own_client_has_the_same_episodes():
     for out, worker in (("inline", "inline"), ("apart", "process")):
         rollouts.run(env=f"{ENVS}:OwnClient", out=out, worker=worker, **{**SHORT, "steps": 1, "over_sampling": 1.0})
@@ -63,6 +66,7 @@ def test_an_agent_with_its_own_client_has_the_same_episodes():
             assert {**one, "logprobs": []} == {**other, "logprobs": []}
 
 
+@pytest.mark.slow
 def test_roles_tools_by_task_and_rewards_by_turn_are_the_same():
     _, apart = both(f"{ENVS}:Market", loss="grpo", advantage={"name": "turn_return", "gamma": 0.9}, steps=3, seed=3)
     episodes, last = episodes_of(apart), logged(apart)[-1]
@@ -71,6 +75,7 @@ def test_roles_tools_by_task_and_rewards_by_turn_are_the_same():
     assert {"role/seller/reward", "role/buyer/reward", "role/seller/reward_part/turns"} <= last.keys()
 
 
+@pytest.mark.slow
 def test_demonstrations_are_the_same():
     inline, apart = both(f"{ENVS}:Counting", mode="sft+rl", sft={"steps": 2})
     assert logged(inline / "sft") == logged(apart / "sft") and len(logged(apart / "sft")) == 2
@@ -215,6 +220,7 @@ rollouts.run(env="calculator", worker="process", out="run", steps=1000, prompts_
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_worker_outlives_its_run(number):
     process = forks.popen([sys.executable, "-c", RUN], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -157,6 +157,7 @@ def slowly(source: socket.socket, target: socket.socket) -> None:
         target.shutdown(socket.SHUT_WR)
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_a_run_without_worker_also_on_a_slow_network(serve, tmp_path):
     Path("token").write_text("a-long-secret-token\n")
     _, url = serve("calculator", "--token-file", "token")
@@ -178,6 +179,7 @@ def test_the_numbers_are_those_of_a_run_without_worker_also_on_a_slow_network(se
     assert not any(b"a-long-secret-token" in text for text in written)
 
 
+@pytest.mark.slow
 def test_what_a_server_refuses(serve, monkeypatch):
     Path("token").write_text("right")
     _, url = serve("calculator", "--token-file", "token", "--count", "1")
@@ -271,6 +273,7 @@ def test_a_silent_host_and_a_silent_worker_have_different_messages(serve):
         over.set()
 
 
+@pytest.mark.slow
 def test_limits_of_a_worker_at_an_address_are_set_there(serve):
     with pytest.raises(ConfigError, match=r"type there: rollouts env serve NAME --cpu-seconds 2"):
         rollouts.run(env="calculator", worker={"kind": "ws://127.0.0.1:1", "cpu_seconds": 2}, **SHORT)
@@ -283,6 +286,7 @@ def test_limits_of_a_worker_at_an_address_are_set_there(serve):
     pool.close()
 
 
+@pytest.mark.slow
 def test_a_server_opens_the_sandbox_that_it_was_started_with(serve):
     given = {**SHORT, "env": f"{ENVS}:Boxed", "steps": 1}
     _, closed = serve(given["env"])
@@ -297,6 +301,7 @@ def test_a_server_opens_the_sandbox_that_it_was_started_with(serve):
     assert logged("url") == logged("inline") and len(logged("url")) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_vanishes_loses_only_its_episodes(serve):
     server, url = serve("calculator")
     port = url.rpartition(":")[2]
