@@ -25,6 +25,7 @@ def report_of(given: str):
     return check(Found(given, given), Options(tasks=2, settings=PROCESS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_exactly_the_expected_check_finds_a_fault_in_a_worker(file):
     report = report_of(f"{file}:Fault")

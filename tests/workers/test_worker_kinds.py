@@ -68,6 +68,7 @@ def logged(folder: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.startswith(TIMED)} for line in lines]
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_a_run_without_worker():
     rollouts.run(env="calculator", loss="grpo", out="inline", **SHORT)
     worker = {"kind": "./kinds.py:Noted", "count": 2, "place": "there", "sizes": {"a": 1}}
