@@ -351,7 +351,8 @@ def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajec
     itself.
     """
     notes = []
-    found = {name: set(lines) for name, lines in logged.items()}
+    absent = set(range(steps)) - _steps_with_own_logger(folder.path, steps)
+    found = {name: set(lines) | absent for name, lines in logged.items()}
     if with_trajectories:
         files = [path for path in (folder.path / "trajectories").iterdir() if path.stat().st_size]
         there = {step for path in files if path.suffix == ".jsonl" and (step := step_of_file(path)) is not None}
@@ -367,6 +368,21 @@ def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajec
         for name, each in lost.items()
         if each
     ]
+
+
+def _steps_with_own_logger(folder: Path, steps: int) -> set[int]:
+    """Those of the first `steps` steps of the run that its manifest says were logged by its own logger: an earlier
+    version left it out if another logger was chosen.
+    """
+    manifest, (own,) = read_json(folder / MANIFEST), Settings.logger
+    found = set[int]()
+    for begun in ({**manifest, "step": 0}, *manifest.get("resumed", ())):
+        components = begun.get("components")
+        later = set(range(begun["step"], steps))
+        found -= later
+        if components is None or any((each["kind"], each["name"]) == ("loggers", own) for each in components):
+            found |= later
+    return found
 
 
 def _instead(folder: Path, earlier: Path | None, *, is_other: bool) -> str:
