@@ -15,13 +15,16 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from rollouts.author_code import shown
 from rollouts.errors import ConfigError
 
-SECONDS = 60.0  # how long an import may take without importing a module; one that imports others makes progress
+SECONDS = 60.0  # how long an import may take without progress: it imports no module, and does not compute
+COMPUTING = 0.1  # the share of one core from which the process computes; a loop that waits for something uses less
+COMPUTED_MAX = 10.0  # how many times SECONDS of CPU time an import may take without importing a module
 LOOKS = 12  # so often in this time. A library that takes long to load holds Python's lock, and counts as one look.
 VARIABLE = "ROLLOUTS_IMPORT_SECONDS"
 """The environment variable that gives another time than SECONDS."""
@@ -41,16 +44,30 @@ class Progress:
         self._seconds = _seconds()
         self.pause = self._seconds / LOOKS
         self._known, self._looks = -1, 0
+        self._begun = self._computed = time.process_time()
 
     def has_stalled(self) -> bool:
-        """Whether no module was imported at the last looks."""
-        before, self._known = self._known, len(sys.modules)
-        self._looks = self._looks + 1 if self._known == before else 0
-        return self._looks >= LOOKS
+        """Whether the process neither imported a module nor computed at the last looks, or computed for too long since
+        the last module.
+        """
+        known, self._known = self._known, len(sys.modules)
+        computed, self._computed = self._computed, time.process_time()
+        if self._known != known:
+            self._begun = self._computed
+        has_progress = self._known != known or self._computed - computed >= COMPUTING * self.pause
+        self._looks = 0 if has_progress else self._looks + 1
+        return self._looks >= LOOKS or self._has_computed_too_long
+
+    @property
+    def _has_computed_too_long(self) -> bool:
+        return self._computed - self._begun >= COMPUTED_MAX * self._seconds
 
     def __str__(self) -> str:
+        after = f"{self._seconds:g} s"
+        if self._has_computed_too_long:
+            after = f"{COMPUTED_MAX * self._seconds:g} s of CPU time"
         more = f"if it only needs longer, type before the command: {VARIABLE}={10 * self._seconds:g}"
-        return f"it was still being imported after {self._seconds:g} s; {more}"
+        return f"it was still being imported after {after}; {more}"
 
 
 class _Stopped(BaseException):

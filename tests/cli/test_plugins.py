@@ -45,7 +45,10 @@ def test_list_shows_what_will_not_import_as_far_as_its_source_shows_it(acme, cap
 
 DOES_NOT_RETURN = {
     "hangs": ("import time\ntime.sleep(10**6)\ndef broken(rewards): ...\n", "it was still being imported after 1 s;"),
-    "spins": ("while True:\n    try:\n        1 / 0\n    except Exception:\n        pass\n", "after 1 s;"),
+    "spins": (
+        "while True:\n    try:\n        1 / 0\n    except Exception:\n        pass\n",
+        "it was still being imported after 2 s of CPU time;",
+    ),
     "ends": ("import os\nos._exit(0)\n", "it called os._exit(0) ("),
 }
 
@@ -53,7 +56,7 @@ DOES_NOT_RETURN = {
 @pytest.mark.parametrize("what", DOES_NOT_RETURN)
 def test_an_import_that_does_not_return_is_named(acme, capsys, monkeypatch, what):
     pytest.importorskip("torch")  # the run imports it, which may take longer than the limit
-    monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "1")
+    monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "0.2" if what == "spins" else "1")
     source, fault = DOES_NOT_RETURN[what]
     (acme / "acme_broken.py").write_text(source)
     before = os._exit, signal.getsignal(signal.SIGALRM)
@@ -100,6 +103,14 @@ def test_an_import_with_progress_has_time(acme, capsys, monkeypatch):
     assert main(["plugins", "show", "broken"]) == 0
     for number in range(6):
         del sys.modules[f"acme_{number}"]
+
+
+def test_an_import_that_computes_has_time(acme, monkeypatch):
+    """It takes longer than the limit, and imports no module."""
+    monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "0.2")
+    source = "import time\nend = time.process_time() + 0.6\nwhile time.process_time() < end: ...\n"
+    (acme / "acme_broken.py").write_text(f"{source}def broken(trajectory): ...\n")
+    assert main(["plugins", "show", "broken"]) == 0
 
 
 def test_every_component_of_the_core_has_a_description(capsys):
