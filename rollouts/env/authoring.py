@@ -94,6 +94,10 @@ class Remote:
         """Raise the error of `check_environment` in the other process."""
         raise NotImplementedError
 
+    def remote_check_data(self) -> None:
+        """Raise ConfigError if the environment reads rows that are not there."""
+        raise NotImplementedError
+
     def remote_warnings(self) -> list[tuple[str, int, str]]:
         """The warnings of `advice` in the other process: file, line, words."""
         raise NotImplementedError

@@ -230,6 +230,8 @@ class _Connection:
             head = await self._event()
         if not isinstance(head, h11.Request):
             return None
+        if head.method == b"CONNECT":
+            raise _Refused(405, "this server is no proxy; send a request other than CONNECT")
         self._has_body = head.method != b"HEAD"
         path, _, query = head.target.decode("ascii", "replace").partition("?")
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}

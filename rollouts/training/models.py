@@ -24,7 +24,7 @@ from rollouts import revisions
 from rollouts.errors import ConfigError, ModelError, first_line, named
 from rollouts.plugins.loading import require_packages
 from rollouts.training.backends.out_of_memory import memory_cause
-from rollouts.training.hub import at_revision, loaded_commit
+from rollouts.training.hub import at_revision, loaded_commit, model_file
 from rollouts.training.weights.store import nearest_checkpoints
 
 TINY_PATH = Path(__file__).resolve().parent.parent / "tiny"
@@ -341,17 +341,13 @@ def load_tokenizer(name: str, **settings: Any) -> Any:
 
 def _model_ends(whole: str, **settings: Any) -> tuple[int, ...]:
     """The ids that generation_config.json and config.json of a whole model list as ends. A file may be absent."""
-    from transformers.utils import cached_file
-
     found = set[int]()
     for name in ("generation_config.json", "config.json"):
-        try:
-            with at_revision(whole) as (repository, revision):
-                path = Path(str(cached_file(repository, name, **revision, **settings)))
-            ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except OSError:  # there is no such file
+        if (path := model_file(whole, name, **settings)) is None:
             continue
-        except (ValueError, AttributeError) as error:
+        try:
+            ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError, AttributeError) as error:
             raise ModelError(
                 f"{name} of the model {whole} cannot be read: {error}; copy it from the hub again"
             ) from error

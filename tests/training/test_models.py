@@ -9,17 +9,20 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from rollouts.chat import load_chat_format
 from rollouts.errors import ModelError
 from rollouts.training import models
+from rollouts.training.hub import model_file
 from rollouts.types import Message
 
 
@@ -370,6 +373,48 @@ def test_a_hub_that_cannot_be_asked(tmp_path):
     assert f"there is no folder models/nope, and as a name of the hub, {url} could not be reached" in said
     said = ask_hub(url, tmp_path, "models/nope", offline="1")
     assert "there is no folder models/nope, and as a name of the hub it is not in the cache, and HF_HUB_OFFLINE" in said
+
+
+class HubOfOtherFiles(Hub):
+    """A hub whose models do not have the file that is asked for."""
+
+    def do_GET(self):
+        self.send_response(404)
+        self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("X-Repo-Commit", "a" * 40)
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+
+def test_a_file_that_cannot_be_asked_for_is_not_taken_as_absent(tmp_path, monkeypatch):
+    """Without generation_config.json, a model would have fewer ends."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between attempts
+
+    def ask(url, offline=False, name="generation_config.json", **settings):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        return model_file("acme/small", name, **settings)
+
+    folder = tmp_path / "models--acme--small" / "snapshots" / ("a" * 40)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("a" * 40)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{free.getsockname()[1]}"
+        assert ask(away, name="config.json") == folder / "config.json"
+        said = r"generation_config.json of the model acme/small could not be loaded .*\n.*type HF_HUB_OFFLINE=1 before"
+        with pytest.raises(ModelError, match=said):
+            ask(away)
+        assert ask(away, offline=True) is None and ask(away, local_files_only=True) is None
+        with ThreadingHTTPServer(("127.0.0.1", 0), HubOfOtherFiles) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            assert ask(f"http://127.0.0.1:{server.server_port}") is None
+            server.shutdown()
+        assert ask(away) is None, "the cache has what the hub has said"
 
 
 def test_a_path_is_never_asked_for(tmp_path, monkeypatch):

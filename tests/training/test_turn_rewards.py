@@ -232,6 +232,9 @@ def test_turn_return_is_the_formula(gamma: float, scale: bool) -> None:
     whole = turn_return([[1.0], [0.0]], scale=False)
     assert [float(each) for each in whole] == group_mean([1.0, 0.0]).tolist()  # of one turn: as without turns
     assert turn_return([]) == []
+    for scale in (True, False):
+        assert [own.tolist() for own in turn_return([[], []], scale=scale)] == [[], []]
+        assert [own.tolist() for own in turn_return([[], [1.0]], scale=scale)] == [[], [0.0]]
     assert [own.tolist() for own in turn_return([[1.0, 2.0]])] == [[0.0, 0.0]]  # nothing to compare with
     flat = turn_return([[1.0, 2.0], [1.0, 2.0], [1.0]], gamma=0.0, eps=0.0)
     assert [own.tolist() for own in flat] == [[0.0, 0.0], [0.0, 0.0], [0.0]]  # not 0 / 0
@@ -418,3 +421,4 @@ def test_wrong_numbers_by_turn_are_named() -> None:
     with pytest.raises(TrainingError, match="unnamed got 2 rewards and returned"):
         group_advantages(unnamed, [1.0, 0.0], turn_rewards=turns)
     assert group_advantages(turn_return, [1.0, None, 0.0], turn_rewards=[[1.0], [], [0.0]])[1] == 0.0
+    assert group_advantages(turn_return, [1.0, 0.0], turn_rewards=[[1.0], []]) == [0.0, []]

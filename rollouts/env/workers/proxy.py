@@ -23,7 +23,7 @@ from rollouts.env.results import ToolOutcome
 from rollouts.env.workers.describe import Description, Given, JudgeSent, settings_as_sent
 from rollouts.env.workers.model import ClientAnswer, ClientAsked, ModelAnswer, ModelAsked, ModelState, Refused
 from rollouts.env.workers.pool import DEATHS_MAX, Lease, WorkerPool
-from rollouts.env.workers.protocol import Ask, decode_value, error_received
+from rollouts.env.workers.protocol import Ask, Error, decode_value, error_received
 from rollouts.env.workers.remote_sandboxes import RemoteLease, RemoteSandboxes
 from rollouts.env.workers.sessions import (
     BATCH_MAX,
@@ -145,8 +145,15 @@ class RemoteEnvironment(Remote):
 
     def remote_check(self) -> None:
         """Raise the environment's first mistake."""
-        if self._shape.error is not None:
-            raise error_received(self._shape.error, self.pool.name)
+        self._raise(self._shape.error)
+
+    def remote_check_data(self) -> None:
+        """Raise ConfigError if the environment reads rows that are not there."""
+        self._raise(self._shape.data_error)
+
+    def _raise(self, error: Error | None) -> None:
+        if error is not None:
+            raise error_received(error, self.pool.name)
 
     def remote_warnings(self) -> list[tuple[str, int, str]]:
         """The warnings for its author."""

@@ -111,7 +111,7 @@ def check_advantages(function: Function, returned: Any, turn_rewards: Sequence[A
         shapes = ", ".join(map(str, counts))
         expected = f"one finite number per rollout, or lists with one for each turn: of {shapes} numbers"
         raise wrong_result("advantage", function, shown([row.tolist() for row in lists]), expected)
-    return [row.tolist() if len(row) > 1 else float(row) for row in lists]
+    return [float(row) if len(row) == 1 else row.tolist() for row in lists]
 
 
 def mixed_rewards(
