@@ -46,15 +46,16 @@ def model_file(resolved: str, name: str, *, local_files_only: bool = False) -> P
 
     if Path(resolved).is_dir():
         return Path(resolved, name) if Path(resolved, name).exists() else None
-    with at_revision(resolved) as (repository, revision):
+    with at_revision(resolved) as (repository, settings):
+        revision = settings.get("revision")
         try:
-            return Path(hf_hub_download(repository, name, local_files_only=local_files_only, **revision))
+            return Path(hf_hub_download(repository, name, revision=revision, local_files_only=local_files_only))
         except (EntryNotFoundError, OSError, ValueError) as error:
             is_absent = isinstance(error, EntryNotFoundError) and (
                 not isinstance(error, LocalEntryNotFoundError)
                 or local_files_only
                 or constants.HF_HUB_OFFLINE
-                or try_to_load_from_cache(repository, name, **revision) is _CACHED_NO_EXIST
+                or try_to_load_from_cache(repository, name, revision=revision) is _CACHED_NO_EXIST
             )
             if is_absent:
                 return None
