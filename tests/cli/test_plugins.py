@@ -32,6 +32,11 @@ def test_list_shows_what_is_installed_and_imports_nothing(acme, capsys):
         (None, "there is no module acme_broken"),
         ("try:\n    import no_such\nexcept ImportError:\n    pass\ndef broken(rewards):\n    'Fine'\n", ""),
         ("def __getattr__(name): ...\n", ""),
+        ('"""Doc."""\n__all__ = ["broken"]\nimport no_such\n', "line 3: there is no module no_such"),
+        ("import sys\nsys.path.insert(0, 'vendored')\nimport no_such\ndef broken(rewards):\n    'Fine'\n", ""),
+        ("import acme_broken.paths\nimport no_such\ndef broken(rewards):\n    'Fine'\n", ""),
+        ("import __main__\nfrom __main__ import thing\ndef broken(rewards):\n    'Fine'\n", ""),
+        ("import sys\nsetattr(sys.modules[__name__], 'bro' + 'ken', len)\n", ""),
     ],
 )
 def test_list_shows_what_will_not_import_as_far_as_its_source_shows_it(acme, capsys, source, fault):
@@ -41,6 +46,27 @@ def test_list_shows_what_will_not_import_as_far_as_its_source_shows_it(acme, cap
     (line,) = (line for line in lines if line.split()[1] == "broken")
     assert line.endswith(fault) and (("broken: " in line) == bool(fault))
     assert last == "nothing was imported; to check all, type: rollouts plugins doctor"
+
+
+def test_a_package_that_changes_where_its_modules_are_found_is_not_called_broken(acme, capsys):
+    entry_points = acme / "acme_parts-1.2.dist-info" / "entry_points.txt"
+    entry_points.write_text(entry_points.read_text().replace("acme_broken:broken", "acme_moved.inner:broken"))
+    (acme / "acme_moved").mkdir()
+    (acme / "acme_moved" / "inner.py").write_text("import no_such\ndef broken(rewards):\n    'Fine'\n")
+    own = acme / "acme_moved" / "__init__.py"
+    for source, fault in (
+        ('"""Doc."""\n', "there is no module no_such"),
+        ("import sys\nsys.path.append('vendored')\n", ""),
+        ("from acme_moved import paths\n", ""),
+    ):
+        own.write_text(source)
+        assert main(["plugins", "list", "--kind", "rewards"]) == 0
+        (line,) = (each for each in capsys.readouterr().out.splitlines() if each.split()[1:2] == ["broken"])
+        assert line.endswith(fault) and (("broken: " in line) == bool(fault))
+    (acme / "acme_moved" / "inner.py").unlink()
+    own.write_text("__path__.append('elsewhere')\n")
+    assert main(["plugins", "list", "--kind", "rewards"]) == 0
+    assert "there is no module" not in capsys.readouterr().out
 
 
 DOES_NOT_RETURN = {
