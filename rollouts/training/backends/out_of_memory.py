@@ -46,8 +46,11 @@ def free_memory(device: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def training_words(name: str, rows: Sequence[Row], tokens: int, device: Any, why: str, *, checkpoints: bool) -> str:
-    """The message for a command of the trainer, which was at a microbatch of these rows. `checkpoints`: activations are
+def training_words(
+    name: str, rows: Sequence[Row], tokens: int, smaller: int, device: Any, why: str, *, checkpoints: bool
+) -> str:
+    """The message for a command of the trainer, which was at a microbatch of these rows and tokens. `smaller` is the
+    number of tokens to advise; if it is not smaller, the rows must stay together. `checkpoints`: activations are
     checkpointed already.
     """
     if name not in ("forward", "forward_backward"):
@@ -57,8 +60,10 @@ def training_words(name: str, rows: Sequence[Row], tokens: int, device: Any, why
     size = (
         f"one row of {longest} tokens" if is_one else f"{len(rows)} rows and {tokens} tokens, at most {longest} a row"
     )
-    smaller = "a smaller --max-tokens" if is_one else f"--tokens-per-microbatch {max(1, tokens // 2)}"
-    flags = [smaller, *([] if checkpoints else ["--training.gradient-checkpointing true"]), "--lora-rank 16"]
+    less = f"--tokens-per-microbatch {smaller}"
+    if is_one or smaller >= tokens:
+        less = f"a smaller --max-tokens{'' if is_one else ' or --samples-per-prompt'}"
+    flags = [less, *([] if checkpoints else ["--training.gradient-checkpointing true"]), "--lora-rank 16"]
     return (
         f"out of memory on {device} in a microbatch of {size}: {why}\n"
         f"type {', '.join(flags)} or a smaller --inference.cache-gib; `--dry-run` estimates the memory"

@@ -72,6 +72,8 @@ class Trainer:
         roles: the roles with an adapter of their own; empty: there is one policy
         version: the number of optimizer steps that changed the weights
         tokens_max: the largest number of tokens of a microbatch
+        lower_limits: smaller numbers of tokens by command, after it ran out of memory. Rows that must stay together may
+            still have `tokens_max`
         microbatch: the rows that run now, or ran last
         notes: which optimizations this model cannot use, for the user
     """
@@ -104,6 +106,7 @@ class Trainer:
         # Absolute, because every save reads it, and the working directory may have changed.
         self._source = str(Path(source).absolute()) if source is not None and Path(source).is_dir() else source
         self._settings, self.lr, self.tokens_max = settings, settings.lr, settings.tokens_per_microbatch
+        self.lower_limits: dict[str, int] = {}
         self._shards = shards
         self._denominator, self._skipped = 0.0, 0
         self._not_finite = 0  # steps in a row that were skipped because of a non-finite gradient
@@ -185,7 +188,8 @@ class Trainer:
         """Split the rows into microbatches. If `trained`, flat rows may get microbatches of their own."""
         split = functools.partial(
             split_microbatches,
-            tokens_max=self.tokens_max,
+            tokens_max=self.lower_limits.get("forward_backward" if trained else "forward", self.tokens_max),
+            together_max=self.tokens_max,
             share_prefix=self.shares_prefix,
             keep=keep,
             only_live=only_live,
