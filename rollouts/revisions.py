@@ -12,12 +12,14 @@ Outside of `pinned`, nothing is recorded.
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 VARIABLE = "ROLLOUTS_REVISIONS"
-"""An environment variable for the other ranks of a run, with `known()` as JSON."""
+"""An environment variable for the other ranks of a run, and for runs of other seeds: commits to begin with, as JSON."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _known: dict[str, str] | None = None  # for the whole process, because models are loaded in several threads
@@ -54,6 +56,18 @@ def location(model: str) -> tuple[str, str]:
         return model, ""
     repository, revision = split(model)
     return repository, commit_of(model) or revision
+
+
+def given() -> dict[str, str]:
+    """The commits in the environment variable."""
+    found: dict[str, str] = json.loads(os.environ.get(VARIABLE, "{}"))
+    return found
+
+
+def adopt(revisions: Mapping[str, str]) -> None:
+    """Use these commits from now on, in place of those that are known."""
+    if _known is not None:
+        _known.update(revisions)
 
 
 def commit_of(name: str) -> str:

@@ -192,10 +192,10 @@ def check_model_is_here(run: Path, model: str) -> None:
 
 def known_revisions(folder: Path | None, source: Source) -> dict[str, str]:
     """The commits of the hub that the run in this folder uses, with both of its phases; without a folder, those of the
-    run whose config.toml is the settings file.
+    run whose config.toml is the settings file. For other names, those that the environment gives.
     """
     run = folder or (Path(source.path).parent if Path(source.path).name == CONFIG else None)
-    found: dict[str, str] = {}
+    found = revisions.given()
     for each in (run, *(run / phase for phase in PHASES)) if run is not None else ():
         known = read_json(each / MANIFEST).get(REVISIONS)
         found |= known if isinstance(known, dict) else {}

@@ -8,7 +8,6 @@ is the command with which rank 0 starts a rank on its own machine. A launcher st
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import tomllib
@@ -50,7 +49,7 @@ def main() -> int:
     channel = join_ranks(place)
     try:
         resolved = resolve(tomllib.loads(text.decode()))
-        commits = revisions.pinned(json.loads(os.environ.get(revisions.VARIABLE, "{}")))
+        commits = revisions.pinned(revisions.given())
         with remote_code(resolved.settings.trust_remote_code), commits:
             serve_rank(resolved)
     except Exception as error:  # only rank 0 reports errors

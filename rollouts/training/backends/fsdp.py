@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,14 @@ from rollouts.training.backends.torch import TorchBackend, check_torch, put_in
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.estimates import estimated_as
-from rollouts.training.models import build_hf_model, load_hf_model, resolve_device, resolve_model_name
+from rollouts.training.models import (
+    adapters_beneath,
+    build_hf_model,
+    load_config,
+    load_hf_model,
+    resolve_device,
+    resolve_model_name,
+)
 
 
 def check_fsdp(values: Mapping[str, Any]) -> None:
@@ -97,6 +105,8 @@ def create_fsdp_backend(
     chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=False)
     agreed = f"{model}, seed {seed}, {lora_rank=}, {replicas=}, {chosen}, {sorted(algorithms.items())}"
     on_gpus = kind != "cpu"
+    auxiliary = auxiliary_models or AuxiliaryModels()
+    _find_commits(model, auxiliary.teacher, *([auxiliary.critic] if auxiliary.critic != "head" else []))
     group = gather_ranks(world_size, config, stall_seconds=stall_seconds, start_seconds=start_seconds, on_gpus=on_gpus)
     with group.starting("cpu:gloo,cuda:nccl" if on_gpus else "gloo", _without_addresses(agreed)):
         place = _device(kind, group.place.local_rank)
@@ -127,6 +137,13 @@ def create_fsdp_backend(
     assert group.detector is not None, "this is rank 0"
     group.detector.on_fault = backend.thread.abandon
     return backend
+
+
+def _find_commits(*models: str) -> None:
+    """Note which commits of models of a hub are loaded. Rank 0 sends them to the other ranks, before those load any."""
+    for whole in (adapters_beneath(name)[0] for name in models if name):
+        if not Path(whole).is_dir():
+            load_config(whole)
 
 
 def _without_addresses(text: str) -> str:

@@ -92,11 +92,14 @@ class RankGroup:
             raise
 
     def join(self, backend: str, agreement: str) -> None:
-        """Wait for all ranks, then make the process group. `agreement` describes the run that this rank composed.
+        """Wait for all ranks, use rank 0's commits of models of a hub, then make the process group. `agreement`
+        describes the run that this rank composed.
 
         Raises RankError if a rank does not join in time, and ConfigError if a rank composed something else than rank 0.
         """
         rank = self.place.rank
+        if rank == 0:
+            self.channel.post("revisions", json.dumps(revisions.known()).encode())
         self.meet("composed", agreement)
         first = (self.channel.read("composed/0") or b"").decode()
         if first != agreement:
@@ -104,6 +107,7 @@ class RankGroup:
                 f"rank {rank} has other settings than rank 0; start all ranks with the same command\n"
                 f"  rank 0: {first}\n  rank {rank}: {agreement}"
             )
+        revisions.adopt(json.loads(self.channel.read("revisions") or b"{}"))
         # On GPUs the failure detector must be first, because torch ends the process without a message there.
         seconds = self.stall_seconds * (1 if backend == "gloo" else 4)
         with self.failures():
