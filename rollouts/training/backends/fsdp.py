@@ -105,8 +105,7 @@ def create_fsdp_backend(
     chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=False)
     agreed = f"{model}, seed {seed}, {lora_rank=}, {replicas=}, {chosen}, {sorted(algorithms.items())}"
     on_gpus = kind != "cpu"
-    auxiliary = auxiliary_models or AuxiliaryModels()
-    _find_commits(model, auxiliary.teacher, *([auxiliary.critic] if auxiliary.critic != "head" else []))
+    _find_commits(model, auxiliary_models or AuxiliaryModels())
     group = gather_ranks(world_size, config, stall_seconds=stall_seconds, start_seconds=start_seconds, on_gpus=on_gpus)
     with group.starting("cpu:gloo,cuda:nccl" if on_gpus else "gloo", _without_addresses(agreed)):
         place = _device(kind, group.place.local_rank)
@@ -139,9 +138,10 @@ def create_fsdp_backend(
     return backend
 
 
-def _find_commits(*models: str) -> None:
+def _find_commits(model: str, beside: AuxiliaryModels) -> None:
     """Note which commits of models of a hub are loaded. Rank 0 sends them to the other ranks, before those load any."""
-    for whole in (adapters_beneath(name)[0] for name in models if name):
+    names = {model, beside.teacher, beside.critic} - {"", "head"}
+    for whole in (adapters_beneath(name)[0] for name in names):
         if not Path(whole).is_dir():
             load_config(whole)
 

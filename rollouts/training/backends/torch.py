@@ -369,7 +369,7 @@ class TorchBackend:
             if not error.can_halve:
                 raise
             before, failed, tokens = trainer.lower_limits, set(map(id, trainer.microbatch)), max(1, error.tokens // 2)
-            trainer.lower_limits = before | {name: tokens}
+            trainer.lower_limits = {**before, name: tokens}
             shards = make_shards()
             if any(failed <= set(map(id, rows)) for shard in shards for rows in shard.microbatches()):
                 trainer.lower_limits = before  # its rows must stay together

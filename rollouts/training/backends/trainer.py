@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -79,6 +80,7 @@ class Trainer:
     """
 
     microbatch: Sequence[Row] = ()
+    lower_limits: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
         self,
@@ -106,7 +108,6 @@ class Trainer:
         # Absolute, because every save reads it, and the working directory may have changed.
         self._source = str(Path(source).absolute()) if source is not None and Path(source).is_dir() else source
         self._settings, self.lr, self.tokens_max = settings, settings.lr, settings.tokens_per_microbatch
-        self.lower_limits: dict[str, int] = {}
         self._shards = shards
         self._denominator, self._skipped = 0.0, 0
         self._not_finite = 0  # steps in a row that were skipped because of a non-finite gradient
