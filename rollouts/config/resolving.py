@@ -17,6 +17,7 @@ from rollouts.config.files import NOWHERE, Source, check_tree, load_file, refusa
 from rollouts.config.flags import Flag, Tree
 from rollouts.config.foreign import foreign_hint
 from rollouts.config.merging import Component, component_names, components_of, merge
+from rollouts.config.paths import Move
 from rollouts.config.saved import with_settings_of_saved
 from rollouts.config.schedule import check_schedule, scheduled_parts
 from rollouts.config.secrets import (
@@ -67,6 +68,21 @@ class Resolved(NamedTuple):
         settings = dataclasses.replace(self.settings, schedule=tuple(core["schedule"]), sft=core["sft"])
         components = {key: components_without_secrets(chosen) for key, chosen in self.components.items()}
         return self._replace(settings=settings, components=components)
+
+
+def moved(resolved: Resolved, move: Move) -> Resolved:
+    """The same settings with other paths."""
+    core = {each.name: getattr(resolved.settings, each.name) for each in dataclasses.fields(Settings)}
+    components = {
+        key: [
+            each._replace(
+                **{name: move.value((key, name), getattr(each, name)) for name in ("name", "weight")}
+            )._replace(settings=move.value((key,), each.settings))
+            for each in chosen
+        ]
+        for key, chosen in resolved.components.items()
+    }
+    return resolved._replace(settings=Settings(**move.tree(core)), components=components)
 
 
 def merge_over_file(file: Tree, *given: Tree, source: Source = NOWHERE) -> Tree:

@@ -9,10 +9,9 @@ from rollouts.config.convert import plain
 from rollouts.config.files import load_file, runs_inside
 from rollouts.config.flags import Tree
 from rollouts.config.merging import merge
+from rollouts.config.paths import CONFIG
 from rollouts.config.settings import EVAL
 from rollouts.errors import ConfigError
-
-CONFIG = "config.toml"
 
 OWN_ONLY = ("mode", "inference", "logger", "out")
 """The settings of an evaluation that a run with `--from` does not take from the run that it reads."""

@@ -72,7 +72,7 @@ def run(
     from rollouts.env.shared import shared_values
     from rollouts.revisions import pinned
     from rollouts.runs.folder import choose_folder, default_out
-    from rollouts.runs.manifest import check_model_is_here, known_revisions, naming_copies
+    from rollouts.runs.manifest import known_revisions, naming_copies
     from rollouts.runs.observer import NullObserver
     from rollouts.runs.plan import make_plan
     from rollouts.runs.resume import finished, finished_words, named_checkpoint, run_to_resume
@@ -88,8 +88,6 @@ def run(
     if folder is not None and summary is not None:
         observer.finished(finished_words(folder, summary, settings.steps))
         return summary
-    if folder is not None:
-        check_model_is_here(folder, settings.model)
     pass_on(settings.pass_env)
     observer.phase("preparing the run")
     commits = pinned(known_revisions(folder, resolved.source))

@@ -12,6 +12,7 @@ from pathlib import Path
 from rollouts.config.merging import component_tables
 from rollouts.config.objects import held_names
 from rollouts.config.resolving import Resolved
+from rollouts.config.rows import GIVEN_ROWS
 from rollouts.config.settings import COMPONENT_KINDS
 from rollouts.env.prompts import given_prompts
 from rollouts.errors import ConfigError
@@ -101,7 +102,7 @@ def with_rows(resolved: Resolved) -> Resolved:
     """
     data, source = resolved.settings.data, resolved.source
     rows = {data: source.objects.rows[data]} if data in source.objects.rows else {}
-    if data.startswith("code/prompts_") and source.path and not rows:
+    if data.startswith(GIVEN_ROWS) and source.path and not rows:
         folder = Path(source.path).parent
         kept = [folder / data, *sorted(folder.glob(f"*/{data}"))]  # in mode sft+rl, each phase has its own copy
         copy = next((file for file in kept if file.is_file()), None)

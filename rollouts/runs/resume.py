@@ -118,9 +118,9 @@ def resume_command(folder: Path, checkpoint: Path | None = None, *, more: str = 
     return " ".join([*words, *filter(None, [more])])
 
 
-def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Resolved:
+def read_run(folder: Path, given: Tree, *, home: Path | None = None, allow_left_out: bool = False) -> Resolved:
     """The settings of the run in this folder, with the `given` settings in place of them, which may hold Python
-    objects. `allow_left_out` is as in `resolve`.
+    objects. `home` is that of `load_file`, and `allow_left_out` that of `resolve`.
 
     Raises ConfigError.
     """
@@ -132,7 +132,7 @@ def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Reso
     for name in ("out", "resume"):
         if name in given:
             raise ConfigError(f"{name}: a run that is resumed stays in its folder, {folder}; leave {name} out")
-    tree, source = load_config(folder)
+    tree, source = load_config(folder, home)
     given, objects = take_objects(given, tree)
     source = source.with_objects(objects)
     resolved = resolve(merge(tree, given), source, allow_left_out=allow_left_out)
@@ -300,7 +300,8 @@ def restore(
             )
         notes += _missing_steps(logged, folder, state.step, with_trajectories=settings.mode == "rl")
         notes += _revised(state, settings)
-        notes += changed_settings(flat_without_secrets(state.settings), flat)
+        before = folder.move._replace(base=folder.move.home).flat(state.settings)
+        notes += changed_settings(flat_without_secrets(before), folder.move.flat(flat))
         return Resumed(path, state, tuple(notes), is_own)
     notes.append("the run has no checkpoint yet: it begins again")
     return Resumed(None, RunState(0, settings.mode, {}), tuple(notes))

@@ -10,8 +10,10 @@ Not here: the components (`component_reader`), and files (`settings_files`).
 from __future__ import annotations
 
 import dataclasses
+import os
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,8 +22,9 @@ from rollouts.config.convert import complete_settings, convert_settings, plain, 
 from rollouts.config.files import NOWHERE, Source, check_tree
 from rollouts.config.flags import Tree, flag_name, read_flag
 from rollouts.config.merging import Component, components_of, merge, parse_component, settings_path
+from rollouts.config.paths import Move
 from rollouts.config.render import to_toml
-from rollouts.config.resolving import Resolved, resolve
+from rollouts.config.resolving import Resolved, moved, resolve
 from rollouts.config.secrets import leaves_out
 from rollouts.config.settings import (
     COMPONENT_KINDS,
@@ -156,8 +159,10 @@ def _weight(component: Component) -> Any:
 # --- to settings ----------------------------------------------------------------------------------------------------
 
 
-def check(draft: Draft, reader: ComponentReader) -> Checked:
-    """Check every field as the command line would, and write the text of the file."""
+def check(draft: Draft, reader: ComponentReader, folder: Path | None = None) -> Checked:
+    """Check every field as the command line would, and write the text of a file in `folder` (None: the working
+    directory). The paths in the draft begin at the working directory.
+    """
     draft, notes = _of_mode(draft)
     resolved, draft, faults = _resolved(draft)
     if resolved is None:
@@ -172,8 +177,10 @@ def check(draft: Draft, reader: ComponentReader) -> Checked:
     if faults:
         return Checked(faults, notes, mode=mode)
     try:
-        all_of_it = resolved._replace(components=whole).without_secrets()
-        differing = resolved._replace(components=brief).without_secrets()
+        move = Move(os.getcwd(), os.path.realpath(folder or os.getcwd()))
+        all_of_it, differing = (resolved._replace(components=each).without_secrets() for each in (whole, brief))
+        if move.home != move.base:
+            all_of_it, differing = moved(all_of_it, move), moved(differing, move)
         text = to_toml(differing, differing_from=_basis(draft))
         return Checked([], notes, text, to_toml(all_of_it, True, parts.signatures), mode)
     except ConfigError as error:  # a value that TOML cannot hold

@@ -95,7 +95,7 @@ class SettingsAPI:
     def write(self, body: bytes) -> dict[str, Any]:
         """Write a settings file; or say that it exists, with the tag that a request to replace it has to name."""
         given = _decoded(body, _Write)
-        found = check(given.draft, self._reader)
+        found = check(given.draft, self._reader, self._files.path(given.root, given.name).parent)
         if found.faults:
             raise ConfigError(f"nothing was written: {found.faults[0].words}")
         text = found.whole if given.whole else found.text

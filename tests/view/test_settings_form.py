@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.cli import main
-from rollouts.config.files import load_file
+from rollouts.config.files import load_as_written, load_file
 from rollouts.config.flags import read_flag
 from rollouts.config.resolving import resolve
 from rollouts.view import component_reader, settings_files
@@ -215,6 +215,21 @@ def test_a_file_is_run_only_if_it_is_allowed_and_below_the_folder(api, folder):
     assert found["fields"][0]["doc"] == "the <img src=x> length" and Path("ran").exists()
     (fault,) = api("/api/settings/check", draft)["faults"]
     assert fault["at"] == ["components", "reward", 0, "settings", "target"]
+
+
+def test_paths_are_those_of_the_file_that_is_written(api, folder):
+    (folder / "short.py").write_text(SCRIPT)
+    (folder / "rows.jsonl").write_text('{"prompt": "1 + 1?"}\n')
+    api("/api/settings/run-file", {"name": "opened/short.py:brevity"})
+    components = {"reward": [{"name": "opened/short.py:brevity"}], "data": [{"name": "opened/rows.jsonl"}]}
+    for whole in (False, True):
+        written(api, f"{whole}.toml", draft={"components": components}, whole=whole)
+        tree = load_as_written(folder / f"{whole}.toml")[0]
+        assert tree["data"] == "rows.jsonl" or tree["data"]["name"] == "rows.jsonl"
+        assert "./short.py:brevity" in str(tree["reward"]) and "opened/" not in str(tree)
+        found = api("/api/settings/draft", None, f"root=opened&file={whole}.toml")["draft"]["components"]
+        assert [part["name"] for part in found["reward"]] == ["opened/short.py:brevity"]
+        assert [part["name"] for part in found["data"]] == ["opened/rows.jsonl"]
 
 
 def test_a_slow_import_and_one_that_fails_are_each_one_message(api, folder, monkeypatch):

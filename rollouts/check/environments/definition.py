@@ -10,7 +10,7 @@ from rollouts.check.environments.subject import Subject
 from rollouts.check.environments.surroundings import state_of_process
 from rollouts.check.environments.traces import Leftovers, own_temporary_folder
 from rollouts.check.report import FailedError
-from rollouts.config.files import load_file
+from rollouts.config.files import load_as_written
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import resolve
 from rollouts.config.settings import is_secret
@@ -61,7 +61,7 @@ def settings(subject: Subject) -> str:
     try:
         text = to_toml(resolve({}).without_secrets()._replace(components={**resolve({}).components, **whole}))
         file.write_text(text[text.index("[env]") :].partition("\n[")[0], encoding="utf-8")
-        tree, source = load_file(str(file))
+        tree, source = load_as_written(file)
         read = resolve(tree, source.with_objects(subject.resolved.source.objects))
         manager = PluginManager(read.source.objects.components)
         (again,) = choose(manager, {"env": read.components["env"]}, read.source)["env"]

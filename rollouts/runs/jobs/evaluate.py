@@ -80,7 +80,7 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path, resume:
         observer.phase(f"loading {Path(settings.model).name}")
         inference = make_inference(plan.one("inference"), engine_gets, plan.environments, must_train=False)
         files = code_files(plan.references, plan.resolved.source)
-        manifest = make_manifest(settings.seed, plan.references, files)
+        manifest = make_manifest(settings.seed, plan.references, files, folder)
         if resume is None:
             folder.write_text(CONFIG, plan.config)
             folder.write_json(MANIFEST, manifest)

@@ -108,7 +108,7 @@ def train(
         session.resources.callback(backend.close)
         folder = open_folder(session, environments, make_folder)
         loggers, code = plan.chosen["logger"], code_files(plan.references, plan.resolved.source)
-        manifest = make_manifest(settings.seed, plan.references, code) | tasks.as_manifest
+        manifest = make_manifest(settings.seed, plan.references, code, folder) | tasks.as_manifest
         engines = make_engines(plan, backend, folder.path)
         session.backends = [(plan.one("training"), backend), (plan.one("inference"), engines[0])]
         own, resumed, first = [each for each in loggers if each.component is JSONLLogger], None, 0
@@ -572,7 +572,7 @@ class Training:
         state = RunState(
             done,
             self._settings.mode,
-            self.plan.flat,
+            self._folder.move.flat(self.plan.flat),
             **self._loop,
             evaluation=dict(evaluations),
             metric=self._saving.metric(self._metrics),
