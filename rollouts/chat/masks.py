@@ -151,16 +151,16 @@ def check_masks(
         return []
     messages = messages[: trained[-1] + 1]
     found = shapes(messages, tools, chat, trained)
-    new = {place for place, shape in enumerate(found) if shape not in chat.shapes}
-    suspects = {place for place in trained if new & {place - 1, place, place + 1}}
+    known = [chat.shapes.get(shape) for shape in found]
+    new = {place for place, fields in enumerate(known) if fields is None}
+    suspects = {place for place in trained if new & {place - 1, place, place + 1}} if new else new
     replies = {turn.place: plain(turn.reply) for text in texts for turn in text.turns}
     lost = check_rows(rows, messages, tools, trained, chat, suspects, replies)
     if new and len(chat.shapes) < SHAPES_MAX:
         fields = _lost_in_shapes(messages, tools, chat, trained, suspects)
         for place in new if fields is not None else ():
-            chat.shapes[found[place]] = [field.name for field in fields or () if field.place == place]
-    known = [name for shape in found for name in chat.shapes.get(shape, ())]
-    return known + [name for place, name in lost if found[place] not in chat.shapes]
+            known[place] = chat.shapes[found[place]] = [field.name for field in fields or () if field.place == place]
+    return [name for names in known for name in names or ()] + [name for place, name in lost if known[place] is None]
 
 
 def _lost_in_shapes(

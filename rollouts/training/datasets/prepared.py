@@ -158,7 +158,8 @@ class Preparer:
                 continue
             report.forms[conversation.form] = report.forms.get(conversation.form, 0) + 1
             add_unread(report.unread, conversation.unread)
-            report.lost = Counter(report.lost) + Counter(lost)
+            for name in lost:
+                report.lost[name] = report.lost.get(name, 0) + 1
             yield planned, rows, raw
 
 
