@@ -36,6 +36,7 @@ SHAPES_MAX = 4096
 """How many shapes of messages are remembered. Messages of further shapes are checked in full each time."""
 
 _WHOLE = re.compile(r"\.0(?!\d)")  # some templates write 1.0 as 1
+_NO_TEXT = re.compile(r"\.0(?!\d)|\de|null|true|false")  # in XML, the tool's schema decides how these are read
 _BLANKS = re.compile(r"\A(\s*)\S(?:.*\S)?(\s*)\Z", re.DOTALL)  # a text that is not blank, and the blanks around it
 
 
@@ -106,7 +107,9 @@ def _is_plain(tokens: Sequence[int], start: int, end: int, message: Message, rep
         said += arguments
     if message.reasoning:
         said += message.reasoning
-    if text.startswith(("{", "[")) or _WHOLE.search(arguments) or any(map(said.__contains__, chat.marks)):
+    if (_NO_TEXT if chat.tool_call_format == "xml" else _WHOLE).search(arguments):
+        return False
+    if text.startswith(("{", "[")) or any(map(said.__contains__, chat.marks)):
         return False
     if tokens[end - 1] not in chat.stops or not chat.stops.isdisjoint(tokens[start : end - 1]):
         return False
