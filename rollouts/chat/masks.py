@@ -82,11 +82,29 @@ def tokenize_supervised(
     ModelError if the template refuses the conversation, or if its mask cannot be shown to be right
     (`rollouts.chat.shown`).
     """
-    trained = trained_turns(messages, weights)
+    messages, trained = thoughts_apart(messages, chat), trained_turns(messages, weights)
     texts = supervised_texts(messages, tools, chat, trained)
     rows = encode_rows(texts, chat)
     check_masks(messages, tools, chat, trained, texts, rows)
     return [row.masked(weights) for row in rows]
+
+
+def thoughts_apart(messages: list[Message], chat: ChatFormat) -> list[Message]:
+    """The messages, with a thought at the start of a reply's text in its own field, if the template finds it there
+    only. A text with more than one thought stays as it is.
+    """
+    form = chat.thoughts._replace(prompt="")
+    if form.is_split:
+        return messages
+    found = []
+    for message in messages:
+        text = message.content if message.role == "assistant" and not message.reasoning else ""
+        if isinstance(text, str) and text.lstrip().startswith(form.opens) and text.count(form.closes) == 1:
+            content, thought = form.split(text)
+            if form.opens not in content + thought:
+                message = msgspec.structs.replace(message, content=content, reasoning=thought or None)
+        found.append(message)
+    return found
 
 
 def trained_turns(messages: Sequence[Message], weights: Sequence[float] | None = None) -> list[int]:
