@@ -15,7 +15,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
-from types import GenericAlias, NoneType
+from types import GenericAlias, MappingProxyType, NoneType
 from typing import Any, Literal, NamedTuple, Union
 
 import msgspec
@@ -117,9 +117,11 @@ def read_arguments(tool: ToolMethod, arguments: Mapping[str, Any]) -> dict[str, 
     return found if isinstance(found, str) else {**found, **others}
 
 
-def typed_arguments(schema: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def typed_arguments(
+    schema: Any, arguments: Mapping[str, Any], words: Mapping[str, bool | None] = MappingProxyType({})
+) -> dict[str, Any]:
     """The arguments, in which a text has the type that a tool's JSON schema gives it. A text that the schema allows, or
-    that does not fit, stays as it is.
+    that does not fit, stays as it is. `words` are texts that stand for a value, if the schema allows this value.
 
     >>> typed_arguments({"properties": {"a": {"type": "integer"}}}, {"a": "3", "b": "3"})
     {'a': 3, 'b': '3'}
@@ -128,14 +130,17 @@ def typed_arguments(schema: Any, arguments: Mapping[str, Any]) -> dict[str, Any]
     if not isinstance(properties, Mapping):
         return dict(arguments)
     return {
-        key: _typed(value, properties[key]) if isinstance(value, str) and key in properties else value
+        key: _typed(value, properties[key], words) if isinstance(value, str) and key in properties else value
         for key, value in arguments.items()
     }
 
 
-def _typed(text: str, schema: Any) -> Any:
+def _typed(text: str, schema: Any, words: Mapping[str, bool | None]) -> Any:
     try:
         hint = _encoded_hint(msgspec.json.encode(schema))
+        if text in words:
+            with contextlib.suppress(msgspec.ValidationError):
+                return msgspec.convert(words[text], hint)
         with contextlib.suppress(msgspec.ValidationError):
             return msgspec.convert(text, hint)
         value = _converted(text, hint)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from rollouts.author_code import with_place
+from rollouts.chat.tool_parsers import ToolParser
 from rollouts.config.files import Source, where
 from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
@@ -308,6 +309,11 @@ def _find(manager: PluginManager, key: str, component: Component) -> ComponentRe
             f"`{flag}` chooses another {KIND_WORDS[kind]}; for the settings of {alias}: rollouts plugins show {alias}"
         )
         raise UnknownComponentError(f"{error}\n{hint}") from error
+
+
+def parser_of(chosen: Chosen) -> ToolParser | None:
+    """The chosen tool parser; None: the chat template decides how calls are read."""
+    return None if chosen.component is None else ToolParser(chosen.name, chosen.component, chosen.settings)
 
 
 def curriculum(manager: PluginManager, component: Component, source: Source) -> Chosen:

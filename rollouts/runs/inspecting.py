@@ -32,14 +32,14 @@ from rollouts.data.loaders import NotARow
 from rollouts.data.source import choose_loader, open_rows
 from rollouts.errors import ConfigError, ModelError, counted
 from rollouts.plugins.manager import PluginManager
-from rollouts.runs.components import choose
+from rollouts.runs.components import choose, parser_of
 from rollouts.runs.folder import CONFIG
 from rollouts.runs.saved import SavedRun, open_saved
 from rollouts.runs.session import load_chat
 from rollouts.training.datasets.chat_rows import ChatOptions, Cut, supervised_rows
 from rollouts.training.models import load_tokenizer, remote_code
 
-OF_SFT = ("model", "trust_remote_code", "template", "system", "data")
+OF_SFT = ("model", "trust_remote_code", "template", "system", "tool_parser", "data")
 """The settings of a run of mode sft that decide its tokens."""
 
 BAD_SHOWN = 3  # how many rows that are no conversation are shown
@@ -78,14 +78,15 @@ class RowReader:
     def __init__(self, tree: Tree, **given: Any) -> None:
         self.resolved = resolve(tree | {"mode": "sft", "steps": 1})
         self.manager = PluginManager()
-        (component,) = self.resolved.components["data"]
-        (chosen,) = choose(self.manager, {"data": [component]}, self.resolved.source)["data"]
+        own = {key: self.resolved.components[key] for key in ("data", "tool_parser")}
+        (component,), chosen_of = own["data"], choose(self.manager, own, self.resolved.source)
+        (chosen,), (parser,) = chosen_of["data"], chosen_of["tool_parser"]
         self.data: dict[str, Any] = {name: chosen.settings[name] for name in component.settings}
         self.data["name"] = component.name
         settings = self.resolved.settings
         rows = choose_loader(self.manager, self.data).rows
         with remote_code(settings.trust_remote_code):
-            self.chat = load_chat(settings, (), load_tokenizer(settings.model, **given))
+            self.chat = load_chat(settings, (), load_tokenizer(settings.model, **given), parser_of(parser))
         self._options = ChatOptions(rows.turns, rows.thinking, rows.max_length, system=settings.system)
 
     def read(self, value: Any) -> ReadRow:

@@ -45,6 +45,7 @@ from rollouts.runs.components import (
     choose,
     chosen_optimizer,
     completed,
+    parser_of,
     takes_rows,
     with_data,
 )
@@ -137,8 +138,7 @@ class Plan(NamedTuple):
     @property
     def tool_parser(self) -> ToolParser | None:
         """The chosen tool parser; None: the chat template decides how calls are read."""
-        chosen = self.one("tool_parser")
-        return None if chosen.component is None else ToolParser(chosen.name, chosen.component, chosen.settings)
+        return parser_of(self.one("tool_parser"))
 
     @property
     def references(self) -> list[ComponentRef]:
