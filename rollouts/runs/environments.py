@@ -428,7 +428,7 @@ def few_held_out_notes(environments: Sequence[Environment], held_out: Sequence[T
     """
     count = settings.eval_tasks
     notes = held_out_notes(environments, count) if len(held_out) < count else []
-    if len(held_out) >= count or notes or count == Settings.eval_tasks:
+    if not environments or len(held_out) >= count or notes or count == Settings.eval_tasks:
         return notes
     one = len(held_out) == 1
     there = "there is one different held-out task," if one else f"there are {len(held_out)} different held-out tasks,"

@@ -125,7 +125,9 @@ def _always(*_: Any) -> str:
 
 
 def _if_played(run: Whole, component: Chosen) -> str:
-    return "" if run.plays or run.settings.from_run else f"no episode is played; {_EVALUATE}"
+    if run.plays or run.settings.from_run:
+        return ""
+    return f"no episode is played; {_EVALUATE if run.environments else 'name an --env'}"
 
 
 def _env(run: Whole, component: Chosen) -> str:
@@ -302,6 +304,8 @@ def _unused_settings(run: Whole) -> Iterator[str]:
         yield f"--env {run.environments[0].name}: its weight is not used, because it is the only environment"
     if settings.mode == "eval":
         return
+    if settings.eval_tasks and not run.environments:
+        yield f"--eval-tasks {settings.eval_tasks} is not used: conversations alone have no tasks; name an --env"
     of_teacher = "`teacher_logprobs` or `teacher_topk_logprobs`; --loss opd or --loss opd_topk"
     beside = (
         ("critic", settings.critic, CRITIC_NAMES, "`values`, `old_values` or `returns`; --loss ppo"),
