@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError
-from rollouts.training.models import TINY_PATH
+from rollouts.models.loading import TINY_PATH
 from rollouts.training.weights.checkpoint import read_tensors, saved_keys, write_tensors
 from rollouts.training.weights.store import check_folder, manifest_crc
 

@@ -7,7 +7,6 @@ of the flag is its value. TOML has no null: if a setting allows None, `none` mea
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import enum
@@ -18,18 +17,14 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
 from rollouts.config.flags import Flag, flag_name
-from rollouts.config.foreign import misplaced_hint
-from rollouts.config.settings import Setting, is_secret, setting_infos, without_secrets
-from rollouts.errors import ConfigError, in_lines, suggestion
-
-if TYPE_CHECKING:
-    from rollouts.plugins.signature import Signature
+from rollouts.config.settings import Setting, is_secret, without_secrets
+from rollouts.errors import ConfigError, suggestion
 
 Path = tuple[str, ...]
 SHOWN_MAX = 200  # characters of a wrong value that an error shows
@@ -173,34 +168,6 @@ def _record_fields(hint: Any) -> dict[str, Any] | None:
     return {name: hints.get(name, Any) for name in names}
 
 
-def convert_settings(
-    signature: Signature, given: Mapping[str, Any], label: str, source: Source = NOWHERE, path: Path = ()
-) -> dict[str, Any]:
-    """Convert the given settings of a component by its signature. Defaults are not added.
-
-    `label` names the component in errors ("environment calculator"). `path` is the path of its settings: ("env",) or
-    ("reward", alias). Raises ConfigError for an unknown setting, a wrong type, and a missing setting without default.
-    """
-    known = {setting.name: setting for setting in signature.settings}
-    for key, value in given.items():
-        if key not in known:
-            listing = ", ".join(
-                f"{each.name} ({describe_type(each.type)}; {default_text(each)})" for each in signature.settings
-            )
-            hint = misplaced_hint(key, [info.name for info in setting_infos()])
-            problem = in_lines(f"{label} has no setting {key!r}", hint)
-            raise unknown_key((*path, key), value, source, problem, known, f"its settings: {listing or 'none'}")
-    missing = [name for name, setting in known.items() if setting.is_required and name not in given]
-    if missing:
-        table = ".".join(path)
-        raise ConfigError(
-            f"{label} needs {', '.join(f'`{name}` ({describe_type(known[name].type)})' for name in missing)}\n"
-            f"type: {' '.join(f'{flag_name((*path, name))} VALUE' for name in missing)}"
-            + (f", or write it under [{table}] in the file" if table else "")
-        )
-    return {key: convert_value(value, known[key].type, (*path, key), source) for key, value in given.items()}
-
-
 def default_text(setting: Setting) -> str:
     """The default as TOML, or in Python's form if TOML cannot represent it; or "no default"."""
     if setting.is_required:
@@ -227,23 +194,6 @@ def default_fault(setting: Setting) -> str:
         hint = re.sub(r"[\w.]+\.(?=[A-Za-z_])", "", inspect.formatannotation(setting.type))  # without modules
         return f"the default {text} is not {describe_type(setting.type)}, but its hint is {hint}"
     return ""
-
-
-def complete_settings(signature: Signature, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with all defaults added, in the order of the signature, for the settings file of a run.
-
-    Defaults that TOML cannot represent, and defaults of secrets, are not added. A setting without a value gets its
-    default again.
-    """
-    complete: dict[str, Any] = {}
-    for setting in signature.settings:
-        if setting.name in settings:
-            complete[setting.name] = settings[setting.name]
-        elif not setting.is_required and not is_secret(setting.name):
-            with contextlib.suppress(TypeError):
-                toml_value(setting.default)
-                complete[setting.name] = setting.default
-    return complete
 
 
 def toml_key(key: str) -> str:

@@ -27,10 +27,10 @@ from rollouts.config.convert import convert_value, plain, toml_value
 from rollouts.config.files import NOWHERE, Source, refusal, where
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.foreign import foreign_hint
+from rollouts.config.names import names_module
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, WEIGHTED, without_secrets
 from rollouts.config.workers import worker_table
 from rollouts.errors import ConfigError, suggestion
-from rollouts.plugins.index import names_module
 
 Path = tuple[str, ...]
 

@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollouts import revisions
 from rollouts.bounds import ROW_CHARACTERS_MAX, excess
 from rollouts.errors import ConfigError, first_line, in_lines, suggestion, where_not_utf8
+from rollouts.models import revisions
 
 SAMPLE_CHARACTERS = 80
 HUB_SECONDS = 5.0  # for the request for the newest commit
@@ -125,7 +125,7 @@ def hub(source: str, streaming: bool, *, split: str = "train", config: str = "",
 
 
 def load_hub(source: str, config: str = "", *, split: str, revision: str = "", streaming: bool = False) -> Any:
-    """A dataset of the hub, at one commit in a run (`rollouts.revisions`), or a folder of data files.
+    """A dataset of the hub, at one commit in a run (`rollouts.models.revisions`), or a folder of data files.
 
     Raises ConfigError if the run needs another commit than the one that is on this machine, and what the library
     datasets raises.

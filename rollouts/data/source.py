@@ -19,9 +19,10 @@ from typing import Any, Literal, NamedTuple
 
 from rollouts.author_code import authors_code, why_no_list
 from rollouts.config.files import NOWHERE
+from rollouts.config.names import names_file, names_module, normalize
 from rollouts.data.loaders import OF_FILES, NotARow, bounded_row, json_lines, unreadable
 from rollouts.errors import ConfigError, RolloutsError, SignatureError, first_line, in_lines, suggestion, words_of
-from rollouts.plugins.index import ComponentRef, names_file, names_module, normalize
+from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.loading import install_hint
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.settings import converted

@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from rollouts.config.names import normalize
 from rollouts.env.installs import (
     LOCK,
     VENV,
@@ -37,7 +38,7 @@ from rollouts.env.installs import (
 )
 from rollouts.env.wheels import BASE, base_wheel, dependency_wheels
 from rollouts.errors import PluginError, in_lines
-from rollouts.plugins.index import is_installed, normalize, scan
+from rollouts.plugins.index import is_installed, scan
 from rollouts.supervisor import supervised
 
 LAST_LINES = 12  # how many lines of an installer's output an error shows

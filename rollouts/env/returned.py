@@ -1,4 +1,4 @@
-"""What an environment's methods return, checked: the messages of `reply`, the number of a metric, a state.
+"""What an environment's methods return, checked: tasks, demonstrations, messages, metrics, a state.
 
 Not here: the results of tools (`results`) and of rewards (`mixing`).
 """
@@ -7,14 +7,79 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
-from rollouts.author_code import authors_code, place_of_function, shown
+from rollouts.author_code import authors_code, message_of, place_of_function, printable, shown
 from rollouts.env.authoring import JudgeMethod
-from rollouts.errors import EnvironmentDefinitionError
-from rollouts.types import Message
+from rollouts.errors import EnvironmentDefinitionError, named
+from rollouts.types import Message, Task
+
+
+def as_task(value: Any) -> Task:
+    """Make a Task of a Task, a prompt, or a mapping with the key `prompt`. Its keys `answer`, `id` and `info` are
+    optional; all other keys are added to `info`.
+
+    Messages may be written as mappings (`{"role": "user", "content": "..."}`). Raises EnvironmentDefinitionError.
+
+    >>> as_task({"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": 4, "level": 1}).info
+    {'level': 1}
+    """
+    try:
+        with authors_code():
+            task = _read_task(value)
+        if task is not None:
+            return task
+        reason = ""
+    except Exception as error:  # an author's object may raise anything
+        reason = f" ({message_of(error) if isinstance(error, msgspec.ValidationError) else named(error)})"
+    wanted = "rollouts.Task objects, prompts (text, or a list of messages), or mappings with `prompt`"
+    given = f"{shown(value)} ({type(value).__name__}){reason}"
+    raise EnvironmentDefinitionError(f"tasks() gave {given}; it must give {wanted}")
+
+
+def _read_task(value: Any) -> Task | None:
+    if isinstance(value, Task):
+        prompt, identity = _as_prompt(value.prompt), _as_id(value.id)
+        if prompt is value.prompt and identity is value.id:
+            return value
+        return msgspec.structs.replace(value, prompt=prompt, id=identity)
+    if isinstance(value, Mapping) and "prompt" in value:
+        rest = {key: value[key] for key in value if key not in ("prompt", "answer", "id", "info")}
+        info = {**msgspec.convert(value.get("info") or {}, dict[str, Any]), **rest}
+        return Task(_as_prompt(value["prompt"]), value.get("answer"), info, _as_id(value.get("id")))
+    return Task(_as_prompt(value)) if isinstance(value, str | list) else None
+
+
+def _as_id(identity: Any) -> str | None:
+    return None if identity is None else printable(identity if isinstance(identity, str) else str(identity))
+
+
+def _as_prompt(prompt: Any) -> str | list[Message]:
+    """Return a prompt unchanged, or convert its messages. Raises msgspec.ValidationError."""
+    return printable(prompt) if isinstance(prompt, str) else _as_messages(prompt)
+
+
+def _as_messages(given: Any) -> list[Message]:
+    is_converted = isinstance(given, list) and all(isinstance(message, Message) for message in given)
+    return given if is_converted else msgspec.convert(given, list[Message])
+
+
+def as_conversation(value: Any, label: str) -> list[Message]:
+    """The messages of a demonstration, which needs a reply of the assistant.
+
+    Raises EnvironmentDefinitionError; its message begins with `label`.
+    """
+    expected = "a list of Message with at least one of the role 'assistant'"
+    try:
+        messages = _as_messages(value)
+    except (msgspec.ValidationError, UnicodeError) as error:  # half of a surrogate pair is no text
+        raise EnvironmentDefinitionError(f"{label} gave {shown(value)} ({error}); expected {expected}") from error
+    if all(message.role != "assistant" for message in messages):
+        raise EnvironmentDefinitionError(f"{label} gave {shown(value)}, which teaches no reply; expected {expected}")
+    return messages
 
 
 def reply_messages(env: Any, returned: Any) -> list[Message]:

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
+from rollouts.config.names import normalize
 from rollouts.errors import PluginError
-from rollouts.plugins.index import normalize
 
 BASE = "rollouts-rl"
 METADATA = ("METADATA", "WHEEL", "entry_points.txt", "top_level.txt")  # what a wheel keeps of an installation

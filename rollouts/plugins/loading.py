@@ -19,6 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from rollouts.author_code import authors_code
+from rollouts.config.importing import beside, import_returns, module_name
+from rollouts.config.names import names_module, normalize
 from rollouts.errors import (
     BrokenPluginError,
     MissingExtraError,
@@ -29,8 +31,7 @@ from rollouts.errors import (
     words_of,
 )
 from rollouts.plugins.contract import CORE, check_contract
-from rollouts.plugins.importing import import_returns
-from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, names_module, normalize
+from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed
 
 INSTALL_TORCH = (
     f"type: pip install '{CORE}[train]'\n"
@@ -258,22 +259,6 @@ def _weight_hint(ref: ComponentRef) -> str:
         return ""
     name, _, word = ref.value.partition(":")
     return f"if {word!r} is meant as a weight: {word!r} is not a number; type: --reward {name}:1.0"
-
-
-def module_name(path: Path, content: bytes) -> str:
-    """The name of the module of a file, which depends on the full path and the content of the file."""
-    import hashlib
-
-    digest = hashlib.sha256(str(path).encode() + b"\0" + content).hexdigest()[:12]
-    stem = re.sub(r"\W", "_", path.stem)
-    return f"rollouts_file_{stem}_{digest}"
-
-
-def beside(path: Path) -> None:
-    """Let a file import the files beside it: add its folder at the end of `sys.path`."""
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
 
 
 def _module_of(path: Path) -> ModuleType:

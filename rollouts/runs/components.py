@@ -15,6 +15,7 @@ from rollouts.author_code import with_place
 from rollouts.config.files import Source, where
 from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
+from rollouts.config.names import HELD
 from rollouts.config.resolving import Resolved
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting, Settings
 from rollouts.data.source import OF_SFT, RowSettings, find_loader, loader_signature
@@ -31,7 +32,7 @@ from rollouts.errors import (
     said_of,
 )
 from rollouts.inference.chatting import is_evaluation_only
-from rollouts.plugins.index import HELD, KIND_WORDS, ComponentRef
+from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.making import make
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.protocols import TaskSampler

@@ -31,13 +31,13 @@ from rollouts.data.conversations import (
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import choose_loader, open_rows
 from rollouts.errors import ConfigError, ModelError, counted
+from rollouts.models.loading import load_tokenizer, remote_code
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose
 from rollouts.runs.folder import CONFIG
 from rollouts.runs.saved import SavedRun, open_saved
 from rollouts.runs.session import load_chat
 from rollouts.training.datasets.chat_rows import ChatOptions, Cut, supervised_rows
-from rollouts.training.models import load_tokenizer, remote_code
 
 OF_SFT = ("model", "trust_remote_code", "template", "system", "data")
 """The settings of a run of mode sft that decide its tokens."""

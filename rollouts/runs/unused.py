@@ -16,6 +16,7 @@ from rollouts.config.settings import AUTO, OWN, Settings
 from rollouts.env.authoring import rewards_of
 from rollouts.env.mixing import RewardTerm
 from rollouts.errors import UserError
+from rollouts.models.estimates import how_estimated
 from rollouts.runs.algorithms import asked_names, from_step
 from rollouts.runs.components import Chosen, takes_rows
 from rollouts.runs.earlier_run import run_of
@@ -31,7 +32,6 @@ from rollouts.training.algorithms.algorithm import (
     requests,
 )
 from rollouts.training.algorithms.checks import CRITIC_NAMES, TEACHER_NAMES
-from rollouts.training.estimates import how_estimated
 from rollouts.training.rollout_gen.groups import Filter
 
 TOP_K_NAMES = TEACHER_NAMES - {"teacher_logprobs"}

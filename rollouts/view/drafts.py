@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.config.convert import complete_settings, convert_settings, plain, toml_value
+from rollouts.config.convert import plain, toml_value
 from rollouts.config.files import NOWHERE, Source, check_tree
 from rollouts.config.flags import Tree, flag_name, read_flag
 from rollouts.config.merging import Component, components_of, merge, parse_component, settings_path
@@ -35,6 +35,7 @@ from rollouts.config.settings import (
     without_secrets,
 )
 from rollouts.errors import ConfigError, UserError
+from rollouts.plugins.settings import complete_settings, convert_settings
 from rollouts.plugins.signature import Signature
 from rollouts.view.component_reader import ComponentReader, ReadComponent, chosen_alone, is_own
 

@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from rollouts.errors import ConfigError, InferenceError
+from rollouts.models.folders import read_tensors
+from rollouts.models.loading import load_hf_model, load_tokenizer
 from rollouts.training.backends.pytorch_factory import create_pytorch_backend
-from rollouts.training.models import load_hf_model, load_tokenizer
 from rollouts.training.weights.files import (
     ModelFiles,
     check_folder,
@@ -22,7 +23,6 @@ from rollouts.training.weights.files import (
     manifest_of,
     prune_folders,
     read_manifest,
-    read_tensors,
     save_tensors,
     write_folder,
 )

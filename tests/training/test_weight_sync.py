@@ -15,7 +15,7 @@ from backend_fakes import BackendFields
 from rollouts.errors import InferenceError
 from rollouts.inference.base import Capabilities, WeightUpdate
 from rollouts.inference.servers.http import HTTPFailure
-from rollouts.training.backends.futures import ImmediateTrainFuture
+from rollouts.models.futures import ImmediateTrainFuture
 from rollouts.training.backends.pytorch_factory import create_pytorch_backend
 from rollouts.training.batches import ForwardOutput
 from rollouts.training.weights import files as weight_files

@@ -22,6 +22,7 @@ import msgspec
 import outcome
 import trio
 
+from rollouts.config.importing import Progress
 from rollouts.env.workers import sessions
 from rollouts.env.workers.channel import Channel, ChannelClosedError
 from rollouts.env.workers.describe import Description, Given, Library, Loaded, SandboxSent, settings_as_sent
@@ -47,7 +48,6 @@ from rollouts.env.workers.sandboxing import OpenSandboxes
 from rollouts.env.workers.sessions import EnvironmentSession
 from rollouts.error_log import ErrorLog, Fault
 from rollouts.errors import BrokenPluginError, leaves_of, words_of
-from rollouts.plugins.importing import Progress
 from rollouts.types import Task, Trajectory
 from rollouts.version import __version__
 

@@ -28,7 +28,7 @@ from rollouts.env.checks import check_environment, check_source, line_of, reques
 from rollouts.env.inputs import names_input, with_inputs
 from rollouts.env.mixing import with_reason
 from rollouts.env.results import ToolOutcome
-from rollouts.env.returned import finite_metric, plain_state, reply_messages
+from rollouts.env.returned import as_conversation, as_task, finite_metric, plain_state, reply_messages
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import shared_value
 from rollouts.env.task_tools import read_tools
@@ -39,7 +39,6 @@ from rollouts.env.workers.protocol import Error, encode_value, error_as_sent
 from rollouts.errors import RewardError
 from rollouts.plugins.loading import install_hint
 from rollouts.sandboxes.base import Sandbox
-from rollouts.training.datasets.buffer import as_conversation, as_task
 from rollouts.types import Message, Role, Score, Task, ToolCall, Trajectory
 
 BATCH_SECONDS = 0.05  # tasks that come within this time are sent together

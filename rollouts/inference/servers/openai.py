@@ -31,9 +31,9 @@ from rollouts.inference.base import Capabilities, GenerateRequest, Generation, H
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
 from rollouts.inference.servers.http import HTTPFailure, PlainClient, Retries, message_of, read_url
 from rollouts.inference.servers.meter import Meter
+from rollouts.models.loading import BUNDLED
 from rollouts.plugins.checks import checked_by
 from rollouts.spending import SpendingStore, check_file, check_prices
-from rollouts.training.models import BUNDLED
 from rollouts.types import Message, ToolCall
 
 OPENAI_URL = "https://api.openai.com/v1"

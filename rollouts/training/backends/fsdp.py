@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from rollouts.errors import ConfigError
+from rollouts.models.estimates import estimated_as
+from rollouts.models.loading import build_hf_model, load_hf_model, resolve_device, resolve_model_name
 from rollouts.plugins.checks import check_bounds, checked_by
 from rollouts.training.algorithms.algorithm import Algorithm
 from rollouts.training.backends import sharding
@@ -26,8 +28,6 @@ from rollouts.training.backends.sharding import Sharding
 from rollouts.training.backends.torch import TorchBackend, check_torch, put_in
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batches import AuxiliaryModels
-from rollouts.training.estimates import estimated_as
-from rollouts.training.models import build_hf_model, load_hf_model, resolve_device, resolve_model_name
 
 
 def check_fsdp(values: Mapping[str, Any]) -> None:

@@ -25,9 +25,9 @@ from typing import Any
 import msgspec
 from torch import distributed
 
-from rollouts import revisions
 from rollouts.author_code import innermost_place
 from rollouts.errors import ConfigError, RankError, RolloutsError, words_of
+from rollouts.models import revisions
 from rollouts.training.backends import rendezvous
 from rollouts.training.backends.batch_shards import BatchShard
 from rollouts.training.backends.heartbeats import Failure, FailureDetector, Heartbeat

@@ -21,9 +21,12 @@ from torch import Tensor, nn
 
 from rollouts.author_code import place_of
 from rollouts.errors import ConfigError, TrainingError, words_of
+from rollouts.models import lora
+from rollouts.models.estimates import model_size_of, moments_of
+from rollouts.models.loading import prepare_gradient_checkpointing
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, needs, requests, setting_of
 from rollouts.training.algorithms.objective import evaluate, importance_weights
-from rollouts.training.backends import forward, lora, optimizer, optimizer_state, sharding
+from rollouts.training.backends import forward, optimizer, optimizer_state, sharding
 from rollouts.training.backends.auxiliary import Critic, Networks, ReferencePolicy, Teacher
 from rollouts.training.backends.batch_shards import BatchShard
 from rollouts.training.backends.forward import Models, Scored
@@ -43,8 +46,6 @@ from rollouts.training.batching import (
     split_by_role,
     split_microbatches,
 )
-from rollouts.training.estimates import model_size_of, moments_of
-from rollouts.training.models import prepare_gradient_checkpointing
 from rollouts.training.weights import checkpoint, files, store
 
 # On a GPU, a pass through a small model mostly costs kernel launches, as much as some thousand tokens.

@@ -16,10 +16,19 @@ from typing import Any, NamedTuple, TypeVar
 import trio
 
 from rollouts.errors import ConfigError, InferenceError, TrainingError
-from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend, members_of
+from rollouts.inference.base import (
+    TOLERANCE_HALF,
+    Apart,
+    GenerateRequest,
+    Generation,
+    InferenceBackend,
+    furthest_apart,
+    members_of,
+)
 from rollouts.inference.servers.http import HTTPFailure
+from rollouts.models.folders import Kind, read_tensors
 from rollouts.training.batches import Row, TrainBatch, TrainingBackend
-from rollouts.training.weights.files import Kind, manifest_of, read_manifest, read_tensors, tied_weights
+from rollouts.training.weights.files import manifest_of, read_manifest, tied_weights
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -29,7 +38,6 @@ PROMPT_TOKENS = 160  # fills a block of every server's cache; the largest has 12
 SAMPLED_TOKENS = 12
 TOLERANCE = 1e-3  # nats per token, in float32 and float64, for engines that compute like the trainer
 TOLERANCE_SERVER = 1e-4  # for servers in float32; measured: 7e-6
-TOLERANCE_HALF = 5e-2  # for weights of 16 bits or fewer
 NOISE_SHARE = 0.1  # fraction of the tolerance by which two computations with the same weights differ
 MOVED_NOISES = 20.0  # if the trainer's numbers moved by this many times the noise, its weights have changed
 FIND_SECONDS = 60.0
@@ -48,28 +56,6 @@ class Sequences(NamedTuple):
     prompt: list[int]
     other: list[int]
     sampled: int
-
-
-class Apart(NamedTuple):
-    """The largest difference between two computations: the token's place, both numbers, and the allowed difference."""
-
-    place: int
-    ours: float
-    theirs: float
-    apart: float
-    allowed: float
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the difference is allowed. NaN is never allowed."""
-        return self.apart <= self.allowed
-
-    def words(self, what: str) -> str:
-        """Describe it; `what` is the name of the sequence."""
-        return (
-            f"token {self.place} of {what} has the log-probability {self.theirs:.6g} there and {self.ours:.6g} in the "
-            f"trainer, {self.apart:.2g} apart (at most {self.allowed:g})"
-        )
 
 
 def probe_sequences(context_tokens: int, vocabulary_size: int) -> Sequences:
@@ -112,17 +98,6 @@ async def trainer_logprobs(backend: TrainingBackend, tokens: list[int], temperat
     output = await backend.forward(batch, ("logprobs",))
     assert output.logprobs is not None, "logprobs were requested"
     return output.logprobs[0]
-
-
-def furthest_apart(ours: Sequence[float], theirs: Sequence[float], tolerance: float, *, first: int = 1) -> Apart:
-    """The largest difference from place `first` on."""
-    assert len(ours) == len(theirs) > first, f"{len(ours)=} {len(theirs)=} {first=}"
-    # In 16 bits, the error of the logarithm of a small probability is proportional to its size.
-    is_half = tolerance >= TOLERANCE_HALF
-    scales = [max(1.0, abs(value)) if is_half else 1.0 for value in ours]
-    apart = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
-    place = max(range(first, len(ours)), key=lambda index: (math.isnan(apart[index]), apart[index] / scales[index]))
-    return Apart(place, ours[place], theirs[place], apart[place], tolerance * scales[place])
 
 
 def agree(ours: Sequence[float], theirs: Sequence[float], tolerance: float) -> bool:

@@ -34,6 +34,7 @@ from rollouts.inference.servers.dialect import Dialect
 from rollouts.inference.servers.http import PlainClient
 from rollouts.inference.servers.sglang import SGLang
 from rollouts.inference.servers.vllm import VLLM
+from rollouts.models.folders import Kind
 from rollouts.training.batches import TrainingBackend
 from rollouts.training.weights import broadcast, files, probe
 
@@ -120,7 +121,7 @@ class WeightSyncManager:
                 min(member.vocabulary_size or probe.COPY_TOKENS for member in members),
             )
             numbers = await probe.trainer_logprobs(backend, sequences.scored)
-        weights: dict[files.Kind, Mapping[str, Any]] = {kind: await future for kind, future in wanted.items()}
+        weights: dict[Kind, Mapping[str, Any]] = {kind: await future for kind, future in wanted.items()}
         given = self._tolerance
         if given is None:
             given = max(engine.capabilities.tolerance for engine in owners) or None
@@ -150,7 +151,7 @@ async def sync_weights(
 class _Route(NamedTuple):
     """The kind of weights, how they are sent, and the folder."""
 
-    kind: files.Kind
+    kind: Kind
     form: Literal["tensors", "folder", "group"]
     folder: str
 

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from rollouts.errors import CheckpointError, ConfigError, ModelError
-from rollouts.training.backends import lora
-from rollouts.training.models import TINY_PATH, load_hf_model
+from rollouts.models import lora
+from rollouts.models.folders import complete_checkpoints
+from rollouts.models.loading import TINY_PATH, load_hf_model
 from rollouts.training.weights import checkpoint, files, store
 from rollouts.training.weights.files import ModelFiles
 
@@ -206,7 +207,7 @@ def test_a_kill_at_any_step_leaves_what_is_whole(tmp_path, kill_after, replaces)
         except KilledError:
             done = False
         kill_after.undo()
-        for each in store.complete_checkpoints(folder):
+        for each in complete_checkpoints(folder):
             check(each)
         store.remove_leftovers(folder)
         last = store.last_checkpoint(folder)
@@ -254,7 +255,7 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_whole(tmp_path, kill_af
         except KilledError:
             done = False
         kill_after.undo()
-        for each in store.complete_checkpoints(tmp_path / "c"):
+        for each in complete_checkpoints(tmp_path / "c"):
             check(each)
         store.remove_leftovers(tmp_path / "c")
         assert "step_3" in names(tmp_path / "c") and not [n for n in names(tmp_path / "c") if n.startswith(".")]
@@ -404,7 +405,7 @@ def test_the_last_one_is_the_one_with_the_highest_number(tmp_path):
     (tmp_path / "step_9000000").mkdir()  # not finished
     shutil.copytree(paths[0], tmp_path / ".step_9000001.writing-1")
     shutil.copytree(paths[0], tmp_path / "mine")
-    assert store.complete_checkpoints(tmp_path) == paths
+    assert complete_checkpoints(tmp_path) == paths
     assert store.last_checkpoint(tmp_path) == paths[-1]
 
 
@@ -467,7 +468,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path):
         [f".step_000001.{what}-{living}" for what in ("writing", "removed", "old")]
         + [f".step_000005.old-{living}", f".note.writing-{dead}", "step_000001", "step_000002", "step_000003"]
     )
-    for each in store.complete_checkpoints(tmp_path):
+    for each in complete_checkpoints(tmp_path):
         check(each)
     store.remove_leftovers(tmp_path / "none")
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from rollouts.errors import ConfigError, ModelError
-from rollouts.training.models import no_peft_warnings, one_at_a_time, tied_with_adapter
-from rollouts.training.weights.files import read_tensors
+from rollouts.models.folders import read_tensors
+from rollouts.models.loading import no_peft_warnings, one_at_a_time, tied_with_adapter
 
 Whole = Callable[[Iterable[tuple[str, Tensor]]], dict[str, Tensor]]
 """Makes CPU copies by name. Joins sharded tensors. Returns an empty dict on ranks above 0."""

@@ -1,5 +1,5 @@
-"""Protection against modules of plugin authors that do not return from their import: one that waits without end, and
-one that ends the process.
+"""Import modules and files of authors. Here are the names of files as modules, and protection against modules that
+do not return from their import: one that waits without end, and one that ends the process.
 
     with authors_code(), import_returns():
         module = importlib.import_module(name)
@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rollouts.author_code import shown
@@ -121,3 +123,22 @@ def _deadline(progress: Progress) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
         if signal.getsignal(signal.SIGALRM) is look:  # else the handler is the module's
             signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def module_name(path: Path, content: bytes) -> str:
+    """The name of the module of a file, which depends on the full path and the content of the file."""
+    import hashlib
+
+    digest = hashlib.sha256(str(path).encode() + b"\0" + content).hexdigest()[:12]
+    stem = re.sub(r"\W", "_", path.stem)
+    return f"rollouts_file_{stem}_{digest}"
+
+
+def beside(path: Path) -> None:
+    """Let a file import the files beside it: add its folder at the end of `sys.path`."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
