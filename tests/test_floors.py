@@ -47,7 +47,6 @@ TOP_LEVEL = {
     "rollouts.chat": "jinja2",
     "rollouts.check": "click outcome pytest trio",
     "rollouts.cli": "click",
-    "rollouts.env.author_thread": "outcome",
     "rollouts.env.background": "trio",
     "rollouts.env.calls": "trio",
     "rollouts.env.clashes": "packaging",

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from rollouts.author_code import INSTALLED
 from rollouts.check.report import FailedError, SkippedError
 from rollouts.config.names import HELD, normalize
-from rollouts.env.wheels import BASE, base_wheel
+from rollouts.env.installing import BASE, base_wheel
 from rollouts.scaffold.packages import example_description
 
 COMMAND_SECONDS = 600.0

@@ -40,7 +40,7 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def plain(value: Any) -> Any:
+def unflagged(value: Any) -> Any:
     """The value with every `Flag` in it replaced by its parsed value."""
     return _map_flags(value, lambda flag: flag.value)
 
@@ -64,7 +64,7 @@ def convert_value(value: Any, hint: Any, path: Path, source: Source = NOWHERE) -
     _check_keys(value, hint, path, source)
     texts = _map_flags(value, lambda flag: flag.text)
     refusal: Exception | None = None
-    for candidate, strict in ((plain(value), True), (texts, isinstance(value, Flag) or texts == value)):
+    for candidate, strict in ((unflagged(value), True), (texts, isinstance(value, Flag) or texts == value)):
         try:
             return msgspec.convert(candidate, hint, strict=strict, dec_hook=_convert_other)
         except msgspec.ValidationError as error:
@@ -91,7 +91,7 @@ def _convert_other(hint: Any, value: Any) -> Any:
 
 def _convert_unknown(candidate: Any, hint: Any, path: Path, value: Any, source: Source) -> Any:
     """Convert to a type that msgspec does not support. Without choices to check, return the value unchanged."""
-    for member in members_of(hint):
+    for member in union_members(hint):
         if isinstance(member, type) and issubclass(member, enum.Enum):
             found = [choice for choice in member if candidate in (choice, choice.value)]
             if found:
@@ -102,7 +102,7 @@ def _convert_unknown(candidate: Any, hint: Any, path: Path, value: Any, source: 
 
 
 def _mistyped(value: Any, hint: Any, path: Path, source: Source, detail: str) -> ConfigError:
-    given = value.text if isinstance(value, Flag) and isinstance(value.value, str) else plain(value)
+    given = value.text if isinstance(value, Flag) and isinstance(value.value, str) else unflagged(value)
     hidden = without_secrets(given, path[-1])
     try:
         shown = toml_value(hidden) if hidden is not None else "none"
@@ -122,7 +122,7 @@ def _mistyped(value: Any, hint: Any, path: Path, source: Source, detail: str) ->
 
 def _example(hint: Any) -> str:
     """An example of a valid value, as typed in a shell; empty if there is none."""
-    member = members_of(hint)[0]
+    member = union_members(hint)[0]
     origin = typing.get_origin(member) or member
     examples = {int: "3", float: "0.5", bool: "true", dict: "'{ key = 1 }'"}
     if origin in (list, tuple, set):
@@ -133,7 +133,7 @@ def _example(hint: Any) -> str:
 
 def _check_keys(value: Any, hint: Any, path: Path, source: Source) -> None:
     """Raise ConfigError for unknown keys of a table, at every depth. For a dataclass, msgspec would ignore them."""
-    for member in members_of(hint):
+    for member in union_members(hint):
         arguments = typing.get_args(member)
         if isinstance(value, dict):
             known = _record_fields(member)
@@ -238,12 +238,12 @@ def _toml(value: Any) -> str:
     raise TypeError(f"TOML cannot hold {value!r}")
 
 
-def members_of(hint: Any) -> tuple[Any, ...]:
+def union_members(hint: Any) -> tuple[Any, ...]:
     """The member types of a union, without `Annotated`. Any other type is its own only member."""
     if typing.get_origin(hint) is typing.Annotated:
-        return members_of(typing.get_args(hint)[0])
+        return union_members(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return tuple(inner for member in typing.get_args(hint) for inner in members_of(member))
+        return tuple(inner for member in typing.get_args(hint) for inner in union_members(member))
     return (hint,)
 
 
@@ -252,14 +252,14 @@ def admits_none(hint: Any) -> bool:
     return any(
         member in (None, type(None), Any, object)
         or (typing.get_origin(member) is typing.Literal and None in typing.get_args(member))
-        for member in members_of(hint)
+        for member in union_members(hint)
     )
 
 
 def choices_of(hint: Any) -> list[Any]:
     """The allowed values of a `Literal` or enum, without None; empty if the type also allows other values."""
     found: list[Any] = []
-    for member in members_of(hint):
+    for member in union_members(hint):
         if typing.get_origin(member) is typing.Literal:
             found += [choice for choice in typing.get_args(member) if choice is not None]
         elif isinstance(member, type) and issubclass(member, enum.Enum):
@@ -281,7 +281,7 @@ def describe_type(hint: Any) -> str:
     if choices:
         words = [str(choice) for choice in choices] + (["none"] if admits_none(hint) else [])
         return "one of: " + ", ".join(words)
-    return " or ".join(dict.fromkeys(_describe_member(member) for member in members_of(hint))) + _describe_bounds(hint)
+    return " or ".join(dict.fromkeys(map(_describe_member, union_members(hint)))) + _describe_bounds(hint)
 
 
 def _describe_bounds(hint: Any) -> str:

@@ -34,7 +34,7 @@ _importing: list[int] = []  # the thread of each import in progress
 _leave = os._exit
 
 
-class Progress:
+class ImportProgress:
     """Whether an import makes progress. Call `has_stalled` every `pause` seconds. Raises ConfigError if the environment
     variable has no time.
     """
@@ -68,7 +68,7 @@ def import_returns() -> Iterator[None]:
     """Within the block, `os._exit` in this thread raises RuntimeError, and an import without progress TimeoutError.
     Raises ConfigError as Progress does.
     """
-    progress, before = Progress(), getattr(_own, "process", 0)
+    progress, before = ImportProgress(), getattr(_own, "process", 0)
     with _lock:
         _importing.append(threading.get_ident())
         os._exit = _exit
@@ -102,7 +102,7 @@ def _seconds() -> float:
 
 
 @contextlib.contextmanager
-def _deadline(progress: Progress) -> Iterator[None]:
+def _deadline(progress: ImportProgress) -> Iterator[None]:
     """Raise _Stopped in the block if the import stalls. Does nothing while the timer of the process is in use, for
     example by the import around this one.
     """

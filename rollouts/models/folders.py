@@ -19,7 +19,6 @@ ADAPTERS = "adapters"  # in a checkpoint: a folder with the adapter of each role
 Kind = Literal["full", "adapter"]
 
 WEIGHTS: Mapping[Kind, str] = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
-CONFIGS: Mapping[Kind, str] = {"full": "config.json", "adapter": "adapter_config.json"}
 _INDEX = "model.safetensors.index.json"
 _TOKENIZER = (
     "tokenizer.json tokenizer_config.json tokenizer.model spiece.model tekken.json vocab.json vocab.txt".split()
@@ -95,7 +94,7 @@ def _weight_files(folder: Path) -> list[Path]:
         files = [folder / name for name in WEIGHTS.values() if (folder / name).is_file()][:1]
     if not files:
         raise ConfigError(f"the folder {folder} holds no {' and no '.join(WEIGHTS.values())}")
-    config = CONFIGS["adapter" if files[0].name == WEIGHTS["adapter"] else "full"]
+    config = ADAPTER_CONFIG if files[0].name == WEIGHTS["adapter"] else "config.json"
     if not (folder / config).is_file():
         raise ConfigError(f"the folder {folder} holds no {config}")
     return files

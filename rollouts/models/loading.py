@@ -517,7 +517,7 @@ def probe_logits(causal: Any) -> Any:
             causal.set_attn_implementation(attention)
 
 
-def agree(one: Any, other: Any) -> bool:
+def same_logits(one: Any, other: Any) -> bool:
     """Whether two models' `probe_logits` are equal up to rounding."""
     import torch
 
@@ -547,7 +547,7 @@ def _merge(causal: Any, folder: str, config: dict[str, Any]) -> Any:
         raise ModelError(f"{what}: merged, it would change both. {hint}")
     beside = probe_logits(causal)
     merged = peft_model.merge_and_unload(safe_merge=True)
-    if not agree(beside, probe_logits(merged)):
+    if not same_logits(beside, probe_logits(merged)):
         merging = f"merged into the weights of {config.get('base_model_name_or_path')}, the adapter in {folder}"
         raise ModelError(f"{merging} gives other logits than beside them, so this version of peft cannot merge it")
     return merged

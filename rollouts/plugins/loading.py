@@ -76,7 +76,7 @@ def load_component(ref: ComponentRef) -> Any:
         with authors_code(), import_returns():
             return _import(ref)
     except Exception as exc:  # a module may raise anything
-        message = f"{owner} ({ref.value}) does not import\n{cause_of(exc, ref)}"
+        message = f"{owner} ({ref.value}) does not import\n{import_cause(exc, ref)}"
         if isinstance(exc, ModuleNotFoundError) and _extra_of_module(exc, ref):
             raise MissingExtraError(message, package=_top(exc), hint=install_hint(exc, ref)) from exc
         raise BrokenPluginError(message) from exc
@@ -100,7 +100,7 @@ def _not_installed(what: str, packages: Sequence[str]) -> str:
     return f"{what} needs {' and '.join(packages)}, which {'is' if len(packages) == 1 else 'are'} not installed"
 
 
-def cause_of(exc: BaseException, ref: ComponentRef) -> str:
+def import_cause(exc: BaseException, ref: ComponentRef) -> str:
     """The type, the message and the author's line. For a missing module, a second line says what to install."""
     return in_lines(" ".join(words_of(exc).split()), install_hint(exc, ref))
 
@@ -230,7 +230,7 @@ def _load_from_file(ref: ComponentRef) -> Any:
     except Exception as exc:  # a file may raise anything
         raise BrokenPluginError(
             f"{path}: the file of {KIND_WORDS.get(ref.kind, ref.kind)} {attribute!r} does not import\n"
-            f"{cause_of(exc, ref)}"
+            f"{import_cause(exc, ref)}"
         ) from exc
     return _attribute_of(module, attribute, str(path), ref)
 
@@ -284,7 +284,7 @@ def _load_from_module(ref: ComponentRef) -> Any:
             found = importlib.import_module(module)
     except ModuleNotFoundError as exc:
         if not exc.name or not f"{module}.".startswith(f"{exc.name}."):
-            raise BrokenPluginError(f"{label}: {module} does not import\n{cause_of(exc, ref)}") from exc
+            raise BrokenPluginError(f"{label}: {module} does not import\n{import_cause(exc, ref)}") from exc
         raise UnknownComponentError(
             in_lines(
                 f"{label}: there is no module {exc.name!r}",
@@ -294,5 +294,5 @@ def _load_from_module(ref: ComponentRef) -> Any:
             )
         ) from exc
     except Exception as exc:  # a module may raise anything
-        raise BrokenPluginError(f"{label}: {module} does not import\n{cause_of(exc, ref)}") from exc
+        raise BrokenPluginError(f"{label}: {module} does not import\n{import_cause(exc, ref)}") from exc
     return _attribute_of(found, attribute, module, ref)

@@ -22,7 +22,7 @@ from rollouts.error_log import report
 from rollouts.errors import BrokenPluginError, MissingExtraError, PluginError, UnknownComponentError, suggestion
 from rollouts.plugins import hookspecs, index
 from rollouts.plugins.index import ComponentRef
-from rollouts.plugins.loading import cause_of, load_component
+from rollouts.plugins.loading import import_cause, load_component
 from rollouts.plugins.signature import SIGNED_KINDS, check_signature
 
 _HOOKS = {
@@ -107,7 +107,7 @@ class PluginManager:
             try:
                 plugin = load_component(ref)
             except BrokenPluginError as exc:
-                cause = "; ".join(cause_of(exc.__cause__ or exc, ref).splitlines())
+                cause = "; ".join(import_cause(exc.__cause__ or exc, ref).splitlines())
                 faults += self._note([PluginFault(ref.distribution, ref.version, f"{ref.value}: {cause}")])
                 continue
             faults += self.register(plugin, distribution=ref.distribution, version=ref.version)

@@ -169,7 +169,8 @@ def _write_model(folder: Path, inside: Path, dtype: str) -> Exported:
     own = not Path(whole).is_dir() or any(folders.has_tokenizer(each) for each in (whole, *adapters))
     has = write_weights(inside, "full", model.state_dict(), ModelFiles(model, source=str(folder) if own else None))
     del model  # memory need not have room for two models
-    if not loading.agree(wanted, loading.probe_logits(loading.load_hf_model(str(inside), dtype=chosen, device="cpu"))):
+    again = loading.load_hf_model(str(inside), dtype=chosen, device="cpu")
+    if not loading.same_logits(wanted, loading.probe_logits(again)):
         raise ModelError(
             f"the exported model, loaded again, gives other logits than the model in {folder}, so nothing was "
             "exported; check the disk, and which version of transformers wrote the checkpoint"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rollouts.chat.masks import SupervisedRow
 from rollouts.chat.shown import lost_words
 from rollouts.chat.token_texts import token_texts
-from rollouts.config.convert import plain
+from rollouts.config.convert import unflagged
 from rollouts.config.files import load_file
 from rollouts.config.flags import Tree
 from rollouts.config.merging import merge
@@ -216,7 +216,7 @@ def _of_run(run: str, given: Tree, show: int, first: int) -> Inspection:
         raise ConfigError(f"{run} is a run, whose tokens are saved; settings of --data do not apply")
     saved = open_saved(run)
     tree = load_file(saved.folder / CONFIG)[0]
-    model = plain(given.get("model", tree.get("model", "tiny")))
+    model = unflagged(given.get("model", tree.get("model", "tiny")))
     tokenizer = load_tokenizer(model)
     found = Inspection(notes=[f"{run}: {counted(saved.rollouts, 'saved rollout')}; tokens of {model}", *saved.notes])
     for title, tokens, mask in itertools.islice(_sequences(saved), first):

@@ -16,7 +16,7 @@ import msgspec
 
 from rollouts.config.files import load_file
 from rollouts.config.flags import Tree
-from rollouts.config.saved import saved_folder
+from rollouts.config.resolving import saved_folder
 from rollouts.config.settings import Settings
 from rollouts.disk import open_regular, read_regular
 from rollouts.errors import ConfigError, UserError, counted, first_line, in_lines

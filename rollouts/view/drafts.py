@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.config.convert import plain, toml_value
+from rollouts.config.convert import toml_value, unflagged
 from rollouts.config.files import NOWHERE, Source, check_tree
 from rollouts.config.flags import Tree, flag_name, read_flag
 from rollouts.config.merging import Component, components_of, merge, parse_component, settings_path
@@ -338,7 +338,7 @@ class _Parts:
             else:
                 name = component.name or key
                 self.notes.append(f"the settings of {name} are not checked: {found.words}")
-            as_typed = component._replace(settings=plain(component.settings))
+            as_typed = component._replace(settings=unflagged(component.settings))
             return as_typed, as_typed
         path, known = settings_path(key, component), {each.name: each for each in found.signature.settings}
         self.signatures[path] = found.signature.settings

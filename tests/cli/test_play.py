@@ -18,7 +18,7 @@ from terminal import Terminal
 from rollouts.chat.format import load_chat_format
 from rollouts.cli import main
 from rollouts.cli.play import read_reply
-from rollouts.env.returned import as_conversation
+from rollouts.env.methods import as_conversation
 from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError
 from rollouts.inference.chatting import ChatRequest

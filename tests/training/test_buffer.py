@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.env.returned import as_task
+from rollouts.env.methods import as_task
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
 from rollouts.training.datasets.buffer import DataBuffer, draw_tasks
 from rollouts.types import Message, Task

@@ -22,7 +22,7 @@ import msgspec
 import outcome
 import trio
 
-from rollouts.config.importing import Progress
+from rollouts.config.importing import ImportProgress
 from rollouts.env.workers import sessions
 from rollouts.env.workers.channel import Channel, ChannelClosedError
 from rollouts.env.workers.describe import Description, Given, Library, Loaded, SandboxSent, settings_as_sent
@@ -106,7 +106,7 @@ async def serve(channel: Channel, library: Library | None = None, sandboxes: Ope
 
 async def _cancel_if_stalled(scope: trio.CancelScope) -> None:
     """Cancel the scope when the import in it makes no progress."""
-    progress = Progress()
+    progress = ImportProgress()
     for _ in iter(progress.has_stalled, True):
         await trio.sleep(progress.pause)
     scope.cancel()
@@ -260,7 +260,7 @@ class _Server:
             )
             nursery.cancel_scope.cancel()
         if not found:
-            raise BrokenPluginError(f"the environment {name} does not import\n{Progress()}")
+            raise BrokenPluginError(f"the environment {name} does not import\n{ImportProgress()}")
         return found[0].unwrap().describe()
 
     async def _make(self, number: int, asked: Make, seconds: float) -> Any:

@@ -53,7 +53,7 @@ from rollouts.inference.servers.options import (
     offline,
     version_numbers,
 )
-from rollouts.inference.servers.process import ServerCommand, background
+from rollouts.inference.servers.process import ServerCommand, in_background
 from rollouts.inference.servers.server_pool import ServerPool
 from rollouts.models import revisions
 
@@ -337,7 +337,7 @@ class VLLM:
             finally:
                 shielded.deadline = trio.current_time() + LEFT_SECONDS
 
-        async with background(bound):
+        async with in_background(bound):
             with shielded:
                 try:
                     await post("/pause?mode=keep", {}, bytes)

@@ -25,16 +25,15 @@ from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
 from rollouts.training.backends.batch_shards import BatchShard, gather_outputs, shard_batch
-from rollouts.training.backends.metric_sums import Reading, metrics_of
+from rollouts.training.backends.metric_sums import Reading, batch_metrics, join_records
 from rollouts.training.backends.optimizer import (
+    MakeOptimizer,
     TorchSettings,
     check_chosen,
     check_settings,
     check_trained_weights,
 )
-from rollouts.training.backends.optimizer_state import MakeOptimizer
 from rollouts.training.backends.profiling import peak_gib
-from rollouts.training.backends.token_record import join_records
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.backends.transformer import use_float32_head
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, StepResult, TrainBatch
@@ -259,7 +258,7 @@ class TorchBackend:
                     "them from `logprobs` or `entropy`, without .detach(), torch.no_grad() or a conversion to whole "
                     "numbers"
                 )
-            metrics = metrics_of(readings, batch.denominator)
+            metrics = batch_metrics(readings, batch.denominator)
         except TrainingError:
             self._executor.call("forget_gradients")
             raise

@@ -3,7 +3,7 @@
 Its only state is its position: `epoch_id`, and `sample_offset` (tasks taken in this epoch, skipped ones included). A
 sequence is shuffled again in each epoch, by the seed. Any other source is a function of the epoch; it is read forward,
 and read again up to the position on resume. A sampler may choose other tasks than the next one in this order; its state
-is then part of the buffer's. Not here: several sources, and curricula (`mixing`), and samplers (`sampling`).
+is then part of the buffer's. Not here: several sources, and curricula (`mixing`), and samplers (`samplers`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollouts.author_code import why_no_list
-from rollouts.env.returned import as_task
+from rollouts.env.methods import as_task
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted
 from rollouts.plugins.protocols import TaskSampler
-from rollouts.training.datasets.samplers import Uniform
-from rollouts.training.datasets.sampling import TASKS_MAX, Sampling
+from rollouts.training.datasets.samplers import TASKS_MAX, Sampling, Uniform
 from rollouts.types import Task
 
 HELD_OUT_PART = 5  # if tasks are finite and ignore the split, at most a fifth of them is held out

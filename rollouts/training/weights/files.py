@@ -4,9 +4,9 @@
                of an adapter: adapter_config.json, adapter_model.safetensors
 
 Checkpoints have the same files (`write_weights`, `read_weights`); if each role has an adapter, in a folder
-`adapters/<role>`. Names of tensors are those of transformers' and
-peft's files. Of tied weights, only the first is written. A folder for servers gets its name when it is complete, and
-`check_folder` reads every byte of it. Not here: sending (`sync`), and other parts of a checkpoint (`checkpoint`).
+`adapters/<role>`. Names of tensors are those of transformers' and peft's files. Of tied weights, only the first is
+written. A folder for servers gets its name when it is complete, and `check_weights_folder` reads every byte of it. Not
+here: sending (`sync`), and other parts of a checkpoint (`checkpoint`).
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def prune_folders(parent: str | Path, keep: Collection[int]) -> None:
             shutil.rmtree(entry, ignore_errors=True)  # the next call removes what is left
 
 
-def check_folder(path: str | Path, manifest: Sequence[TensorInfo], version: int) -> None:
+def check_weights_folder(path: str | Path, manifest: Sequence[TensorInfo], version: int) -> None:
     """Read a written folder, and compare it with the manifest. Raises InferenceError, which names the tensors."""
     try:
         faults = find_faults(manifest, read_manifest(path))

@@ -100,7 +100,7 @@ async def trainer_logprobs(backend: TrainingBackend, tokens: list[int], temperat
     return output.logprobs[0]
 
 
-def agree(ours: Sequence[float], theirs: Sequence[float], tolerance: float) -> bool:
+def logprobs_agree(ours: Sequence[float], theirs: Sequence[float], tolerance: float) -> bool:
     """Whether all tokens agree."""
     return furthest_apart(ours, theirs, tolerance).agrees
 
@@ -196,10 +196,10 @@ class Proof:
             if engine.capabilities.is_pool:
                 await engine.health()  # a pool checks each of its servers, and leaves out dead ones
             if member in members_of(engine):
-                given = f"{label_of(member)} was given the weights of version {self.version}"
+                given = f"{engine_label(member)} was given the weights of version {self.version}"
                 raise InferenceError(f"{given}, and cannot be asked whether it serves them: {each}") from each
         if not found:
-            raise InferenceError(f"no server of {label_of(engine)} is left to serve version {self.version}")
+            raise InferenceError(f"no server of {engine_label(engine)} is left to serve version {self.version}")
         return found
 
     async def _prove(self, member: InferenceBackend) -> float:
@@ -210,7 +210,7 @@ class Proof:
             raise _not_served(member, self.version, f"{worst.words('a test sequence')}; {why}")
         served = self.memory.version
         last, before = self.known.get(served, []), self.before.get(repr(member), [])
-        agreed = bool(last and before) and agree(last, before, self.tolerance)
+        agreed = bool(last and before) and logprobs_agree(last, before, self.tolerance)
         if agreed and has_not_moved((last, self.numbers), (before, scored), self.tolerance):
             moved = f"the trainer's log-probabilities of a test sequence have moved since version {served}"
             still = f"{moved}, and the server's have not; it still serves version {served}"
@@ -249,9 +249,9 @@ class Proof:
         if any(map(math.isnan, scored)):
             return "some of its numbers are NaN: it has weights that nothing was written into"
         kind, last = member.capabilities.weights_kind, self.memory.version
-        old = [version for version, numbers in self.known.items() if agree(numbers, scored, self.tolerance)]
+        old = [version for version, numbers in self.known.items() if logprobs_agree(numbers, scored, self.tolerance)]
         before = self.before.get(repr(member))
-        if before is not None and agree(before, scored, self.tolerance):
+        if before is not None and logprobs_agree(before, scored, self.tolerance):
             served = f"version {last}" if last in old else "what it served before"
             words = f"its numbers are those of before: it still serves {served}"
             if kind == "full":
@@ -349,11 +349,11 @@ async def probe_parity(backend: TrainingBackend, engine: InferenceBackend, toler
 
 
 def _not_served(engine: InferenceBackend, version: int, what: str) -> InferenceError:
-    given = f"{label_of(engine)} does not serve the weights of version {version} that it was given"
+    given = f"{engine_label(engine)} does not serve the weights of version {version} that it was given"
     return InferenceError(f"{given}: {what}", is_transient=False)
 
 
-def label_of(engine: InferenceBackend) -> str:
+def engine_label(engine: InferenceBackend) -> str:
     """An engine's name in errors: its repr, or its class if the repr is an address in memory."""
     has_own = type(engine).__repr__ is not object.__repr__
     return repr(engine) if has_own else f"the engine ({type(engine).__name__})"

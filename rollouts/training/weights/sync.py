@@ -169,10 +169,10 @@ class _Sent(NamedTuple):
         """Names of receivers, each with the call that sends to it. Engines that receive over a group share one call."""
         if self.route.form != "group":
             return [
-                (probe.label_of(each), functools.partial(each.update_weights, self.update)) for each in self.engines
+                (probe.engine_label(each), functools.partial(each.update_weights, self.update)) for each in self.engines
             ]
         send = functools.partial(broadcast.send_over_group, self.engines, self.update, self.tensors, device=device)
-        return [(" and ".join(map(probe.label_of, self.engines)), send)]
+        return [(" and ".join(map(probe.engine_label, self.engines)), send)]
 
 
 def _route_of(engine: InferenceBackend) -> _Route:
@@ -204,7 +204,7 @@ async def _prepare(proof: probe.Proof, route: _Route, owners: Sequence[Inference
         if route.form == "folder":
             like = proof.memory.folders.get(route.kind)
             path = str(files.write_folder(route.folder, proof.version, route.kind, weights, beside, like=like))
-            files.check_folder(path, manifest, proof.version)
+            files.check_weights_folder(path, manifest, proof.version)
         scored = Probe(proof.sequences.scored, proof.numbers, proof.tolerance)
         update = WeightUpdate(proof.version, route.kind, path, manifest=manifest, probe=scored)
         size = sum(each.nbytes for each in tensors.values())

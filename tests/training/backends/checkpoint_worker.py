@@ -104,7 +104,7 @@ def export(mesh, rank, temporary):
 
 def load(mesh, rank, ranks, folder):
     template = tensors(mesh, None)
-    checkpoint.read_tensors(folder / "step_000003", template)
+    checkpoint.read_trainer_tensors(folder / "step_000003", template)
     expected = tensors(mesh, 0.25)
     assert torch.equal(template["optimizer"]["causal.layer.weight"]["step"], torch.tensor(12.0))
     template["critic"]["rows"] = template["optimizer"]["causal.layer.weight"]["exp_avg"]
