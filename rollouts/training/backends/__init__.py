@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollouts.lazy import lazy_face
+from rollouts.lazy import lazy_face, moved_modules
 
 if TYPE_CHECKING:
     from rollouts.models.futures import ImmediateTrainFuture as ImmediateTrainFuture
@@ -33,3 +33,4 @@ if TYPE_CHECKING:
     from rollouts.training.batches import TrainingBackend as TrainingBackend
 
 __getattr__, __dir__ = lazy_face(__name__)
+moved_modules(__name__, {"futures": "rollouts.models.futures"})
