@@ -50,12 +50,12 @@ from rollouts.chat.format import load_chat_format
 from rollouts.env.mixing import env_term
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.embedded.hf import HFInference, create_hf_inference
+from rollouts.models.loading import TINY_PATH
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl import StepReport, run_rl_training
 from rollouts.training.loops.rl_batch import RLTrainingConfig
-from rollouts.training.models import TINY_PATH
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.pool import Job
 from rollouts.training.rollout_gen.steps import RolloutConfig

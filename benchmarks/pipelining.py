@@ -24,8 +24,8 @@ import trio
 from carry_over import MEMBERS, PROMPTS, SleepingEngine, play
 
 from rollouts.inference.base import WeightUpdate
+from rollouts.models.futures import TorchThread
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.backends.futures import TorchThread
 from rollouts.training.batches import StepResult, TrainBatch
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl import run_rl_training

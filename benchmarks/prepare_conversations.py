@@ -37,9 +37,9 @@ from rollouts.chat import ChatFormat, load_chat_format
 from rollouts.chat.masks import encode_rows
 from rollouts.data.conversations import read_conversation
 from rollouts.data.source import open_rows
+from rollouts.models.loading import load_tokenizer
 from rollouts.training.datasets.chat_rows import ChatOptions, Planned, plan_rows
 from rollouts.training.datasets.prepared import Preparer, prepare
-from rollouts.training.models import load_tokenizer
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Score, Segment, Status, Task, Trajectory
 

@@ -26,7 +26,7 @@ from rollouts.errors import ConfigError, EnvironmentDefinitionError
 from rollouts.gateway import anthropic_messages, chat_completions, responses
 from rollouts.inference.base import Generation, VersionSpan
 from rollouts.inference.suspend import EMPTY, SuspendableEngine, SuspendedEpisode
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
 
 LEVELS = (65, 500, 900, 5000)

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.bounds import call_arguments
+from rollouts.chat.arguments import typed_arguments
 from rollouts.chat.thoughts import THINK_TAGS, ThoughtForm
-from rollouts.env.schema import typed_arguments
 from rollouts.types import Message, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]

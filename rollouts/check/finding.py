@@ -13,10 +13,11 @@ from urllib.parse import unquote, urlparse
 
 from rollouts.author_code import authors_code
 from rollouts.check.packages import Found, Package
+from rollouts.config.names import names_file, normalize
 from rollouts.config.settings import COMPONENT_KINDS
 from rollouts.errors import BrokenPluginError, ConfigError, UnknownComponentError, UserError
-from rollouts.plugins.index import ANY_KIND, HOOKS, KINDS, ComponentRef, find_in_file, names_file, normalize, scan
-from rollouts.plugins.loading import cause_of, load_component
+from rollouts.plugins.index import ANY_KIND, HOOKS, KINDS, ComponentRef, find_in_file, scan
+from rollouts.plugins.loading import import_cause, load_component
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.any_kind import find_of_any_kind
 
@@ -86,7 +87,7 @@ def load(manager: PluginManager, ref: ComponentRef) -> Any:
         with authors_code():
             return pkgutil.resolve_name(ref.value)
     except Exception as error:  # a module may raise anything
-        raise BrokenPluginError(f"the hook plugin {ref.value} does not import\n{cause_of(error, ref)}") from error
+        raise BrokenPluginError(f"the hook plugin {ref.value} does not import\n{import_cause(error, ref)}") from error
 
 
 def _hook_module(name: str) -> ComponentRef:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from rollouts.author_code import INSTALLED
 from rollouts.check.report import FailedError, SkippedError
-from rollouts.env.wheels import BASE, base_wheel
-from rollouts.plugins.index import HELD, normalize
+from rollouts.config.names import HELD, normalize
+from rollouts.env.installing import BASE, base_wheel
 from rollouts.scaffold.packages import example_description
 
 COMMAND_SECONDS = 600.0

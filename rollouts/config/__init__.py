@@ -2,6 +2,8 @@
 
     settings.py   the core's settings, with their documentation, defaults and bounds
     hints.py      type hints and documentation of parameters
+    names.py      the grammar of the names of components
+    importing.py  imports authors' files
     flags.py      parses dotted flags of the command line
     files.py      reads .toml, .json and .py files; finds the line of a setting
     convert.py    converts values to types, and a component's settings by its signature

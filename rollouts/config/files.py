@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.config.flags import Flag, Tree, flag_name
+from rollouts.config.importing import beside, import_returns, module_name
 from rollouts.config.objects import NO_OBJECTS, Objects, take_objects
 from rollouts.config.paths import Move, file_base
 from rollouts.config.settings import is_secret
 from rollouts.errors import ConfigError, in_lines, said_of, suggestion, where_not_utf8, words_of
-from rollouts.plugins.importing import import_returns
-from rollouts.plugins.loading import beside, module_name
 from rollouts.training.simple.config import is_config, read_config
 
 Keys = tuple[str, ...]
@@ -231,9 +230,9 @@ def _no_such_file(path: Path) -> ConfigError:
 
 def _environment_hint(given: str) -> str:
     """What to type if an environment was meant: its name, if it is installed or a path; else similar names."""
-    from rollouts.plugins.index import installed_components
+    from importlib.metadata import entry_points
 
-    names = [ref.name for ref in installed_components("environments")]
+    names = sorted(entry_points(group="rollouts.environments").names)
     if "/" in given or given in names:
         return f"to choose an environment, type `--env {given}`"
     if Path(f"{given}.py").is_file():

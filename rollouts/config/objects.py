@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from rollouts.author_code import place_of_function, shown, unwrapped
 from rollouts.config.flags import Flag, Tree
+from rollouts.config.names import HELD
 from rollouts.config.rows import rows_of
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, WEIGHTED
 from rollouts.errors import ConfigError
-from rollouts.plugins.index import HELD
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 

@@ -17,9 +17,9 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from rollouts.config.flags import Tree
+from rollouts.config.names import names_file
 from rollouts.config.rows import GIVEN_ROWS
 from rollouts.config.settings import COMPONENT_KINDS, is_secret
-from rollouts.plugins.index import names_file
 
 CONFIG = "config.toml"
 _MANIFESTS = ("manifest.json", "rl/manifest.json", "sft/manifest.json")  # a run of mode sft+rl has one for each phase

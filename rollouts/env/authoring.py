@@ -103,8 +103,8 @@ class Remote:
         raise NotImplementedError
 
     def remote_lease(self, sandboxes: Any) -> Any:
-        """The sandbox of an episode in the other process, with the methods of `rollouts.sandboxes.lease.Lease`; None if
-        `setup` names none. `sandboxes` are those that the run has for this environment.
+        """The sandbox of an episode in the other process, with the methods of `rollouts.sandboxes.opening.Lease`; None
+        if `setup` names none. `sandboxes` are those that the run has for this environment.
         """
         raise NotImplementedError
 

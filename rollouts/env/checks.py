@@ -30,7 +30,7 @@ from rollouts.env.authoring import (
     tools_of,
 )
 from rollouts.env.calls import UNDER_TRIO, RemoteCall, async_library_of
-from rollouts.env.inputs import inputs_of, names_input, with_inputs
+from rollouts.env.methods import inputs_of, names_input, with_inputs
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.prompts import Prompts
 from rollouts.env.schema import check_tool

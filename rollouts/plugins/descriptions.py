@@ -25,7 +25,7 @@ _DEFINED = r"^(?:async\s+def\s+|def\s+|class\s+)?{name}\b(?!\s*\.)"
 _END = re.compile(r"^(?=[^\s#)\]}])", re.MULTILINE)  # the next statement of the module
 
 
-class Place(NamedTuple):
+class Definition(NamedTuple):
     """The definition of a name: its file, its line (from 1), and its docstring (empty if there is none)."""
 
     file: Path
@@ -110,7 +110,7 @@ def first_sentence(text: str) -> str:
     return paragraph.removesuffix(".")
 
 
-def find_definition(ref: ComponentRef) -> Place | None:
+def find_definition(ref: ComponentRef) -> Definition | None:
     """Find the definition of a component; None if it cannot be found without an import."""
     module, name = _module_and_name(ref)
     if not module or not name.isidentifier():
@@ -164,7 +164,7 @@ def _read(file: Path) -> str:
         return ""
 
 
-def _definition(text: str, name: str, file: Path) -> Place | None:
+def _definition(text: str, name: str, file: Path) -> Definition | None:
     """The definition of a name at the top level of a module. Parses only its own lines, because a module can be
     long.
     """
@@ -177,10 +177,10 @@ def _definition(text: str, name: str, file: Path) -> Place | None:
                 continue
             first = body[0]
             if isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                return Place(file, line, ast.get_docstring(first) or "")
+                return Definition(file, line, ast.get_docstring(first) or "")
             if not isinstance(first, ast.Assign | ast.AnnAssign):
                 break
-            return Place(file, line, _text_after(text[end:]))
+            return Definition(file, line, _text_after(text[end:]))
     return None
 
 

@@ -64,7 +64,7 @@ def load_model(config: ModelConfig | str, *, model_loader: Callable[[ModelConfig
     config = _model_config(config)
     if model_loader is not None:
         return model_loader(config)
-    from rollouts.training.models import load_hf_model, remote_code
+    from rollouts.models.loading import load_hf_model, remote_code
 
     with remote_code(config.trust_remote_code):
         return load_hf_model(config.name, dtype=config.dtype, device=config.device)
@@ -79,7 +79,7 @@ def load_tokenizer(config: ModelConfig | str, *, tokenizer_loader: Callable[[Mod
     config = _model_config(config)
     if tokenizer_loader is not None:
         return tokenizer_loader(config)
-    from rollouts.training import models
+    from rollouts.models import loading as models
 
     with models.remote_code(config.trust_remote_code):
         return models.load_tokenizer(config.name)

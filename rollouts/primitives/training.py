@@ -284,9 +284,9 @@ def quick_start_training(
         logger: `logger(stats)`; None: `log_to_console`
         train_options: other arguments of `train`, such as `samples_per_prompt`, `tools` and `checkpoint_fn`
     """
+    from rollouts.models.loading import bundled
     from rollouts.runs.plan import LR_RL
     from rollouts.training.backends.pytorch_factory import create_adamw_optimizer
-    from rollouts.training.models import bundled
 
     config = create_algorithm_config(algorithm, settings)
     if isinstance(prompts, str) or not prompts:

@@ -70,14 +70,14 @@ def run(
     started = Start.now()
     from rollouts.child_environment import pass_on
     from rollouts.env.shared import shared_values
-    from rollouts.revisions import pinned
+    from rollouts.models.loading import remote_code
+    from rollouts.models.revisions import pinned
     from rollouts.runs.folder import choose_folder, default_out
     from rollouts.runs.manifest import known_revisions, naming_copies
     from rollouts.runs.observer import NullObserver
     from rollouts.runs.plan import make_plan
     from rollouts.runs.resume import finished, finished_words, named_checkpoint, run_to_resume
     from rollouts.runs.workers import has_workers, worker_pools
-    from rollouts.training.models import remote_code
 
     settings, is_first = resolved.settings, os.environ.get("RANK", "0") == "0"
     if observer is None or not is_first:  # under a launcher, rank 0 shows the run

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 from rollouts.disk import HIDDEN_NAME, remove_folder
 from rollouts.errors import ConfigError, OutputError
+from rollouts.models.folders import all_checkpoints
 from rollouts.runs.folder import RunFolder, holds_run, note_removed, removed_steps, step_of_file, writer_of
 from rollouts.runs.listing import phases_of, read_labels, read_settings, size_of
-from rollouts.training.weights.store import all_checkpoints, checkpoints_to_prune
+from rollouts.training.weights.store import checkpoints_to_prune
 
 KEEP = "keep"
 WHAT = ("empty", "trajectories", "checkpoints")

@@ -27,12 +27,12 @@ from rollouts.author_code import authors_code, shown
 from rollouts.config.files import Source
 from rollouts.config.merging import Component
 from rollouts.config.settings import Settings
-from rollouts.env.author_thread import AuthorThread
 from rollouts.env.authoring import ToolMethod, of_role, roles_of, tools_of
 from rollouts.env.checks import check_source, check_text
-from rollouts.env.inputs import inputs_of, with_inputs
+from rollouts.env.methods import as_conversation, as_task, inputs_of, with_inputs
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
+from rollouts.env.threads import AuthorThread
 from rollouts.env.toolsets import AddedTool, Toolset, known_tools
 from rollouts.env.workers.proxy import RemoteEnvironment
 from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
@@ -53,15 +53,7 @@ from rollouts.plugins.signature import bind
 from rollouts.runs.components import Chosen, curriculum
 from rollouts.sandboxes.base import Sandboxes
 from rollouts.training.datasets import mixing
-from rollouts.training.datasets.buffer import (
-    HELD_OUT_PART,
-    SKIPPED_MAX,
-    DataBuffer,
-    as_conversation,
-    as_task,
-    draw_tasks,
-    shuffled,
-)
+from rollouts.training.datasets.buffer import HELD_OUT_PART, SKIPPED_MAX, DataBuffer, draw_tasks, shuffled
 from rollouts.types import Message, Task
 
 

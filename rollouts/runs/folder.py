@@ -30,6 +30,7 @@ import msgspec
 
 from rollouts.config.files import Source, load_file
 from rollouts.config.flags import Tree
+from rollouts.config.names import names_module
 from rollouts.config.paths import CONFIG as CONFIG
 from rollouts.config.paths import Move, file_base
 from rollouts.config.render import to_toml
@@ -37,7 +38,6 @@ from rollouts.config.resolving import moved, resolve
 from rollouts.disk import open_regular, partial_name, read_regular, sync_file, sync_folder, write_whole
 from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
-from rollouts.plugins.index import names_module
 from rollouts.runs.line_index import write_index
 from rollouts.runs.times import StepTimes, times_of
 from rollouts.runs.token_files import SUFFIX, TokenTable, encode_table

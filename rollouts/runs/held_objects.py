@@ -16,6 +16,7 @@ from rollouts.config.rows import GIVEN_ROWS
 from rollouts.config.settings import COMPONENT_KINDS
 from rollouts.env.prompts import given_prompts
 from rollouts.errors import ConfigError
+from rollouts.models.loading import resolve_device
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import check_signature
@@ -23,7 +24,6 @@ from rollouts.runs.components import Chosen
 from rollouts.runs.folder import CONFIG
 from rollouts.runs.manifest import source_of
 from rollouts.runs.resume import resume_command
-from rollouts.training.models import resolve_device
 
 
 def held_by(resolved: Resolved, keys: Iterable[str] = tuple(COMPONENT_KINDS)) -> dict[str, list[str]]:

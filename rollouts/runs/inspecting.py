@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rollouts.chat.masks import SupervisedRow
 from rollouts.chat.shown import lost_words
 from rollouts.chat.token_texts import token_texts
-from rollouts.config.convert import plain
+from rollouts.config.convert import unflagged
 from rollouts.config.files import load_file
 from rollouts.config.flags import Tree
 from rollouts.config.merging import merge
@@ -31,13 +31,13 @@ from rollouts.data.conversations import (
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import choose_loader, open_rows
 from rollouts.errors import ConfigError, ModelError, counted
+from rollouts.models.loading import load_tokenizer, remote_code
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose, parser_of
 from rollouts.runs.folder import CONFIG
 from rollouts.runs.saved import SavedRun, open_saved
 from rollouts.runs.session import load_chat
 from rollouts.training.datasets.chat_rows import ChatOptions, Cut, supervised_rows
-from rollouts.training.models import load_tokenizer, remote_code
 
 OF_SFT = ("model", "trust_remote_code", "template", "system", "tool_parser", "data")
 """The settings of a run of mode sft that decide its tokens."""
@@ -217,7 +217,7 @@ def _of_run(run: str, given: Tree, show: int, first: int) -> Inspection:
         raise ConfigError(f"{run} is a run, whose tokens are saved; settings of --data do not apply")
     saved = open_saved(run)
     tree = load_file(saved.folder / CONFIG)[0]
-    model = plain(given.get("model", tree.get("model", "tiny")))
+    model = unflagged(given.get("model", tree.get("model", "tiny")))
     tokenizer = load_tokenizer(model)
     found = Inspection(notes=[f"{run}: {counted(saved.rollouts, 'saved rollout')}; tokens of {model}", *saved.notes])
     for title, tokens, mask in itertools.islice(_sequences(saved), first):

@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollouts import revisions
 from rollouts.author_code import CORE, unwrapped
 from rollouts.config.files import NOWHERE, Source
+from rollouts.config.names import HELD, names_module
 from rollouts.config.objects import label_of
 from rollouts.config.secrets import command_without_secrets
 from rollouts.errors import OutputError, UnknownComponentError
-from rollouts.plugins.index import HELD, ComponentRef, names_module
+from rollouts.models import revisions
+from rollouts.plugins.index import ComponentRef
 from rollouts.runs.folder import CONFIG, PHASES, RunFolder, read_json
 from rollouts.version import __version__
 

@@ -31,6 +31,8 @@ from rollouts.env.toolsets import AddedTool
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted, said_of
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.loggers.base import plain_settings
+from rollouts.models.estimates import how_estimated
+from rollouts.models.loading import bundled, resolve_model_name
 from rollouts.plugins.checks import run_check
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.loading import MODEL_PACKAGES, require_packages
@@ -61,8 +63,6 @@ from rollouts.runs.unused import Whole, unused
 from rollouts.runs.workers import Workers, refuse_env_of_rewards
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
-from rollouts.training.estimates import how_estimated
-from rollouts.training.models import bundled, resolve_model_name
 from rollouts.training.rollout_gen.groups import Filter
 from rollouts.types import Task
 

@@ -17,10 +17,11 @@ from typing import Any
 from rollouts.config.files import load_as_written
 from rollouts.config.resolving import EXPORTED, Resolved, resolve, run_settings_file
 from rollouts.errors import ConfigError, RunError, UserError, counted, named
+from rollouts.models.folders import is_adapter, read_adapter_config
+from rollouts.models.loading import BUNDLED
 from rollouts.runs.folder import PHASES, SUMMARY, holds_run, load_config, read_json
 from rollouts.runs.manifest import MANIFEST
 from rollouts.runs.usage import is_on_hub, models_before, usage_lines
-from rollouts.training.models import BUNDLED, is_adapter, read_adapter_config
 
 CARD = "README.md"
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")

@@ -13,12 +13,12 @@ import sys
 import tomllib
 import traceback
 
-from rollouts import revisions
 from rollouts.config.resolving import Resolved, resolve
+from rollouts.models import revisions
+from rollouts.models.loading import remote_code
 from rollouts.runs.jobs.backend import make_training
 from rollouts.runs.plan import make_plan
 from rollouts.training.batches import RankServer
-from rollouts.training.models import remote_code
 
 
 def without_episodes(resolved: Resolved) -> Resolved:

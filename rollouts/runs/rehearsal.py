@@ -29,6 +29,7 @@ from rollouts.env.schema import schema_of
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, counted, said_of
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest
+from rollouts.models.loading import adapters_beneath, load_tokenizer
 from rollouts.runs.components import takes_rows
 from rollouts.runs.environments import Environment
 from rollouts.runs.jobs.chat_data import tried_rows
@@ -37,7 +38,6 @@ from rollouts.runs.plan import Plan
 from rollouts.runs.sandboxes import sandbox_lines
 from rollouts.runs.session import Player, episode_limits, load_chat
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, active_terms, function_label
-from rollouts.training.models import adapters_beneath, load_tokenizer
 from rollouts.training.rollout_gen.groups import Group, filter_group, group_scorer, role_groups
 from rollouts.training.rollout_gen.pool import Job, run_episodes
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory

@@ -24,6 +24,7 @@ from rollouts.config.merging import merge
 from rollouts.config.resolving import Resolved, resolve
 from rollouts.env.mixing import RewardTerm, Verdict, mix
 from rollouts.errors import ConfigError, counted
+from rollouts.models.loading import remote_code
 from rollouts.plugins.checks import run_check
 from rollouts.runs.clock import Start
 from rollouts.runs.components import choose, completed
@@ -34,7 +35,6 @@ from rollouts.runs.observer import JUDGING, NullObserver, Observer
 from rollouts.runs.plan import config_text, reward_terms
 from rollouts.runs.saved import SavedRun, groups_of_file, open_saved
 from rollouts.runs.session import Session, second_interrupt_at_once
-from rollouts.training.models import remote_code
 from rollouts.training.rollout_gen.groups import check_judged, group_scorer
 from rollouts.training.rollout_gen.metrics import reward_metrics
 from rollouts.types import Episode, Score

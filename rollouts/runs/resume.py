@@ -25,6 +25,8 @@ from rollouts.config.stopping import read_rule
 from rollouts.disk import sync_folder
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError, counted
 from rollouts.loggers.jsonl import read_lines
+from rollouts.models.folders import all_checkpoints, complete_checkpoints, nearest_checkpoints, step_of
+from rollouts.models.loading import resolve_model_name
 from rollouts.runs.components import Chosen
 from rollouts.runs.folder import (
     CONFIG,
@@ -40,14 +42,7 @@ from rollouts.runs.folder import (
 )
 from rollouts.runs.manifest import MANIFEST, resumed_manifest, update_manifest
 from rollouts.training.batches import TrainingBackend
-from rollouts.training.models import resolve_model_name
-from rollouts.training.weights.store import (
-    all_checkpoints,
-    complete_checkpoints,
-    nearest_checkpoints,
-    remove_leftovers,
-    step_of,
-)
+from rollouts.training.weights.store import remove_leftovers
 
 ASIDE = ".aside"
 

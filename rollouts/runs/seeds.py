@@ -19,13 +19,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollouts import revisions
 from rollouts.config.resolving import Resolved
 from rollouts.config.secrets import command_without_secrets
 from rollouts.disk import write_whole
 from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, OutputError, RunError
 from rollouts.loggers.jsonl import read_lines
+from rollouts.models import revisions
 from rollouts.runs.children import INTERRUPTED, MISTAKE, run_command, shown_flags
 from rollouts.runs.folder import SUMMARY, check_out, read_json
 from rollouts.runs.manifest import known_revisions

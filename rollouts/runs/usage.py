@@ -15,15 +15,15 @@ from typing import Any
 from rollouts.config.convert import toml_key, toml_value
 from rollouts.config.files import load_as_written, load_file
 from rollouts.config.flags import Tree
+from rollouts.config.names import names_file
 from rollouts.config.resolving import EXPORTED, Resolved, resolve, run_settings_file
 from rollouts.config.settings import Settings
 from rollouts.errors import UserError, first_line
-from rollouts.plugins.index import names_file
+from rollouts.models.loading import BUNDLED
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import added_tools, choose, with_data
 from rollouts.runs.environments import plan_environments
 from rollouts.runs.workers import Workers
-from rollouts.training.models import BUNDLED
 
 _CORE = "mode model data system template max_tokens max_turns temperature seed eval_tasks".split()
 _COMPONENTS = "env tool reward tool_parser".split()

@@ -2,27 +2,27 @@
 
 batches samples batching filters plain data: rows and batches, samples; filters of groups
 algorithms/                      losses, advantages, aggregation, KL: pure functions on tensors
-models backends/                 loading models; a model with its optimizer; futures, LoRA
+backends/                        a model with its optimizer
 datasets/ rollout_gen/ loops/    the next task; concurrent rollouts; the training loops
 weights/                         checkpoints, and new weights for engines, with a test that engines serve them
 simple/                          plain calls: samples with tensors, your own model, loss and loop
-estimates                        memory and operations, from shapes
 
-The other modules here have names of these rooms under the module names of the first notes. Names are imported on first
-use.
+Loading models is in `rollouts.models`. The other modules here have names of these rooms under the module names of the
+first notes. Names are imported on first use.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollouts.lazy import lazy_face
+from rollouts.lazy import lazy_face, moved_modules
 
 if TYPE_CHECKING:
     from rollouts.loggers.base import MetricsLogger as MetricsLogger
+    from rollouts.models.futures import ImmediateTrainFuture as ImmediateTrainFuture
+    from rollouts.models.futures import TrainFuture as TrainFuture
+    from rollouts.models.loading import load_hf_model as load_hf_model
     from rollouts.training.backends.fsdp import FSDPTrainingBackend as FSDPTrainingBackend
-    from rollouts.training.backends.futures import ImmediateTrainFuture as ImmediateTrainFuture
-    from rollouts.training.backends.futures import TrainFuture as TrainFuture
     from rollouts.training.backends.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
     from rollouts.training.backends.pytorch_factory import create_adamw_optimizer as create_adamw_optimizer
     from rollouts.training.backends.pytorch_factory import create_cross_entropy_loss as create_cross_entropy_loss
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from rollouts.training.filters import check_reasonable_length as check_reasonable_length
     from rollouts.training.filters import check_response_diversity as check_response_diversity
     from rollouts.training.filters import check_reward_nonzero_std as check_reward_nonzero_std
-    from rollouts.training.models import load_hf_model as load_hf_model
     from rollouts.training.rollout_gen.rollout_generation import RolloutManager as RolloutManager
     from rollouts.training.rollout_gen.rollout_generation import apply_sample_transforms as apply_sample_transforms
     from rollouts.training.rollout_gen.rollout_generation import generate_rollout_batches as generate_rollout_batches
@@ -88,3 +87,4 @@ if TYPE_CHECKING:
     from rollouts.types import Status as Status
 
 __getattr__, __dir__ = lazy_face(__name__)
+moved_modules(__name__, {"models": "rollouts.models.loading", "estimates": "rollouts.models.estimates"})

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
-    from rollouts.training.backends.futures import ImmediateTrainFuture as ImmediateTrainFuture
-    from rollouts.training.backends.futures import TrainFuture as TrainFuture
+    from rollouts.models.futures import ImmediateTrainFuture as ImmediateTrainFuture
+    from rollouts.models.futures import TrainFuture as TrainFuture
     from rollouts.training.batches import AuxiliaryModels as AuxiliaryModels
     from rollouts.training.batches import ForwardOutput as ForwardOutput
     from rollouts.training.batches import RankServer as RankServer

@@ -14,11 +14,11 @@ import msgspec
 
 from rollouts.config.flags import Flag, Tree, flag_name, read_flag
 from rollouts.config.merging import merge
+from rollouts.config.names import normalize
 from rollouts.config.settings import setting_infos
 from rollouts.data.source import find_loader, loader_signature
 from rollouts.errors import ConfigError, UserError, in_lines, suggestion
 from rollouts.plugins.contract import CORE
-from rollouts.plugins.index import normalize
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.inspecting import OF_SFT
 from rollouts.runs.listing import phases_of, read_settings

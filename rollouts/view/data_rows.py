@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from rollouts.author_code import printable
 from rollouts.chat.token_texts import token_texts
-from rollouts.config.convert import plain
+from rollouts.config.convert import unflagged
 from rollouts.config.flags import Tree
 from rollouts.config.settings import Settings
 from rollouts.data.conversations import BadRowError
@@ -166,7 +166,7 @@ class OpenData:
         self.loader = choose_loader(PluginManager(), tree["data"])
         data = {name: value for name, value in tree["data"].items() if name not in NOT_SHOWN}
         self._tree = tree | {"data": data}
-        self._model = str(plain(tree.get("model", Settings.model)))
+        self._model = str(unflagged(tree.get("model", Settings.model)))
         self.rows = open_rows_of(self.loader, data)
         self.note = ""
         self._reader: RowReader | None = None

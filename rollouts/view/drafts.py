@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.config.convert import complete_settings, convert_settings, plain, toml_value
+from rollouts.config.convert import toml_value, unflagged
 from rollouts.config.files import NOWHERE, Source, check_tree
 from rollouts.config.flags import Tree, flag_name, read_flag
 from rollouts.config.merging import Component, components_of, merge, parse_component, settings_path
@@ -38,6 +38,7 @@ from rollouts.config.settings import (
     without_secrets,
 )
 from rollouts.errors import ConfigError, UserError
+from rollouts.plugins.settings import complete_settings, convert_settings
 from rollouts.plugins.signature import Signature
 from rollouts.view.component_reader import ComponentReader, ReadComponent, chosen_alone, is_own
 
@@ -344,7 +345,7 @@ class _Parts:
             else:
                 name = component.name or key
                 self.notes.append(f"the settings of {name} are not checked: {found.words}")
-            as_typed = component._replace(settings=plain(component.settings))
+            as_typed = component._replace(settings=unflagged(component.settings))
             return as_typed, as_typed
         path, known = settings_path(key, component), {each.name: each for each in found.signature.settings}
         self.signatures[path] = found.signature.settings

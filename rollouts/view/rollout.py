@@ -80,7 +80,7 @@ def _load(model: str) -> Any:
     if not model:
         return "the run's settings do not name its model, so tokens are shown as numbers"
     try:
-        from rollouts.training.models import load_tokenizer
+        from rollouts.models.loading import load_tokenizer
 
         return _read_alone(model) or load_tokenizer(model, local_files_only=True)
     except UserError as error:
@@ -105,7 +105,8 @@ class _ReadAlone:
 
 def _read_alone(model: str) -> _ReadAlone | None:
     """The tokenizer of a model on this machine; None if it has no tokenizer.json, or the library is not installed."""
-    from rollouts.training.models import adapters_beneath, has_tokenizer, role_adapters
+    from rollouts.models.folders import has_tokenizer, role_adapters
+    from rollouts.models.loading import adapters_beneath
 
     whole, adapters = adapters_beneath(str(next(iter(role_adapters(model).values()), model)))
     own = next((folder for folder in reversed(adapters) if has_tokenizer(folder)), whole)

@@ -16,8 +16,14 @@ import trio
 from rollouts.config.flags import Tree
 from rollouts.encoding import encode
 from rollouts.errors import UserError, counted
-from rollouts.gateway.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
-from rollouts.gateway.listening import bound_socket, stop_at_signals
+from rollouts.gateway.http_server import (
+    HTTPLimits,
+    HTTPRequest,
+    HTTPResponse,
+    bound_socket,
+    serve_http,
+    stop_at_signals,
+)
 from rollouts.view.access import HEADERS, Access
 from rollouts.view.api import APIError, Query, ViewAPI
 from rollouts.view.catalog import Catalog

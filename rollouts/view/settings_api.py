@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.config.convert import choices_of, describe_type, members_of
+from rollouts.config.convert import choices_of, describe_type, union_members
 from rollouts.config.files import load_file
 from rollouts.config.settings import COMPONENT_KINDS, EVAL, MULTIPLE, WEIGHTED, Setting, is_secret, setting_infos
 from rollouts.errors import ConfigError
@@ -171,8 +171,8 @@ def _default(setting: Setting) -> str | None:
 
 def _choices(hint: Any) -> list[str]:
     """The words that a setting can have; empty if it can have others."""
-    members = set(members_of(hint)) if all(isinstance(each, type) for each in members_of(hint)) else set()
+    members = set(union_members(hint)) if all(isinstance(each, type) for each in union_members(hint)) else set()
     if bool in members and members <= {bool, type(None)}:
         return ["true", "false", *(["none"] if type(None) in members else [])]
     found = [text_of(choice) for choice in choices_of(hint)]
-    return found + (["none"] if found and type(None) in members_of(hint) else [])
+    return found + (["none"] if found and type(None) in union_members(hint) else [])

@@ -484,8 +484,8 @@ def _() -> None:
     "sync_weights_to_engines",
 )
 def _() -> None:
+    from rollouts.models.loading import TINY_PATH
     from rollouts.training import SGLangEngine, VLLMEngine, sync_weights_to_engines
-    from rollouts.training.models import TINY_PATH
 
     with rows.server() as (url, asked):
         engines = [SGLangEngine(base_url=url), VLLMEngine(base_url=url)]

@@ -115,7 +115,7 @@ def new_folder() -> Path:
 @functools.cache
 def tokenizer() -> Any:
     """That of the tiny model."""
-    from rollouts.training.models import load_tokenizer
+    from rollouts.models.loading import load_tokenizer
 
     return load_tokenizer("tiny")
 

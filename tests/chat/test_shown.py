@@ -14,7 +14,7 @@ from rollouts.chat import ChatFormat, load_chat_format, tokenize_supervised
 from rollouts.chat.masks import TurnsRow, check_masks, encode_rows, supervised_texts, trained_turns
 from rollouts.chat.shown import Unshown, check_extension
 from rollouts.errors import ModelError
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 from rollouts.types import Message, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parent))

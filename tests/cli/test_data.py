@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import rollouts
 from rollouts.chat.token_texts import token_texts
 from rollouts.cli.app import main
+from rollouts.models.loading import load_tokenizer
 from rollouts.runs.inspecting import inspect_data
-from rollouts.training.models import load_tokenizer
 
 ROWS = [
     {

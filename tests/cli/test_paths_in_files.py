@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rollouts.cli import main
-from rollouts.training.models import TINY_PATH
+from rollouts.models.loading import TINY_PATH
 
 JUDGE = """\
 def short(trajectory, *, notes: str = ""):

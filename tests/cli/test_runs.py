@@ -357,7 +357,8 @@ def files_of(folder):
 
 
 def best_of(real):
-    from rollouts.training.weights.store import checkpoints_to_prune, complete_checkpoints
+    from rollouts.models.folders import complete_checkpoints
+    from rollouts.training.weights.store import checkpoints_to_prune
 
     folder = real / "trained" / "checkpoints"
     kept = set(complete_checkpoints(folder)[:-1]) - set(checkpoints_to_prune(folder, 1))

@@ -9,17 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from rollouts.config.names import names_file, normalize
 from rollouts.errors import AmbiguousComponentError, BrokenPluginError, PluginError, UnknownComponentError
-from rollouts.plugins.index import (
-    KINDS,
-    ComponentRef,
-    find_component,
-    installed_components,
-    names_file,
-    normalize,
-    scan,
-    unknown_component,
-)
+from rollouts.plugins.index import KINDS, ComponentRef, find_component, installed_components, scan, unknown_component
 from rollouts.plugins.loading import load_component
 
 ROOT = Path(__file__).parents[2]

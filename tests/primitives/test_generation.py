@@ -393,7 +393,7 @@ def test_parsers_and_executors_are_checked():
 
 @pytest.mark.parametrize(("kind", "generator"), [("vllm", vllm_generator), ("sglang", sglang_generator)])
 def test_replies_of_a_server(kind, generator, tokenizer):
-    from rollouts.training.models import TINY_PATH
+    from rollouts.models.loading import TINY_PATH
 
     with started(kind, TINY_PATH) as server:
         prompt = [Message("user", "What is 2 + 3?")]

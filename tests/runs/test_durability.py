@@ -15,9 +15,9 @@ import pytest
 
 from rollouts.cli import main
 from rollouts.errors import OutputError
+from rollouts.models.loading import TINY_PATH
 from rollouts.runs.folder import RunFolder
 from rollouts.training.backends.torch import TorchBackend
-from rollouts.training.models import TINY_PATH
 
 PARTS = '''\
 import os

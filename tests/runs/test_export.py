@@ -16,13 +16,13 @@ import torch
 import rollouts
 from rollouts.cli import main
 from rollouts.errors import ConfigError, ModelError, OutputError
+from rollouts.models.loading import load_hf_model
 from rollouts.runs.export import export, find_checkpoint
 from rollouts.runs.folder import RunFolder
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.batching import make_batch
-from rollouts.training.models import load_hf_model
 from rollouts.types import Sample
 
 PROBE = torch.arange(40)[None]

@@ -12,9 +12,9 @@ import pytest
 import rollouts
 from rollouts.cli import main
 from rollouts.errors import ConfigError
+from rollouts.models.loading import TINY_PATH, bundled
 from rollouts.runs.export import find_checkpoint, is_of_run
 from rollouts.runs.jobs.evaluate import model_name
-from rollouts.training.models import TINY_PATH, bundled
 
 sys.path.insert(0, str(Path(__file__).parent))
 from composing import plan

@@ -13,14 +13,14 @@ import pytest
 from huggingface_hub import constants
 
 import rollouts
-from rollouts import revisions
 from rollouts.cli import main
 from rollouts.errors import ConfigError, ModelError
 from rollouts.inference.servers.options import ServerOptions
 from rollouts.inference.servers.sglang import serve_command as serve_sglang
 from rollouts.inference.servers.vllm import serve_command as serve_vllm
+from rollouts.models import revisions
+from rollouts.models.loading import TINY_PATH, adapters_beneath, load_config, load_tokenizer
 from rollouts.runs import seeds
-from rollouts.training.models import TINY_PATH, adapters_beneath, load_config, load_tokenizer
 
 OLD, NEW = "a" * 40, "b" * 40
 NAME = "acme/small"

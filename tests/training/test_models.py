@@ -21,8 +21,9 @@ from safetensors.torch import load_file
 
 from rollouts.chat import load_chat_format
 from rollouts.errors import ModelError
-from rollouts.training import models
-from rollouts.training.hub import model_file
+from rollouts.models import loading as models
+from rollouts.models import revisions
+from rollouts.models.revisions import model_file
 from rollouts.types import Message
 
 
@@ -316,6 +317,22 @@ def test_an_adapter_of_the_hub_is_told_so(tiny, monkeypatch):
         models.load_hf_model("someone/some-lora")
 
 
+def test_published_packages_find_what_has_moved():
+    import rollouts.training.estimates
+    from rollouts.training.backends.futures import TorchThread
+    from rollouts.training.models import at_revision, load_tokenizer
+
+    from rollouts.models import estimates, futures
+    from rollouts.training import models as earlier
+
+    assert TorchThread is futures.TorchThread
+    assert load_tokenizer is models.load_tokenizer and earlier.TINY_PATH == models.TINY_PATH
+    assert at_revision is revisions.at_revision
+    assert rollouts.training.estimates.estimate_memory is estimates.estimate_memory
+    with pytest.raises(ImportError, match="load_nothing"):
+        from rollouts.training.models import load_nothing  # noqa: F401
+
+
 # --- names of the hub -------------------------------------------------------------------------------------------------
 
 
@@ -324,7 +341,7 @@ def ask_hub(endpoint, home, name, offline=""):
     code = """
 import sys
 from rollouts.errors import ModelError
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 try:
     load_tokenizer(sys.argv[1])
 except ModelError as error:

@@ -10,8 +10,7 @@ from array import array
 import pytest
 import trio
 
-from rollouts.gateway.http_server import serve_http
-from rollouts.gateway.listening import bound_socket
+from rollouts.gateway.http_server import bound_socket, serve_http
 from rollouts.runs.folder import CONFIG, RunFolder, episode_records
 from rollouts.runs.token_files import Span, TokenTable
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory

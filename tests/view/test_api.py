@@ -214,7 +214,7 @@ def test_values_are_those_that_a_run_trained_on(make, asked, monkeypatch):
 
 def test_the_light_tokenizer_shows_the_same_texts():
     from rollouts.chat.token_texts import token_texts
-    from rollouts.training.models import load_tokenizer
+    from rollouts.models.loading import load_tokenizer
 
     ids = [
         *range(0, 500, 7),

@@ -170,7 +170,7 @@ def test_right_to_left_words(opened, make, make_episode):
 
 
 def test_an_emoji_in_several_tokens(opened, make, make_episode):
-    from rollouts.training.models import load_tokenizer
+    from rollouts.models.loading import load_tokenizer
 
     text = "a 👩\u200d🔬 b"
     ids = load_tokenizer("tiny")(text, add_special_tokens=False)["input_ids"]

@@ -31,8 +31,7 @@ def site(browser, tmp_path, monkeypatch):
     """Opens a page of the folder `opened` in the working directory, in a window of a width. Errors fail the test."""
     import trio
 
-    from rollouts.gateway.http_server import serve_http
-    from rollouts.gateway.listening import bound_socket
+    from rollouts.gateway.http_server import bound_socket, serve_http
     from rollouts.view.server import LIMITS, Site, _unreadable
 
     monkeypatch.chdir(tmp_path)

@@ -22,8 +22,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 from rollouts import Message, Task, Trajectory
 from rollouts.cli import main
 from rollouts.errors import ConfigError, ModelError, RewardError
+from rollouts.models.loading import TINY_PATH
 from rollouts.primitives import Generation, Rollout
-from rollouts.training.models import TINY_PATH
 
 GOOD, BAD = "The answer is 84.", "I do not know."
 REPLIES = (GOOD, BAD, "7", "", "a longer reply, with several words of no use " * 3, "<|im_end|>")

@@ -9,7 +9,7 @@ from rollouts.author_code import shown
 from rollouts.check.components.subject import Function, Subject, at, trying
 from rollouts.check.report import FailedError
 from rollouts.errors import counted
-from rollouts.training.datasets.sampling import Sampling
+from rollouts.training.datasets.samplers import Sampling
 from rollouts.types import Task
 
 TASKS = [Task(f"task {number}", id=f"task-{number}") for number in range(12)]

@@ -18,9 +18,9 @@ from rollouts.check.environments import tools as checks
 from rollouts.check.environments.agents import tools_for
 from rollouts.check.packages import Found
 from rollouts.check.report import FailedError, Passed, SkippedError
-from rollouts.env.added_tools import added_tool
 from rollouts.env.authoring import TOOL_MARK, ToolMethod
 from rollouts.env.schema import check_tool, schema_of
+from rollouts.env.task_tools import added_tool
 from rollouts.env.toolsets import Toolset, check_toolset, is_toolset
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, SignatureError, counted
 from rollouts.types import Task, ToolCall

@@ -110,7 +110,7 @@ def optimizer_trial(subject: Subject, function: Function) -> Any:
 def steps(subject: Subject) -> str:
     """It is a torch optimizer of all parameters, takes a step, and has a state that a checkpoint can hold."""
     need_torch()
-    from rollouts.training.backends.optimizer_state import check_optimizer
+    from rollouts.training.backends.optimizer import check_optimizer
 
     try:
         check_optimizer(subject.function, f"the optimizer {subject.found.label}")
@@ -178,11 +178,11 @@ def restored(subject: Subject) -> str:
     """A resumed run continues with the same steps: the state is saved and loaded as in a checkpoint."""
     import torch
 
-    from rollouts.training.backends.optimizer_state import (
+    from rollouts.training.backends.optimizer import (
         group_values,
         load_plain_state,
         optimizer_tensors,
-        plain_state,
+        plain_optimizer_state,
     )
 
     one, other = _parameters(), _parameters()
@@ -191,7 +191,7 @@ def restored(subject: Subject) -> str:
     _step(first, one, 3)
     names = {each: f"p{number}" for number, each in enumerate(one)}
     saved = {key: value.clone() for key, value in optimizer_tensors(first, names).items()}
-    plain = plain_state(first, names, made)
+    plain = plain_optimizer_state(first, names, made)
     with torch.no_grad():
         for ours, theirs in zip(one, other, strict=True):
             theirs.copy_(ours)

@@ -31,7 +31,7 @@ from rollouts.check.environments.subject import Subject
 from rollouts.check.environments.traces import Leftovers, own_temporary_folder
 from rollouts.check.report import FailedError, SkippedError
 from rollouts.env import calls
-from rollouts.env.returned import plain_state
+from rollouts.env.methods import plain_state
 from rollouts.errors import counted, words_of
 from rollouts.inference.chatting import ChatRequest
 from rollouts.inference.suspend import EMPTY, SuspendableEngine, SuspendedEpisode

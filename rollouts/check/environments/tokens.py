@@ -68,7 +68,7 @@ def chat_formats() -> dict[str, ChatFormat]:
     if find_spec("transformers") is None or find_spec("jinja2") is None:
         return {}
     from rollouts.chat.format import load_chat_format
-    from rollouts.training.models import load_tokenizer
+    from rollouts.models.loading import load_tokenizer
 
     found = {"qwen": load_chat_format(load_tokenizer("tiny"))}
     for family, tokens in CONTROL_TOKENS.items():

@@ -29,7 +29,7 @@ from rollouts.author_code import CORE, INSTALLED, STANDARD_LIBRARY, Place, is_fi
 from rollouts.check.environments.subject import Subject
 from rollouts.check.packages import without_own_path
 from rollouts.check.report import FailedError, SkippedError
-from rollouts.config.convert import plain
+from rollouts.config.convert import unflagged
 from rollouts.errors import counted
 
 CHILD_SECONDS = 300.0
@@ -142,7 +142,7 @@ def draw_in(
     its `sys.path`; None: its own, without the current folder. `is_late` shifts its clock by more than a year.
     """
     answer = subject.scratch / "drawn.json"
-    settings = plain(subject.settings)
+    settings = unflagged(subject.settings)
     settings["env"] = settings["env"] | {"name": name} if isinstance(settings["env"], dict) else name
     request = {"name": name, "settings": settings, "seed": subject.seed, "count": count, "answer": str(answer)}
     request["is_late"] = is_late
@@ -167,7 +167,7 @@ def random_sources(subject: Subject, *, with_episode: bool = False) -> list[str]
 def run_child_of(subject: Subject, what: dict[str, Any], variables: dict[str, str]) -> Any:
     """The answer of a program of `child` for this environment. Raises FailedError and SkippedError like `run_child`."""
     answer = subject.scratch / "answer.json"
-    request = {"name": subject.found.name, "settings": plain(subject.settings), "seed": subject.seed}
+    request = {"name": subject.found.name, "settings": unflagged(subject.settings), "seed": subject.seed}
     run_child(
         [sys.executable], {**request, "tasks": subject.tasks_max, "answer": str(answer), **what}, variables, sys.path
     )

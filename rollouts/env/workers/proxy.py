@@ -22,7 +22,7 @@ from rollouts.env.authoring import JudgeMethod, Remote, ToolMethod
 from rollouts.env.results import ToolOutcome
 from rollouts.env.workers.describe import Description, Given, JudgeSent, settings_as_sent
 from rollouts.env.workers.model import ClientAnswer, ClientAsked, ModelAnswer, ModelAsked, ModelState, Refused
-from rollouts.env.workers.pool import DEATHS_MAX, Lease, WorkerPool
+from rollouts.env.workers.pool import DEATHS_MAX, WorkerLease, WorkerPool
 from rollouts.env.workers.protocol import Ask, Error, decode_value, error_received
 from rollouts.env.workers.remote_sandboxes import RemoteLease, RemoteSandboxes
 from rollouts.env.workers.sessions import (
@@ -101,7 +101,7 @@ class RemoteEnvironment(Remote):
     def _begin(self, settings: Mapping[str, Any], *, is_episode: bool) -> None:
         self._given, self._settings = settings, settings_as_sent(settings)
         self._key = msgspec.json.encode(self._settings)
-        self._lease = Lease(is_episode)
+        self._lease = WorkerLease(is_episode)
         weakref.finalize(self, self.pool.forget, self._lease).atexit = False
 
     def _make_request(self) -> dict[str, Any]:

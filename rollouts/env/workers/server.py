@@ -22,6 +22,7 @@ import msgspec
 import outcome
 import trio
 
+from rollouts.config.importing import ImportProgress
 from rollouts.env.workers import sessions
 from rollouts.env.workers.channel import Channel, ChannelClosedError
 from rollouts.env.workers.describe import Description, Given, Library, Loaded, SandboxSent, settings_as_sent
@@ -47,7 +48,6 @@ from rollouts.env.workers.sandboxing import OpenSandboxes
 from rollouts.env.workers.sessions import EnvironmentSession
 from rollouts.error_log import ErrorLog, Fault
 from rollouts.errors import BrokenPluginError, leaves_of, words_of
-from rollouts.plugins.importing import Progress
 from rollouts.types import Task, Trajectory
 from rollouts.version import __version__
 
@@ -104,7 +104,7 @@ async def serve(channel: Channel, library: Library | None = None, sandboxes: Ope
         await server.close_sessions()
 
 
-async def _cancel_if_stalled(scope: trio.CancelScope, progress: Progress) -> None:
+async def _cancel_if_stalled(scope: trio.CancelScope, progress: ImportProgress) -> None:
     """Cancel the scope when the import in it makes no progress."""
     for _ in iter(progress.has_stalled, True):
         await trio.sleep(progress.pause)
@@ -251,7 +251,7 @@ class _Server:
         return await self._sandboxes.open(request.session, sent, seconds)
 
     async def _describe(self, name: str) -> Description:
-        found, progress = list[outcome.Outcome[Loaded]](), Progress()
+        found, progress = list[outcome.Outcome[Loaded]](), ImportProgress()
         async with trio.open_nursery() as nursery:  # an import may take long, or not return
             nursery.start_soon(_cancel_if_stalled, nursery.cancel_scope, progress)
             found.append(

@@ -22,17 +22,24 @@ from rollouts.author_code import with_place
 from rollouts.env import calls
 from rollouts.env.advice import CONTRACT, warnings_about
 from rollouts.env.asking import ask
-from rollouts.env.author_thread import AuthorThread
 from rollouts.env.authoring import JudgeMethod, ToolMethod, environment_name, metrics_of, rewards_of, roles_of, tools_of
 from rollouts.env.checks import check_environment, check_source, line_of, requests_of
-from rollouts.env.inputs import names_input, with_inputs
+from rollouts.env.methods import (
+    as_conversation,
+    as_task,
+    finite_metric,
+    names_input,
+    plain_state,
+    reply_messages,
+    with_inputs,
+)
 from rollouts.env.mixing import with_reason
 from rollouts.env.prompts import Prompts
 from rollouts.env.results import ToolOutcome
-from rollouts.env.returned import finite_metric, plain_state, reply_messages
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import shared_value
 from rollouts.env.task_tools import read_tools
+from rollouts.env.threads import AuthorThread
 from rollouts.env.tools import run_tool
 from rollouts.env.workers.describe import Loaded
 from rollouts.env.workers.model import ModelState, RemoteModel, Run
@@ -40,7 +47,6 @@ from rollouts.env.workers.protocol import Error, encode_value, error_as_sent
 from rollouts.errors import ConfigError, RewardError
 from rollouts.plugins.loading import install_hint
 from rollouts.sandboxes.base import Sandbox
-from rollouts.training.datasets.buffer import as_conversation, as_task
 from rollouts.types import Message, Role, Score, Task, ToolCall, Trajectory
 
 BATCH_SECONDS = 0.05  # tasks that come within this time are sent together

@@ -50,9 +50,8 @@ from rollouts.runs.session import (
 )
 from rollouts.runs.times import evaluation_times
 from rollouts.runs.workers import death_metrics, open_folder
-from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import check_judged, group_scorer
-from rollouts.training.rollout_gen.pool import Job, run_episodes
+from rollouts.training.rollout_gen.pool import FailurePolicy, Failures, Job, run_episodes
 from rollouts.types import Episode, Score, Task
 
 TRAJECTORIES = "eval"  # trajectories/eval.jsonl

@@ -29,9 +29,8 @@ from rollouts.runs.sample_rows import EVAL_SAMPLES, held_out_rollouts
 from rollouts.runs.session import Player, Session, make_inference
 from rollouts.runs.times import evaluation_times
 from rollouts.training.batches import TrainingBackend
-from rollouts.training.rollout_gen.failures import Failures
 from rollouts.training.rollout_gen.groups import GroupScorer
-from rollouts.training.rollout_gen.pool import Job
+from rollouts.training.rollout_gen.pool import Failures, Job
 from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Episode, Task
 

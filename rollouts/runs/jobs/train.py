@@ -57,10 +57,10 @@ from rollouts.training.batches import RankServer, TrainingBackend
 from rollouts.training.loops.rl import LoopState, StepReport, run_rl_training
 from rollouts.training.loops.rl_batch import RLTrainingConfig
 from rollouts.training.loops.sft import SFTTrainingConfig, run_sft_training
-from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import Group, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import environment_metrics
+from rollouts.training.rollout_gen.pool import FailurePolicy, Failures
 from rollouts.training.rollout_gen.saved import SavedGroups
 from rollouts.training.weights.store import best_checkpoint, write_metric
 from rollouts.training.weights.sync import WeightSyncManager

@@ -45,7 +45,7 @@ def wrong_result(word: str, function: Function, given: str, expected: str, but: 
     return TrainingError(f"the {word} {function_label(function)} {but}returned {given}; expected {expected}")
 
 
-def per_rollout(word: str, function: Function, available: Mapping[str, Any], count: int) -> list[float]:
+def call_per_rollout(word: str, function: Function, available: Mapping[str, Any], count: int) -> list[float]:
     """The `count` finite numbers that the function returned, one per rollout. Raises TrainingError, which names the
     function.
     """
@@ -233,7 +233,7 @@ def _at_places(
     is empty.
     """
     spread: list[float | None] = [None] * count
-    values = per_rollout(word, function, available, len(places)) if places else []
+    values = call_per_rollout(word, function, available, len(places)) if places else []
     for place, value in zip(places, values, strict=True):
         spread[place] = value
     return spread

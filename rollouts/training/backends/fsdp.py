@@ -16,19 +16,8 @@ from typing import Any
 import torch
 
 from rollouts.errors import ConfigError
-from rollouts.plugins.checks import check_bounds, checked_by
-from rollouts.training.algorithms.algorithm import Algorithm
-from rollouts.training.backends import sharding
-from rollouts.training.backends.optimizer import TorchSettings, check_sharded
-from rollouts.training.backends.optimizer_state import MakeOptimizer
-from rollouts.training.backends.ranks import DistributedExecutor, Worker, gather_ranks
-from rollouts.training.backends.rendezvous import place_of_this_process, secret_of
-from rollouts.training.backends.sharding import Sharding
-from rollouts.training.backends.torch import TorchBackend, check_torch, put_in
-from rollouts.training.backends.trainer import Trainer
-from rollouts.training.batches import AuxiliaryModels
-from rollouts.training.estimates import estimated_as
-from rollouts.training.models import (
+from rollouts.models.estimates import estimated_as
+from rollouts.models.loading import (
     adapters_beneath,
     build_hf_model,
     load_config,
@@ -36,6 +25,16 @@ from rollouts.training.models import (
     resolve_device,
     resolve_model_name,
 )
+from rollouts.plugins.checks import check_bounds, checked_by
+from rollouts.training.algorithms.algorithm import Algorithm
+from rollouts.training.backends import sharding
+from rollouts.training.backends.optimizer import MakeOptimizer, TorchSettings, check_sharded
+from rollouts.training.backends.ranks import DistributedExecutor, RankWorker, gather_ranks
+from rollouts.training.backends.rendezvous import place_of_this_process, secret_of
+from rollouts.training.backends.sharding import Sharding
+from rollouts.training.backends.torch import TorchBackend, check_torch, put_in
+from rollouts.training.backends.trainer import Trainer
+from rollouts.training.batches import AuxiliaryModels
 
 
 def check_fsdp(values: Mapping[str, Any]) -> None:
@@ -83,7 +82,7 @@ def create_fsdp_backend(
     settings: TorchSettings = TorchSettings(),
     stall_seconds: float = 45.0,
     start_seconds: float = 600.0,
-) -> TorchBackend | Worker:
+) -> TorchBackend | RankWorker:
     """Train a model that is sharded over several ranks (FSDP2). Raises UserError, RankError.
 
     Args:
@@ -131,7 +130,7 @@ def create_fsdp_backend(
             make_optimizer=make_optimizer,
         )
     if group.place.rank > 0:
-        return Worker(trainer, group)
+        return RankWorker(trainer, group)
     backend = FSDPTrainingBackend(DistributedExecutor(trainer, group))
     assert group.detector is not None, "this is rank 0"
     group.detector.on_fault = backend.thread.abandon

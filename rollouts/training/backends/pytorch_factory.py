@@ -22,13 +22,18 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rollouts.errors import ConfigError, TrainingError, near_misses
+from rollouts.models.futures import TorchThread, on_thread
 from rollouts.plugins.signature import call_with, keywords_of
 from rollouts.training.algorithms import recipes
 from rollouts.training.algorithms.algorithm import Algorithm, as_algorithm
 from rollouts.training.algorithms.logprobs import label_logprobs
-from rollouts.training.backends.futures import TorchThread, on_thread
-from rollouts.training.backends.optimizer import TrainerSettings, check_settings, lr_factor, make_optimizer
-from rollouts.training.backends.optimizer_state import MakeOptimizer
+from rollouts.training.backends.optimizer import (
+    MakeOptimizer,
+    TrainerSettings,
+    check_settings,
+    lr_factor,
+    make_optimizer,
+)
 from rollouts.training.backends.pytorch_checkpoint import load_objects, other_parameters, replace_weights, save_objects
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, TrainBatch
 from rollouts.training.datasets.sft import prepare_sft_batch

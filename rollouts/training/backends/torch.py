@@ -16,29 +16,28 @@ import msgspec
 import torch
 
 from rollouts.errors import OutOfMemoryError, TrainingError, first_line
+from rollouts.models import lora
+from rollouts.models.estimates import ModelSize, estimated_as, peak_flops, train_flops
+from rollouts.models.futures import TorchThread, TrainFuture, on_thread
+from rollouts.models.loading import load_hf_model, resolve_model_name
+from rollouts.models.out_of_memory import free_memory, memory_cause, training_words
 from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
-from rollouts.training.backends import lora
 from rollouts.training.backends.batch_shards import BatchShard, gather_outputs, shard_batch
-from rollouts.training.backends.futures import TorchThread, TrainFuture, on_thread
-from rollouts.training.backends.metric_sums import Reading, metrics_of
+from rollouts.training.backends.metric_sums import Reading, batch_metrics, join_records
 from rollouts.training.backends.optimizer import (
+    MakeOptimizer,
     TorchSettings,
     check_chosen,
     check_settings,
     check_trained_weights,
 )
-from rollouts.training.backends.optimizer_state import MakeOptimizer
-from rollouts.training.backends.out_of_memory import free_memory, memory_cause, training_words
 from rollouts.training.backends.profiling import peak_gib
-from rollouts.training.backends.token_record import join_records
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.backends.transformer import use_float32_head
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, StepResult, TrainBatch
 from rollouts.training.batching import Keep
-from rollouts.training.estimates import ModelSize, estimated_as, peak_flops, train_flops
-from rollouts.training.models import load_hf_model, resolve_model_name
 from rollouts.training.weights import store
 
 
@@ -155,7 +154,8 @@ def run_command(trainer: Trainer, name: CommandName, *shards: BatchShard, **sett
     rows, checkpoints = trainer.microbatch, trainer.checkpoints_activations
     tokens = trainer.microbatch_tokens(rows)
     smaller = _smaller(trainer, shards[0].batch, tokens) if shards else 0
-    words = training_words(name, rows, tokens, smaller, trainer.device, why, checkpoints=checkpoints)
+    lengths = [len(row.tokens) for row in rows]
+    words = training_words(name, lengths, tokens, smaller, trainer.device, why, checkpoints=checkpoints)
     raise OutOfMemoryError(words, tokens=tokens, can_halve=can_halve and len(rows) > 1)
 
 
@@ -276,7 +276,7 @@ class TorchBackend:
                     "them from `logprobs` or `entropy`, without .detach(), torch.no_grad() or a conversion to whole "
                     "numbers"
                 )
-            metrics = metrics_of(readings, batch.denominator)
+            metrics = batch_metrics(readings, batch.denominator)
         except TrainingError:
             self._executor.call("forget_gradients")
             raise

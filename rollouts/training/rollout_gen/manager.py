@@ -31,17 +31,19 @@ import trio
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Capabilities, InferenceBackend
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import (
     Filter,
     Group,
     GroupScorer,
+    LiveGroup,
+    begin_group,
     check_judged,
     filter_group,
+    group_state,
+    restore_groups,
     role_groups,
 )
-from rollouts.training.rollout_gen.live import LiveGroup, begin_group, group_state, restore_groups
-from rollouts.training.rollout_gen.pool import EpisodePool, Job, Play
+from rollouts.training.rollout_gen.pool import EpisodePool, FailurePolicy, Failures, Job, Play
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics, RolloutStep
 from rollouts.training.rollout_gen.user_functions import filter_group_by, generate, reward_group, sample_group
 from rollouts.training.samples import episode_samples

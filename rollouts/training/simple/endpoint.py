@@ -7,10 +7,10 @@ from typing import Any
 
 from rollouts.agent.model import EpisodeLimits
 from rollouts.chat.format import load_chat_format
+from rollouts.models.loading import load_tokenizer
 from rollouts.plugins.index import find_component
 from rollouts.plugins.loading import load_component
 from rollouts.plugins.signature import call_with
-from rollouts.training.models import load_tokenizer
 
 
 @dataclass(frozen=True)

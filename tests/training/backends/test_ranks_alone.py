@@ -205,7 +205,7 @@ def test_a_rank_that_ended_leaves_no_thread_and_no_process_group(how):
 
 COMMITS = """
 import os
-from rollouts import revisions
+from rollouts.models import revisions
 from rollouts.training.backends.ranks import gather_ranks
 
 with revisions.pinned({}):

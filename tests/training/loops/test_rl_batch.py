@@ -11,6 +11,7 @@ import trio
 from backend_fakes import BackendFields
 
 from rollouts.errors import TrainingError
+from rollouts.models.futures import ImmediateTrainFuture
 from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import KL, Algorithm, Stage, Term
 from rollouts.training.algorithms.kl import k1_reward, rk3_loss
@@ -19,7 +20,6 @@ from rollouts.training.algorithms.recipes import DAPO, DPO, GRPO, OPD, PPO, REIN
 from rollouts.training.algorithms.rewards import minimum
 from rollouts.training.algorithms.selection import reward_at_least
 from rollouts.training.algorithms.token_advantages import gae
-from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.batches import ForwardOutput
 from rollouts.training.loops.rl_batch import (
     RLTrainingConfig,

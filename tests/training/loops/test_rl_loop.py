@@ -10,10 +10,10 @@ from backend_fakes import BackendFields
 
 from rollouts.errors import InferenceError, RunError, TrainingError
 from rollouts.inference.base import Capabilities
+from rollouts.models.futures import ImmediateTrainFuture
 from rollouts.training.algorithms.algorithm import KL, Stage
 from rollouts.training.algorithms.kl import rk3_loss
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.batches import ForwardOutput, StepResult
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl import LoopState, run_rl_training

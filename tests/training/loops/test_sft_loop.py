@@ -8,8 +8,8 @@ import pytest
 import trio
 from backend_fakes import BackendFields
 
+from rollouts.models.futures import ImmediateTrainFuture
 from rollouts.training.algorithms.recipes import SFT
-from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.batches import StepResult

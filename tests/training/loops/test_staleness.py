@@ -16,13 +16,13 @@ from rollouts.env.mixing import env_term
 from rollouts.errors import ConfigError
 from rollouts.inference.base import WeightUpdate
 from rollouts.inference.embedded.hf import HFInference
+from rollouts.models.loading import load_tokenizer
 from rollouts.training.algorithms.recipes import DPO, GRPO, RFT
 from rollouts.training.algorithms.selection import top
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl import run_rl_training
 from rollouts.training.loops.rl_batch import RLTrainingConfig, drop_stale, prepare_rl_batch
-from rollouts.training.models import load_tokenizer
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig

@@ -10,6 +10,7 @@ import torch
 
 from rollouts.chat import load_chat_format, tokenize_supervised
 from rollouts.errors import ConfigError, TrainingError
+from rollouts.models.loading import load_tokenizer
 from rollouts.training import (
     DataConfig,
     Sample,
@@ -19,7 +20,6 @@ from rollouts.training import (
     load_sft_samples,
     tokenize_conversation,
 )
-from rollouts.training.models import load_tokenizer
 from rollouts.types import Message
 
 TALK = [

@@ -12,6 +12,7 @@ import torch
 import trio
 
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, UnknownComponentError
+from rollouts.models.loading import TINY_PATH
 from rollouts.training import (
     AsyncRolloutManager,
     Endpoint,
@@ -24,7 +25,6 @@ from rollouts.training import (
     load_hf_model,
     run_rl_training,
 )
-from rollouts.training.models import TINY_PATH
 from rollouts.types import Task
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "servers")]

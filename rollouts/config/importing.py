@@ -1,5 +1,5 @@
-"""Protection against modules of plugin authors that do not return from their import: one that waits without end, and
-one that ends the process.
+"""Import modules and files of authors. Here are the names of files as modules, and protection against modules that
+do not return from their import: one that waits without end, and one that ends the process.
 
     with authors_code(), import_returns():
         module = importlib.import_module(name)
@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rollouts.author_code import shown
@@ -35,7 +37,7 @@ _importing: list[int] = []  # the thread of each import in progress
 _leave = os._exit
 
 
-class Progress:
+class ImportProgress:
     """Whether an import makes progress. Call `has_stalled` every `pause` seconds. Raises ConfigError if the environment
     variable has no time.
     """
@@ -83,7 +85,7 @@ def import_returns() -> Iterator[None]:
     """Within the block, `os._exit` in this thread raises RuntimeError, and an import without progress TimeoutError.
     Raises ConfigError as Progress does.
     """
-    progress, before = Progress(), getattr(_own, "process", 0)
+    progress, before = ImportProgress(), getattr(_own, "process", 0)
     with _lock:
         _importing.append(threading.get_ident())
         os._exit = _exit
@@ -117,7 +119,7 @@ def _seconds() -> float:
 
 
 @contextlib.contextmanager
-def _deadline(progress: Progress) -> Iterator[None]:
+def _deadline(progress: ImportProgress) -> Iterator[None]:
     """Raise _Stopped in the block if the import stalls. Does nothing while the timer of the process is in use, for
     example by the import around this one.
     """
@@ -138,3 +140,22 @@ def _deadline(progress: Progress) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, 0)
         if signal.getsignal(signal.SIGALRM) is look:  # else the handler is the module's
             signal.signal(signal.SIGALRM, signal.SIG_DFL if before is None else before)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def module_name(path: Path, content: bytes) -> str:
+    """The name of the module of a file, which depends on the full path and the content of the file."""
+    import hashlib
+
+    digest = hashlib.sha256(str(path).encode() + b"\0" + content).hexdigest()[:12]
+    stem = re.sub(r"\W", "_", path.stem)
+    return f"rollouts_file_{stem}_{digest}"
+
+
+def beside(path: Path) -> None:
+    """Let a file import the files beside it: add its folder at the end of `sys.path`."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)

@@ -6,7 +6,7 @@ checkpoints, or the result of peft, TRL and others. Then its base model is loade
 peft.
 
 A model may bring its own Python code. Loading such a model fails outside of `remote_code(True)`; no question is asked
-at the terminal. Not here: training adapters (`rollouts.training.backends.lora`), writing models
+at the terminal. Not here: training adapters (`lora`), writing models
 (`rollouts.training.weights.files`).
 """
 
@@ -20,12 +20,19 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from rollouts import revisions
 from rollouts.errors import ConfigError, ModelError, first_line, named
+from rollouts.models import revisions
+from rollouts.models.folders import (
+    ADAPTER_CONFIG,
+    has_tokenizer,
+    is_adapter,
+    nearest_checkpoints,
+    read_adapter_config,
+    role_adapters,
+)
+from rollouts.models.out_of_memory import memory_cause
+from rollouts.models.revisions import at_revision, loaded_commit, model_file
 from rollouts.plugins.loading import require_packages
-from rollouts.training.backends.out_of_memory import memory_cause
-from rollouts.training.hub import at_revision, loaded_commit, model_file
-from rollouts.training.weights.store import nearest_checkpoints
 
 TINY_PATH = Path(__file__).resolve().parent.parent / "tiny"
 
@@ -42,15 +49,9 @@ BUNDLED = {"tiny": Bundled(TINY_PATH, lr=3e-4)}
 
 _SHAPE = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTERS = "adapters"  # in a checkpoint: a folder with the adapter of each role
-
 _OF_TOKENIZERS = ("transformers",)
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 _ADAPTER_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
-_TOKENIZER = (
-    "tokenizer.json tokenizer_config.json tokenizer.model spiece.model tekken.json vocab.json vocab.txt".split()
-)
 _PROBE_TOKENS = 16
 # A fraction of the largest logit: float32 sums in another order differ much less, other weights much more.
 _AGREEMENT = 1e-3
@@ -192,34 +193,6 @@ def adapters_beneath(name: str) -> tuple[str, tuple[str, ...]]:
         except ModelError as error:
             raise _of_adapter(folders[-1], error) from error
     return resolved, tuple(reversed(folders))
-
-
-def is_adapter(folder: str | Path) -> bool:
-    """Whether the folder has an adapter and no whole model."""
-    path = Path(folder).expanduser()
-    return (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").is_file()
-
-
-def role_adapters(folder: str | Path) -> dict[str, Path]:
-    """The folders with the adapters of a checkpoint, by role; empty if the roles have no adapters of their own."""
-    found = sorted((Path(folder).expanduser() / ADAPTERS).glob(f"*/{ADAPTER_CONFIG}"))
-    return {file.parent.name: file.parent for file in found}
-
-
-def has_tokenizer(folder: str | Path) -> bool:
-    """Whether the folder has a tokenizer."""
-    return any((Path(folder) / name).is_file() for name in _TOKENIZER)
-
-
-def read_adapter_config(folder: str | Path) -> dict[str, Any]:
-    """adapter_config.json as plain data. Raises ModelError."""
-    try:
-        config = json.loads((Path(folder) / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        if not isinstance(config, dict):
-            raise ValueError(f"it holds {type(config).__name__}, and must hold an object")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"the {ADAPTER_CONFIG} in {folder} cannot be read: {error}") from error
-    return config
 
 
 def resolve_device(device: str) -> str:
@@ -540,7 +513,7 @@ def probe_logits(causal: Any) -> Any:
             causal.set_attn_implementation(attention)
 
 
-def agree(one: Any, other: Any) -> bool:
+def same_logits(one: Any, other: Any) -> bool:
     """Whether two models' `probe_logits` are equal up to rounding."""
     import torch
 
@@ -570,7 +543,7 @@ def _merge(causal: Any, folder: str, config: dict[str, Any]) -> Any:
         raise ModelError(f"{what}: merged, it would change both. {hint}")
     beside = probe_logits(causal)
     merged = peft_model.merge_and_unload(safe_merge=True)
-    if not agree(beside, probe_logits(merged)):
+    if not same_logits(beside, probe_logits(merged)):
         merging = f"merged into the weights of {config.get('base_model_name_or_path')}, the adapter in {folder}"
         raise ModelError(f"{merging} gives other logits than beside them, so this version of peft cannot merge it")
     return merged

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from rollouts.errors import ConfigError, ModelError
-from rollouts.training.models import no_peft_warnings, one_at_a_time, tied_with_adapter
-from rollouts.training.weights.files import read_tensors
+from rollouts.models.folders import read_tensors
+from rollouts.models.loading import no_peft_warnings, one_at_a_time, tied_with_adapter
 
 Whole = Callable[[Iterable[tuple[str, Tensor]]], dict[str, Tensor]]
 """Makes CPU copies by name. Joins sharded tensors. Returns an empty dict on ranks above 0."""
@@ -94,16 +94,16 @@ def load_role_adapters(causal: Any, folders: Mapping[str, Path]) -> None:
         raise ModelError(f"{what}; give another checkpoint") from error
 
 
-def roles_of(peft_model: Any) -> tuple[str, ...]:
+def adapter_roles(peft_model: Any) -> tuple[str, ...]:
     """The roles with an adapter of their own; empty for one adapter, and for None."""
     names = [] if peft_model is None else peft_model.peft_config
     return tuple(name.removeprefix(_OF_ROLE) for name in names if name != ADAPTER)
 
 
 def trained_sets(peft_model: Any) -> list[list[Any]]:
-    """The parameters of each role's adapter, in the order of `roles_of`."""
+    """The parameters of each role's adapter, in the order of `adapter_roles`."""
     own = adapter_parameters(peft_model) if peft_model is not None else {}
-    return [[each for name, each in own.items() if name.startswith(f"{role}/")] for role in roles_of(peft_model)]
+    return [[each for name, each in own.items() if name.startswith(f"{role}/")] for role in adapter_roles(peft_model)]
 
 
 def use_adapter(causal: Any, role: str) -> None:

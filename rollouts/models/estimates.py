@@ -19,6 +19,11 @@ _MARK = "__rollouts_memory__"
 LAYER_SECONDS = 0.5e-3
 """What one layer costs in a step of the embedded engine beside its arithmetic: calls of Python and of kernels."""
 
+# The logits of one chunk in a loss: 2**26 fp32 numbers are 256 MiB, or 441 rows of 151,936. Each chunk reads the head's
+# weight; chunks of a quarter of this size took a quarter more time. Logits of at most this size are one chunk, so
+# nothing is computed twice.
+CHUNK_ELEMENTS_MAX = 1 << 26
+
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 _MOMENTS = {"adamw": 2, "sgd": 1, "adafactor": 0}
@@ -105,14 +110,14 @@ def model_size(config: Any, *, lora_rank: int = 0, lora_targets: str = "all-line
     """
     import torch
 
-    from rollouts.training.models import one_at_a_time
+    from rollouts.models.loading import one_at_a_time
 
     with one_at_a_time(), torch.device("meta"):
         from transformers import AutoModelForCausalLM
 
         causal: Any = AutoModelForCausalLM.from_config(config)
         if lora_rank:
-            from rollouts.training.backends.lora import add_lora
+            from rollouts.models.lora import add_lora
 
             add_lora(causal, rank=lora_rank, alpha=None, targets=lora_targets, seed=0)
     return model_size_of(causal)
@@ -278,8 +283,6 @@ def _activations(
 
 def _logits(size: ModelSize, tokens: int, compute: int, whole: bool) -> float:
     """One chunk of logits and a work buffer of the same size, in float32; a third one if the head has another dtype."""
-    from rollouts.training.algorithms.logprobs import CHUNK_ELEMENTS_MAX
-
     numbers = float(tokens * size.vocabulary)
     if whole:  # the head's logits, the divided ones in float32, their log-probabilities, and the gradients of both
         return numbers * (2 * compute + 3 * 4)

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollouts.errors import first_line
-from rollouts.training.batches import Row
 
 _WORDS = ("out of memory", "can't allocate memory", "alloc_failed")  # of the GPU's allocators, the CPU's, and cuBLAS
 
@@ -47,18 +46,20 @@ def free_memory(device: Any) -> None:
 
 
 def training_words(
-    name: str, rows: Sequence[Row], tokens: int, smaller: int, device: Any, why: str, *, checkpoints: bool
+    name: str, lengths: Sequence[int], tokens: int, smaller: int, device: Any, why: str, *, checkpoints: bool
 ) -> str:
-    """The message for a command of the trainer, which was at a microbatch of these rows and tokens. `smaller` is the
-    number of tokens to advise; if it is not smaller, the rows must stay together. `checkpoints`: activations are
+    """The message for a command of the trainer, which was at a microbatch with rows of these `lengths`. `smaller` is
+    the number of tokens to advise; if it is not smaller, the rows must stay together. `checkpoints`: activations are
     checkpointed already.
     """
     if name not in ("forward", "forward_backward"):
         more = "--lora-rank 16, --training.optimizer adafactor, or --training fsdp on more GPUs"
         return f"out of memory on {device} in {name}: {why}\ntype {more}"
-    longest, is_one = max((len(row.tokens) for row in rows), default=0), len(rows) < 2
+    longest, is_one = max(lengths, default=0), len(lengths) < 2
     size = (
-        f"one row of {longest} tokens" if is_one else f"{len(rows)} rows and {tokens} tokens, at most {longest} a row"
+        f"one row of {longest} tokens"
+        if is_one
+        else f"{len(lengths)} rows and {tokens} tokens, at most {longest} a row"
     )
     less = f"--tokens-per-microbatch {smaller}"
     if is_one or smaller >= tokens:
