@@ -25,7 +25,7 @@ CONFIG = "config.toml"
 _MANIFESTS = ("manifest.json", "rl/manifest.json", "sft/manifest.json")  # a run of mode sft+rl has one for each phase
 
 _MODELS = ("model", "critic", "teacher")
-_WORDS = ("tiny", "head")  # the models that are no folders
+_WORDS = ("tiny", "head")  # the models that are no folders; a folder of this name is ./tiny
 _ROWS = ("data", "eval_data")
 _EXPLICIT = ("./", "../")
 _OF_FILE = re.compile(r"(?P<alias>(?:[A-Za-z_][\w-]*=)?)(?P<file>[^\n]*?\.py)(?P<rest>(?::[^\n]*)?)")
@@ -161,4 +161,4 @@ class Move(NamedTuple):
         if is_at_home and not os.path.exists(os.path.join(self.base, text)):
             return text
         there = os.path.relpath(os.path.join(self.base, text), self.home)
-        return there if "/" in there or "." in there else f"./{there}"  # else it might be the name of something
+        return f"./{there}" if there in _WORDS else there

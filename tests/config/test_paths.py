@@ -144,4 +144,4 @@ def test_settings_are_written_for_another_folder(proj, tmp_path):
     (proj / "run.toml").write_text('data = "rows.jsonl"\nreward = ["./judge.py:short"]\nmodel = "./base"\n')
     found = resolve(*load_file("../proj/run.toml"))
     text = to_toml(moved(found, Move(str(tmp_path / "other"), str(proj))))
-    assert 'name = "./judge.py:short"' in text and 'model = "./base"' in text and "../" not in text
+    assert 'name = "./judge.py:short"' in text and 'model = "base"' in text and "../" not in text
