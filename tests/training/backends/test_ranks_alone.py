@@ -133,7 +133,7 @@ ENDING = """
 import os, sys, threading
 from torch import distributed
 from rollouts.training.backends import heartbeats
-from rollouts.training.backends.ranks import DistributedExecutor, Worker, gather_ranks
+from rollouts.training.backends.ranks import DistributedExecutor, RankWorker, gather_ranks
 
 heartbeats.BEAT_SECONDS = 0.01
 
@@ -157,7 +157,7 @@ with group.starting("gloo", "the same"):
     trainer = Trainer()
 try:
     if group.place.rank > 0:
-        Worker(trainer, group).serve()
+        RankWorker(trainer, group).serve()
     else:
         executor = DistributedExecutor(trainer, group)
         try:
