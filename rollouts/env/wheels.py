@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
+from rollouts.doors import HOMES
 from rollouts.errors import PluginError
 from rollouts.plugins.index import normalize
 
@@ -31,8 +32,12 @@ def base_wheel(folder: Path) -> Path:
             "rollouts itself is not installed, so it cannot be copied into a virtual environment\n"
             "type, in its folder: pip install -e ."
         ) from None
-    root = Path(__file__).parents[1]
-    code = {f"rollouts/{file.relative_to(root).as_posix()}": file for file in root.rglob("*") if _is_code(file)}
+    code = {
+        file.relative_to(home).as_posix(): file
+        for package, home in HOMES.items()
+        for file in (home / package).rglob("*")
+        if _is_code(file)
+    }
     return _write_wheel(base, code, folder)
 
 
