@@ -16,12 +16,12 @@ from types import ModuleType
 ROOT = Path(__file__).parents[1]
 
 
-def _home_of(package: str, plugin: str) -> Path:
-    in_clone = ROOT / "plugins" / plugin
+def _home_of(package: str) -> Path:
+    in_clone = ROOT / "plugins" / package.removeprefix("rollouts_")
     return in_clone if (in_clone / package).is_dir() else ROOT
 
 
-HOMES = {"rollouts": ROOT, "rollouts_check": _home_of("rollouts_check", "check")}
+HOMES = {"rollouts": ROOT} | {package: _home_of(package) for package in ("rollouts_check", "rollouts_view")}
 """Each package of this distribution, and the folder that holds it."""
 
 

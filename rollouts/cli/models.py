@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollouts.cli.options import read_settings
-from rollouts.cli.runs import number, paired_words, print_table
+from rollouts.cli.tables import number, paired_words, print_table
 from rollouts.errors import UserError
 from rollouts.runs.progress import reduced_words
 

@@ -42,6 +42,7 @@ from rollouts.types import Episode, Score
 
 CONFIG = "config.toml"
 SUMMARY = "summary.json"
+METRICS = "metrics.jsonl"  # of the logger `jsonl`
 LOCK = ".lock"
 PHASES = ("rl", "sft")  # the folders of a run of mode sft+rl, the last one first
 PARTS = ("trajectories", "checkpoints")
@@ -125,6 +126,22 @@ def step_of_file(path: Path) -> int | None:
     """The step of a file in trajectories/; None if it is not one of a training step."""
     name = _STEP_FILE.fullmatch(path.name)
     return None if name is None else int(name[1])
+
+
+def phases_of(folder: Path) -> list[Path]:
+    """The folders that hold the steps of a run: its own, or those of its phases in the order in which they ran."""
+    return [folder / name for name in reversed(PHASES) if holds_run(folder / name)] or [folder]
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings in a run's config.toml. Raises ConfigError."""
+    try:
+        settings = tomllib.loads(read_regular(folder / CONFIG).decode("utf-8-sig"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / CONFIG} cannot be read: {error}") from error
+    if not settings:
+        raise ConfigError(f"{folder / CONFIG} is empty")
+    return settings
 
 
 def load_config(folder: Path) -> tuple[Tree, Source]:

@@ -11,8 +11,8 @@ import msgspec
 from rollouts.author_code import printable
 from rollouts.chat.token_texts import token_texts
 from rollouts.errors import ConfigError, UserError, first_line
+from rollouts.runs.folder import read_settings
 from rollouts.runs.line_index import Lines
-from rollouts.runs.listing import read_settings
 from rollouts.runs.token_files import SUFFIX, read_table
 from rollouts.types import Message, Task
 

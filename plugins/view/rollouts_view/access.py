@@ -12,7 +12,7 @@ import secrets
 from http.cookies import CookieError, SimpleCookie
 
 from rollouts.gateway.http_server import HTTPRequest
-from rollouts.view.api import APIError, Query
+from rollouts_view.api import APIError, Query
 
 CHANGES = "x-rollouts-view"
 """The header that every request has that changes something."""

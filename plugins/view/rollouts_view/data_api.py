@@ -20,12 +20,12 @@ from rollouts.errors import ConfigError, UserError, in_lines, suggestion
 from rollouts.plugins.contract import CORE
 from rollouts.plugins.index import normalize
 from rollouts.plugins.manager import PluginManager
+from rollouts.runs.folder import phases_of, read_settings
 from rollouts.runs.inspecting import OF_SFT
-from rollouts.runs.listing import phases_of, read_settings
-from rollouts.view.catalog import Catalog
-from rollouts.view.data_rows import NOT_SHOWN, OpenData
-from rollouts.view.drafts import text_of
-from rollouts.view.settings_api import field_of
+from rollouts_view.catalog import Catalog
+from rollouts_view.data_rows import NOT_SHOWN, OpenData
+from rollouts_view.drafts import text_of
+from rollouts_view.settings_api import field_of
 
 OF_MODEL = ("model", "system")
 """The settings of the core that decide the tokens, besides those of the data."""

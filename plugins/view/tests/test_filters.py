@@ -7,9 +7,9 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rollouts_view.filters import Column, choose
 
 from rollouts.errors import ConfigError
-from rollouts.view.filters import Column, choose
 
 NAN = math.nan
 COLUMNS = {

@@ -19,7 +19,7 @@ from rollouts.author_code import printable
 from rollouts.errors import ConfigError, suggestion
 from rollouts.runs.line_index import open_lines
 from rollouts.types import Task
-from rollouts.view.filters import Column, choose
+from rollouts_view.filters import Column, choose
 
 TASK_CHARACTERS = 100
 TEXT_CHARACTERS = 300

@@ -13,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rollouts_view import listing
+from rollouts_view.comparing import differing_settings
+from rollouts_view.listing import read_run, sampled_lines
 
 import rollouts
 from rollouts.cli.app import main
-from rollouts.runs import comparing, listing
+from rollouts.runs import comparing
 from rollouts.runs.folder import RunFolder, removed_steps
-from rollouts.runs.listing import read_run, sampled_lines
 
 TRAINED = {"env": "calculator", "steps": 3, "prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 4}
 
@@ -206,7 +208,7 @@ def test_runs_are_compared(real, monkeypatch, capsys):
 def test_settings_differ_by_the_names_of_flags(runs):
     one = make_run(runs / "a", config='lr = 1e-3\nout = "x"\n[env]\nname = "toy"\ndigits = 2\n')
     two = make_run(runs / "b", config='lr = 1e-3\nout = "y"\n[env]\nname = "toy"\ndigits = 3\n[[reward]]\nname = "r"\n')
-    assert comparing.differing_settings([one, two]) == {"env.digits": [2, 3], "reward[0]": [None, "r"]}
+    assert differing_settings([one, two]) == {"env.digits": [2, 3], "reward[0]": [None, "r"]}
 
 
 def test_a_better_run_is_called_better(runs, capsys):

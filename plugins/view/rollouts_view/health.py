@@ -7,10 +7,10 @@ import time
 from typing import Any
 
 from rollouts.errors import ConfigError, UserError
-from rollouts.runs.listing import read_settings
+from rollouts.runs.folder import read_settings
 from rollouts.runs.times import read_times, times_of
-from rollouts.view.catalog import Catalog
-from rollouts.view.table import Table
+from rollouts_view.catalog import Catalog
+from rollouts_view.table import Table
 
 FILES_MAX = 20
 SECONDS = 1.0  # for all files together

@@ -15,14 +15,15 @@ import click
 import msgspec
 
 from rollouts.cli.app import NamedGroup
+from rollouts.cli.tables import number, paired_words, print_table
 from rollouts.config.settings import Settings
 from rollouts.errors import UserError, counted, in_lines, suggestion
 from rollouts.terminal_text import curve, visible
 
 if TYPE_CHECKING:
     from rollouts.reducers import Reducer
-    from rollouts.runs.comparing import Evaluation, Paired
-    from rollouts.runs.listing import RunInfo
+    from rollouts.runs.comparing import Evaluation
+    from rollouts_view.listing import RunInfo
 
 CURVE_WIDTH = 16
 RUN_COLUMNS_MAX = 4
@@ -39,9 +40,7 @@ _SHOWN_METRICS = (
     "mismatch/k3",
     "time/step",
 )
-_NUMBERS = ("steps", "reward", "size", "number")  # the columns that are aligned to the right
 _SPARE = ("model", "mode", "size", "loss", "environment", "tags", "curve", "steps")
-_PIPE_WIDTH = 10_000  # nothing is cut that goes to a file or another program
 
 
 @click.group("runs", cls=NamedGroup, no_args_is_help=True)
@@ -62,7 +61,7 @@ def list_(directory: str, tag: str | None, search: str | None, sort: str, revers
     DIR is `runs` by default. A run is running, done, failed, interrupted, killed or damaged. The curve is the mean
     reward over the steps, or of a run without rewards the loss.
     """
-    from rollouts.runs.listing import find_runs, read_run
+    from rollouts_view.listing import find_runs, read_run
 
     found = [read_run(folder) for folder in find_runs(Path(directory))]
     kept = [run for run in found if (not tag or tag in run.tags) and (not search or _matches(run, search))]
@@ -120,22 +119,22 @@ def compare(run: Sequence[str], metric: Sequence[str], reduce: str | None, as_js
     reduced as the evaluation did, or all by --reduce.
     """
     from rollouts.runs import comparing
-    from rollouts.runs.listing import METRICS, numbers_of, phases_of, require_run, sampled_lines
+    from rollouts.runs.folder import METRICS, phases_of
+    from rollouts_view.comparing import differing_settings, opponents_of, reduced_evaluations
+    from rollouts_view.listing import numbers_of, require_run, sampled_lines
 
     if len(run) < 2:
         raise UserError(f"compare needs two runs or more, not {run[0]} alone; `rollouts runs list` lists them")
     folders = [require_run(each) for each in run]
-    settings = comparing.differing_settings(folders)
+    settings = differing_settings(folders)
     lines = {name: sampled_lines(phases_of(folder)[-1] / METRICS) for name, folder in zip(run, folders, strict=True)}
     metrics = _chosen_metrics(lines, metric)
     evaluations = [comparing.evaluations_of(folder) for folder in folders]
     reducers = _reducers(folders, run, reduce)
     rewards = [comparing.rewards_by_task(*each) for each in zip(folders, reducers, strict=True)]
     if reduce:
-        evaluations = [
-            comparing.reduced_evaluations(*each) for each in zip(evaluations, rewards, reducers, strict=True)
-        ]
-    against = comparing.opponents_of(rewards)
+        evaluations = [reduced_evaluations(*each) for each in zip(evaluations, rewards, reducers, strict=True)]
+    against = opponents_of(rewards)
     try:
         paired = [
             None if other is None else comparing.paired_difference(rewards[other], own)
@@ -217,22 +216,6 @@ def _reduced_words(reducer: Reducer) -> str:
     return f"their {reducer.how}{pattern}"
 
 
-def paired_words(name: str, first: str, found: Paired) -> str:
-    """A paired comparison in one line."""
-    from rollouts.runs.comparing import TASKS_MIN
-
-    left_out = f"; {counted(found.left_out, 'task')} of one alone" if found.left_out else ""
-    if found.tasks < TASKS_MIN:
-        return (
-            f"{name} against {first}: no verdict, because both have only {counted(found.tasks, 'task')}, and it takes "
-            f"{TASKS_MIN}; the mean difference is {found.difference:+.3f}{left_out}"
-        )
-    return (
-        f"{name} against {first}: {found.verdict}, {found.difference:+.3f} with the 95 % interval "
-        f"{found.low:+.3f} to {found.high:+.3f}, over {counted(found.tasks, 'task')} of both{left_out}"
-    )
-
-
 def _chosen_metrics(lines: dict[str, list[dict[str, Any]]], patterns: Sequence[str]) -> list[str]:
     """The metrics to show. Raises UserError for a pattern that fits none."""
     names = sorted({name for each in lines.values() for line in each for name in line if name != "step"})
@@ -256,7 +239,7 @@ def _last_with_curve(values: Sequence[float]) -> str:
 
 def _print_evaluations(run: Sequence[str], evaluations: Sequence[Sequence[Evaluation]]) -> None:
     """The rewards on held-out tasks; of several models and several environments, also as a leaderboard."""
-    from rollouts.runs.listing import read_run
+    from rollouts_view.listing import read_run
 
     rows, cells = [], dict[str, dict[str, tuple[float | None, float | None]]]()
     for name, found in zip(run, evaluations, strict=True):
@@ -317,7 +300,7 @@ def tag(run: str, tags: Sequence[str], remove: Sequence[str]) -> int:
 
     `rollouts runs clean` leaves a run with the tag `keep` alone.
     """
-    from rollouts.runs.listing import Labels, read_labels, require_run, write_labels
+    from rollouts_view.listing import Labels, read_labels, require_run, write_labels
 
     folder = require_run(run)
     labels = read_labels(folder)
@@ -340,7 +323,7 @@ def tag(run: str, tags: Sequence[str], remove: Sequence[str]) -> int:
 @click.argument("text", required=False)
 def note(run: str, text: str | None) -> int:
     """Write a note about a run, or show the one that it has. An empty TEXT removes it."""
-    from rollouts.runs.listing import Labels, read_labels, require_run, write_labels
+    from rollouts_view.listing import Labels, read_labels, require_run, write_labels
 
     folder = require_run(run)
     labels = read_labels(folder)
@@ -363,8 +346,8 @@ def clean(directory: str, yes: bool, **what: bool) -> int:
     Without an option, only files that killed processes left half-written are removed. A run that is running is left
     alone, and so is one with the tag `keep`, or what the settings of another run in DIR name.
     """
-    from rollouts.runs.cleaning import removals, remove
-    from rollouts.runs.listing import find_runs
+    from rollouts_view.cleaning import removals, remove
+    from rollouts_view.listing import find_runs
 
     found = removals(find_runs(Path(directory)), [name for name, chosen in what.items() if chosen])
     if not found:
@@ -388,44 +371,9 @@ def clean(directory: str, yes: bool, **what: bool) -> int:
 _OTHERS = "; --empty, --checkpoints and --trajectories remove more"
 
 
-def number(value: float | None) -> str:
-    """A number with three decimals, or in the scientific notation if it is small.
-
-    >>> number(0.5), number(3e-4), number(0), number(None)
-    ('0.500', '3.0e-04', '0.000', '–')
-    """
-    if value is None:
-        return "–"
-    return f"{value:.1e}" if 0 < abs(value) < 0.001 else f"{value:.3f}"
-
-
 def _size(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} {unit}"
         count /= 1024
     return f"{count:.1f} GiB"
-
-
-def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str] = ()) -> None:
-    """Print a table. Columns without a value are left out; in a terminal that is too narrow, also those of `spare`, one
-    after the other, until the table fits.
-    """
-    from rich.cells import cell_len
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    console = Console(file=sys.stdout, highlight=False, width=None if is_terminal else _PIPE_WIDTH)
-    columns = [[name, *(visible(row[index]) for row in rows)] for index, name in enumerate(head)]
-    columns = [column for column in columns if any(column[1:])]
-    for name in spare:
-        if sum(max(map(cell_len, column)) + 2 for column in columns) > console.width:
-            columns = [column for column in columns if column[0] != name]
-    table = Table(title=title or None, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name, *_ in columns:
-        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
-    for row in zip(*(column[1:] for column in columns), strict=True):
-        table.add_row(*map(Text, row))
-    console.print(table)

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rollouts_view import component_reader, settings_files
+from rollouts_view.api import APIError, ViewAPI
+from rollouts_view.catalog import Catalog
+from rollouts_view.component_reader import ComponentReader
+from rollouts_view.drafts import Draft, Part, check, draft_of, text_of
 
 from rollouts.cli import main
 from rollouts.config.files import load_file
 from rollouts.config.flags import read_flag
 from rollouts.config.resolving import resolve
-from rollouts.view import component_reader, settings_files
-from rollouts.view.api import APIError, ViewAPI
-from rollouts.view.catalog import Catalog
-from rollouts.view.component_reader import ComponentReader
-from rollouts.view.drafts import Draft, Part, check, draft_of, text_of
 
 CALCULATOR = {"env": [{"name": "calculator", "settings": {"digits": "3"}}]}
 SCRIPT = '''

@@ -10,18 +10,18 @@ import threading
 from array import array
 
 import pytest
+from rollouts_view import table as tables
+from rollouts_view.api import APIError
+from rollouts_view.listing import read_labels
+from rollouts_view.rollout import Tokenizers
 
 from rollouts.cli import main
 from rollouts.encoding import encode
 from rollouts.runs.jobs import step_files, train
-from rollouts.runs.listing import read_labels
 from rollouts.runs.records import read_record
 from rollouts.runs.times import StepTimes
 from rollouts.runs.token_files import TokenTable, read_table
 from rollouts.types import Status
-from rollouts.view import table as tables
-from rollouts.view.api import APIError
-from rollouts.view.rollout import Tokenizers
 
 
 def refusal(asked, *request, **more):
@@ -224,7 +224,7 @@ def test_the_light_tokenizer_shows_the_same_texts():
 
 
 def test_tokens_of_a_model_that_is_not_here_are_numbers(make, asked):
-    make.run(settings='mode = "rl"\nmodel = "nobody/nothing"\n')
+    make.run(settings='mode = "rl"\nmodel = "acme/nothing"\n')
     found = asked("/api/runs/RUN/step_000000/lines/0")
     assert found["segments"][0]["texts"] == [] and "tokens are shown as numbers" in found["notes"][0]
 

@@ -16,13 +16,13 @@ import msgspec
 from rollouts.config.flags import Tree
 from rollouts.disk import open_regular
 from rollouts.errors import ConfigError, UserError, in_lines, suggestion
-from rollouts.runs.folder import CONFIG, REMOVED_BY, SUMMARY, read_json, removed_steps
+from rollouts.runs.folder import CONFIG, METRICS, REMOVED_BY, SUMMARY, phases_of, read_json, removed_steps
 from rollouts.runs.line_index import Lines, open_lines
-from rollouts.runs.listing import LABELS, METRICS, RunInfo, find_runs, phases_of, read_run
 from rollouts.runs.manifest import MANIFEST
 from rollouts.runs.times import times_of
 from rollouts.runs.token_files import SUFFIX
-from rollouts.view.table import Stamp, Table, stamp_of
+from rollouts_view.listing import LABELS, RunInfo, find_runs, read_run
+from rollouts_view.table import Stamp, Table, stamp_of
 
 TABLE_ROWS_MAX = 1_200_000  # rows of all tables that are kept
 METRICS_KEPT = 32  # runs whose metrics are kept

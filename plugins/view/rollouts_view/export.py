@@ -14,10 +14,10 @@ from urllib.parse import quote, urlencode
 from rollouts.disk import write_whole
 from rollouts.encoding import encode
 from rollouts.errors import OutputError, UserError, counted
-from rollouts.view.api import ROWS_MAX, ViewAPI
-from rollouts.view.catalog import Catalog
-from rollouts.view.health import health, timeline
-from rollouts.view.server import page_files
+from rollouts_view.api import ROWS_MAX, ViewAPI
+from rollouts_view.catalog import Catalog
+from rollouts_view.health import health, timeline
+from rollouts_view.server import page_files
 
 BYTES_MAX = 20_000_000
 MODULES = (

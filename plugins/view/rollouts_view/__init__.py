@@ -1,4 +1,4 @@
-"""`rollouts view`: runs in a browser, from a curve down to one token.
+"""`rollouts view`: runs in a browser, from a curve down to one token. `rollouts runs`: runs in a terminal.
 
 | module | what it does |
 |---|---|
@@ -13,8 +13,10 @@
 | `component_reader` `settings_files` | the components that the form shows; files below the opened directories |
 | `data_api` `data_rows` | training data: what its page asks, and its rows |
 | `export` | one file to send to somebody |
+| `listing` `comparing` `cleaning` | the runs in a directory; what differs between them; what can be removed |
+| `command` `runs_command` | the two commands |
 | `page/` | HTML, CSS and JavaScript, as the browser loads them |
 
-Not here: what a run writes (`rollouts.runs`). Nothing in this package changes a run, except its tags and its note,
-or starts one. It writes no files but the settings files that the user names.
+Not here: what a run writes (`rollouts.runs`). Nothing in this package starts a run. A run's tags and its note can be
+changed, and `cleaning` removes files. Else it writes only the settings files that the user names.
 """

@@ -9,6 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rollouts_view.api import APIError, ViewAPI
+from rollouts_view.catalog import Catalog
+from rollouts_view.data_rows import LineRows, SequentialRows
+from rollouts_view.server import open_catalog
 
 from rollouts.cli import main
 from rollouts.config.flags import read_flag
@@ -16,10 +20,6 @@ from rollouts.data.source import open_rows
 from rollouts.errors import ModelError
 from rollouts.runs import inspecting
 from rollouts.runs.inspecting import inspect_data
-from rollouts.view.api import APIError, ViewAPI
-from rollouts.view.catalog import Catalog
-from rollouts.view.data_rows import LineRows, SequentialRows
-from rollouts.view.server import open_catalog
 
 ROWS = [
     {

@@ -46,8 +46,8 @@ def view(places: Sequence[str], port: int, model: str | None, is_new: bool, open
       rollouts view chat.jsonl --model my-model --data.max-length 2048
       rollouts view --new
     """
-    from rollouts.view.server import open_catalog, page_of_data
-    from rollouts.view.server import view as serve
+    from rollouts_view.server import open_catalog, page_of_data
+    from rollouts_view.server import view as serve
 
     files = [place for place in places if Path(place).is_file()]
     data = _data(files, model, click.get_current_context().obj or {})
@@ -56,7 +56,7 @@ def view(places: Sequence[str], port: int, model: str | None, is_new: bool, open
         folders = [Path("." if is_new else "runs")]
     catalog = open_catalog(folders, may_be_empty=is_new or bool(data), data=data)
     if target is not None:
-        from rollouts.view.export import export
+        from rollouts_view.export import export
 
         click.echo(export(catalog, Path(target)))
         return 0

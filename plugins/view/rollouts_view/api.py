@@ -11,15 +11,15 @@ import msgspec
 
 from rollouts.encoding import encode
 from rollouts.errors import ConfigError, OutputError, UserError
-from rollouts.runs.folder import CONFIG
-from rollouts.runs.listing import Labels, read_labels, read_settings, write_labels
+from rollouts.runs.folder import CONFIG, read_settings
 from rollouts.version import __version__
-from rollouts.view.catalog import Catalog
-from rollouts.view.data_api import DataAPI
-from rollouts.view.health import causes, health, timeline
-from rollouts.view.pairs import compare
-from rollouts.view.rollout import SIDE_BY_SIDE_MAX, Tokenizers, group_of, read_rollout
-from rollouts.view.settings_api import SettingsAPI
+from rollouts_view.catalog import Catalog
+from rollouts_view.data_api import DataAPI
+from rollouts_view.health import causes, health, timeline
+from rollouts_view.listing import Labels, read_labels, write_labels
+from rollouts_view.pairs import compare
+from rollouts_view.rollout import SIDE_BY_SIDE_MAX, Tokenizers, group_of, read_rollout
+from rollouts_view.settings_api import SettingsAPI
 
 ROWS_MAX = 500  # of one answer
 WAIT_SECONDS = 0.4  # how long an answer waits for the rest of a table

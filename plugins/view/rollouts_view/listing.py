@@ -7,7 +7,6 @@ here: the trajectories of a run (`saved`), and what differs between runs (`compa
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +16,10 @@ import msgspec
 from rollouts.disk import open_regular, read_regular, write_whole
 from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, OutputError, UserError, in_lines, suggestion
-from rollouts.runs.folder import CONFIG, PHASES, SUMMARY, holds_run, read_json, writer_of
+from rollouts.runs.folder import CONFIG, METRICS, SUMMARY, holds_run, phases_of, read_json, read_settings, writer_of
 from rollouts.runs.manifest import MANIFEST
 
 LABELS = "labels.json"
-METRICS = "metrics.jsonl"
 REWARD, LOSS = "reward/mean", "policy/loss"
 POINTS = 48  # so many lines of a metrics file are read
 _TAIL = 1 << 16  # bytes in which the last line is searched
@@ -158,22 +156,6 @@ def _state(folder: Path, summary: Mapping[str, Any]) -> tuple[State, str]:
     if status not in ("done", "failed", "interrupted"):
         return "damaged", f"{folder / SUMMARY} has the status {status!r}"
     return status, str(summary.get("error") or "")
-
-
-def phases_of(folder: Path) -> list[Path]:
-    """The folders that hold the steps of a run: its own, or those of its phases in the order in which they ran."""
-    return [folder / name for name in reversed(PHASES) if holds_run(folder / name)] or [folder]
-
-
-def read_settings(folder: Path) -> dict[str, Any]:
-    """The settings in a run's config.toml. Raises ConfigError."""
-    try:
-        settings = tomllib.loads(read_regular(folder / CONFIG).decode("utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / CONFIG} cannot be read: {error}") from error
-    if not settings:
-        raise ConfigError(f"{folder / CONFIG} is empty")
-    return settings
 
 
 def _named(settings: Mapping[str, Any], kind: str) -> str:

@@ -1,4 +1,4 @@
-"""The server answers the browser that has the link, and nobody else."""
+"""The server answers the browser that has the link, and no other."""
 
 from __future__ import annotations
 

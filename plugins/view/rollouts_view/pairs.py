@@ -7,8 +7,9 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError, UserError, first_line
-from rollouts.runs.comparing import Evaluation, Paired, differing_settings, evaluations_of, paired_difference
-from rollouts.view.catalog import Catalog
+from rollouts.runs.comparing import Evaluation, Paired, evaluations_of, paired_difference
+from rollouts_view.catalog import Catalog
+from rollouts_view.comparing import differing_settings
 
 TASKS_MAX = 1000
 WAIT_SECONDS = 20.0

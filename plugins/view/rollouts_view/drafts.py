@@ -36,7 +36,7 @@ from rollouts.config.settings import (
 )
 from rollouts.errors import ConfigError, UserError
 from rollouts.plugins.signature import Signature
-from rollouts.view.component_reader import ComponentReader, ReadComponent, chosen_alone, is_own
+from rollouts_view.component_reader import ComponentReader, ReadComponent, chosen_alone, is_own
 
 TABLES = ("worker", "template", "role", "sft", "schedule")
 """The core settings that are tables. The form has one text for them, in TOML."""

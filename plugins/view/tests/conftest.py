@@ -1,25 +1,29 @@
-"""Runs to look at, written as a run writes them."""
+"""Runs to look at, written as a run writes them. These tests have the fixtures of `tests`."""
 
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import threading
 from array import array
+from pathlib import Path
 
 import pytest
 import trio
+from rollouts_view.access import Access
+from rollouts_view.api import ViewAPI
+from rollouts_view.catalog import Catalog
+from rollouts_view.server import LIMITS, Site, _unreadable
 
 from rollouts.gateway.http_server import serve_http
 from rollouts.gateway.listening import bound_socket
 from rollouts.runs.folder import CONFIG, RunFolder, episode_records
 from rollouts.runs.token_files import Span, TokenTable
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
-from rollouts.view.access import Access
-from rollouts.view.api import ViewAPI
-from rollouts.view.catalog import Catalog
-from rollouts.view.server import LIMITS, Site, _unreadable
 
+_shared = runpy.run_path(str(Path(__file__).parents[3] / "tests" / "conftest.py"))
+forget_modules_of_tests, quick_collections = _shared["forget_modules_of_tests"], _shared["quick_collections"]
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
 PROMPT, REPLY = 2, 3
 FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync".split()

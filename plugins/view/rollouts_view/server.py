@@ -18,9 +18,9 @@ from rollouts.encoding import encode
 from rollouts.errors import UserError, counted
 from rollouts.gateway.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
 from rollouts.gateway.listening import bound_socket, stop_at_signals
-from rollouts.view.access import HEADERS, Access
-from rollouts.view.api import APIError, Query, ViewAPI
-from rollouts.view.catalog import Catalog
+from rollouts_view.access import HEADERS, Access
+from rollouts_view.api import APIError, Query, ViewAPI
+from rollouts_view.catalog import Catalog
 
 HOST = "127.0.0.1"
 THREADS = 4
@@ -154,7 +154,7 @@ class Site:
 
 def page_files() -> dict[str, bytes]:
     """The files of the page, by name."""
-    folder = resources.files("rollouts.view") / "page"
+    folder = resources.files("rollouts_view") / "page"
     return {each.name: each.read_bytes() for each in folder.iterdir() if Path(each.name).suffix in TYPES}
 
 

@@ -16,10 +16,10 @@ from rollouts.config.settings import COMPONENT_KINDS, EVAL, MULTIPLE, WEIGHTED, 
 from rollouts.errors import ConfigError
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.runs.folder import CONFIG
-from rollouts.view.catalog import Catalog
-from rollouts.view.component_reader import ComponentReader, names_of
-from rollouts.view.drafts import TABLES, Checked, Draft, Part, check, draft_of, text_of
-from rollouts.view.settings_files import SettingsFiles, WouldReplaceError, tag_of
+from rollouts_view.catalog import Catalog
+from rollouts_view.component_reader import ComponentReader, names_of
+from rollouts_view.drafts import TABLES, Checked, Draft, Part, check, draft_of, text_of
+from rollouts_view.settings_files import SettingsFiles, WouldReplaceError, tag_of
 
 OF_THAT_RUN = ("out", "resume")
 """The settings of a run that another run cannot have too."""

@@ -12,9 +12,18 @@ from typing import Any, NamedTuple
 
 from rollouts.disk import HIDDEN_NAME, remove_folder
 from rollouts.errors import ConfigError, OutputError
-from rollouts.runs.folder import RunFolder, holds_run, note_removed, removed_steps, step_of_file, writer_of
-from rollouts.runs.listing import phases_of, read_labels, read_settings, size_of
+from rollouts.runs.folder import (
+    RunFolder,
+    holds_run,
+    note_removed,
+    phases_of,
+    read_settings,
+    removed_steps,
+    step_of_file,
+    writer_of,
+)
 from rollouts.training.weights.store import all_checkpoints, checkpoints_to_prune
+from rollouts_view.listing import read_labels, size_of
 
 KEEP = "keep"
 WHAT = ("empty", "trajectories", "checkpoints")

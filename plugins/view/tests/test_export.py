@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 
+from rollouts_view import export
+from rollouts_view.server import page_files
+
 from rollouts.cli import main
-from rollouts.view import export
-from rollouts.view.server import page_files
 
 
 def test_one_file_with_a_run(make, make_episode, tmp_path, capsys):

@@ -7,11 +7,11 @@ import threading
 from pathlib import Path
 
 import pytest
+from rollouts_view.access import Access
+from rollouts_view.api import ViewAPI
+from rollouts_view.server import open_catalog, page_of_data
 
 from rollouts.cli import main
-from rollouts.view.access import Access
-from rollouts.view.api import ViewAPI
-from rollouts.view.server import open_catalog, page_of_data
 
 pytestmark = pytest.mark.slow
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
@@ -30,10 +30,10 @@ def brevity(trajectory, *, target: int = 50) -> float:
 def site(browser, tmp_path, monkeypatch):
     """Opens a page of the folder `opened` in the working directory, in a window of a width. Errors fail the test."""
     import trio
+    from rollouts_view.server import LIMITS, Site, _unreadable
 
     from rollouts.gateway.http_server import serve_http
     from rollouts.gateway.listening import bound_socket
-    from rollouts.view.server import LIMITS, Site, _unreadable
 
     monkeypatch.chdir(tmp_path)
     Path("opened").mkdir()
