@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 import zipfile
 
 import pytest
+import rollouts_check
 
+import rollouts.check
 from rollouts.cli.app import COMMANDS
 from rollouts.doors import HOMES
+from rollouts.env.wheels import base_wheel
 
 ROOT = HOMES["rollouts"]
 BUILD = "import sys; from hatchling import build; print(getattr(build, sys.argv[1])(sys.argv[2]))"
@@ -24,11 +28,11 @@ sys.exit(main(argv))
 OUTSIDE = [name for name, (place, _) in COMMANDS.items() if not place.startswith("rollouts.")]
 
 
-def rollouts(first, *argv):
+def command(first, *argv):
     """A command of the `rollouts` in this folder, in a new interpreter without the folders of this clone."""
     given = [str(first), list(map(str, HOMES.values())), list(map(str, argv))]
-    command = [sys.executable, "-c", START, *map(json.dumps, given)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT.parent, timeout=300)
+    words = [sys.executable, "-c", START, *map(json.dumps, given)]
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT.parent, timeout=300)
 
 
 def built(hook, folder):
@@ -39,10 +43,10 @@ def built(hook, folder):
 
 
 def makes_a_package_and_checks(first, folder):
-    made = rollouts(first, "new", "reward", "brief", "--dest", folder)
+    made = command(first, "new", "reward", "brief", "--dest", folder)
     assert made.returncode == 0, made.stderr
     file = folder / "brief" / "rollouts_brief" / "__init__.py"
-    checked = rollouts(first, "check", f"{file}:brief", "--only", "definition")
+    checked = command(first, "check", f"{file}:brief", "--only", "definition")
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "keeps the contract" in checked.stdout
 
@@ -65,8 +69,16 @@ def test_an_editable_install_knows_all_folders(tmp_path):
 
 
 def test_an_editable_install_of_before_finds_what_is_new(tmp_path):
-    """It has only the folder of the clone on its path."""
+    """It has only the folder of the clone on its path, and its metadata have the plugin of pytest by its former name."""
     makes_a_package_and_checks(ROOT, tmp_path)
+    assert command(ROOT, "view", "--help").returncode == 0
+    plugin = importlib.import_module("rollouts.check.pytest_plugin")
+    assert plugin.pytest_addoption and rollouts_check.check_component is rollouts.check.check_component
+
+
+def test_the_wheel_for_a_worker_has_all_packages(tmp_path):
+    names = zipfile.ZipFile(base_wheel(tmp_path)).namelist()
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == set(HOMES)
 
 
 @pytest.fixture
@@ -80,14 +92,14 @@ def core(tmp_path):
 @pytest.mark.slow
 def test_the_main_job_runs_without_them(core, tmp_path):
     small = ["--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--eval-tasks", "4"]
-    done = rollouts(core, "run", "--env", "calculator", "--loss", "grpo", *small, "--out", tmp_path / "run")
+    done = command(core, "run", "--env", "calculator", "--loss", "grpo", *small, "--out", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "summary.json").is_file()
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_a_command_of_a_missing_package_says_what_to_install(name, core):
-    done = rollouts(core, name, "--help")
+    done = command(core, name, "--help")
     package = COMMANDS[name][0].partition(".")[0]
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: `rollouts {name}`: the package {package} of rollouts-rl is missing\n")

@@ -44,10 +44,7 @@ COMMANDS = {
     "check": ("rollouts_check.command:check", "Check whether a component keeps the contract of its kind."),
     "config": ("rollouts.cli.config:config", "Print a complete settings file."),
     "env": ("rollouts.cli.env:env", "Install environments in virtual environments of their own."),
-    "new": (
-        "rollouts_check.scaffold.command:new",
-        "Make a package, ready to publish: an environment, a reward, a loss, ...",
-    ),
+    "new": ("rollouts_check.command:new", "Make a package, ready to publish: an environment, a reward, a loss, ..."),
     "plugins": ("rollouts.cli.plugins:plugins", "List, show and check installed plugins."),
 }
 """The commands of this distribution: where each is defined, and its line in the help. The help imports no command."""

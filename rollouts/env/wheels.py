@@ -32,12 +32,9 @@ def base_wheel(folder: Path) -> Path:
             "rollouts itself is not installed, so it cannot be copied into a virtual environment\n"
             "type, in its folder: pip install -e ."
         ) from None
-    code = {
-        file.relative_to(home).as_posix(): file
-        for package, home in HOMES.items()
-        for file in (home / package).rglob("*")
-        if _is_code(file)
-    }
+    code = dict[str, Path]()
+    for package, home in HOMES.items():
+        code |= {file.relative_to(home).as_posix(): file for file in (home / package).rglob("*") if _is_code(file)}
     return _write_wheel(base, code, folder)
 
 

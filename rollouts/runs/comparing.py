@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.disk import open_regular
-from rollouts.errors import UserError
+from rollouts.errors import UserError, counted
 from rollouts.reducers import Reducer
-from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, phases_of, read_json, read_settings
+from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, load_config, phases_of, read_json
 from rollouts.runs.seeds import t_quantile
 from rollouts.types import Message, Task, Trajectory
 
@@ -54,6 +54,19 @@ class Paired(NamedTuple):
     def verdict(self) -> str:
         """`better` or `worse` if the interval excludes 0."""
         return "better" if self.low > 0 else "worse" if self.high < 0 else "no difference shown"
+
+    def words(self, name: str, first: str) -> str:
+        """The comparison in one line. `name` and `first` are the names of the second and the first run."""
+        left_out = f"; {counted(self.left_out, 'task')} of one alone" if self.left_out else ""
+        if self.tasks < TASKS_MIN:
+            return (
+                f"{name} against {first}: no verdict, because both have only {counted(self.tasks, 'task')}, and it "
+                f"takes {TASKS_MIN}; the mean difference is {self.difference:+.3f}{left_out}"
+            )
+        return (
+            f"{name} against {first}: {self.verdict}, {self.difference:+.3f} with the 95 % interval "
+            f"{self.low:+.3f} to {self.high:+.3f}, over {counted(self.tasks, 'task')} of both{left_out}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The fields and the verdict, with None in place of an interval that is infinite and of its verdict."""
@@ -103,7 +116,7 @@ _DECODER = msgspec.json.Decoder(_Line)
 
 def reducer_of(folder: Path) -> Reducer:
     """How an evaluation reduced the samples of a task. Raises ConfigError for settings that cannot be read."""
-    settings = read_settings(phases_of(folder)[-1])
+    settings = load_config(phases_of(folder)[-1])[0]
     return Reducer(settings.get("reduce", "mean"), settings.get("answer_pattern", ""))
 
 

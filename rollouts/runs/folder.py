@@ -133,17 +133,6 @@ def phases_of(folder: Path) -> list[Path]:
     return [folder / name for name in reversed(PHASES) if holds_run(folder / name)] or [folder]
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
-    """The settings in a run's config.toml. Raises ConfigError."""
-    try:
-        settings = tomllib.loads(read_regular(folder / CONFIG).decode("utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder / CONFIG} cannot be read: {error}") from error
-    if not settings:
-        raise ConfigError(f"{folder / CONFIG} is empty")
-    return settings
-
-
 def load_config(folder: Path) -> tuple[Tree, Source]:
     """The settings in a run's config.toml. Raises ConfigError, with what to type, if the file is missing, unreadable or
     empty.

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import forks
 import pytest
-from rollouts_check.scaffold import kind_of, render_package
-from rollouts_check.scaffold.packages import KIND_NAMES, TEMPLATES, example_description
+from rollouts_check.scaffold.packages import KIND_NAMES, TEMPLATES, example_description, kind_of, render_package
 from test_words import found_in
 
 from rollouts.cli import main

@@ -7,7 +7,6 @@
 | `catalog` | which runs there are, and what their folders say |
 | `table` `filters` | the trajectories of a step as a table; which rows an expression keeps |
 | `rollout` | one trajectory with its tokens |
-| `pairs` | two runs on the same tasks |
 | `health` | where the time of a run goes, what its engine served, why rollouts failed or were not trained |
 | `settings_api` `drafts` | the form of a new run: what it asks, and how its text becomes settings |
 | `component_reader` `settings_files` | the components that the form shows; files below the opened directories |

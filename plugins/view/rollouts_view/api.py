@@ -11,13 +11,13 @@ import msgspec
 
 from rollouts.encoding import encode
 from rollouts.errors import ConfigError, OutputError, UserError
-from rollouts.runs.folder import CONFIG, read_settings
+from rollouts.runs.folder import CONFIG, load_config
 from rollouts.version import __version__
 from rollouts_view.catalog import Catalog
+from rollouts_view.comparing import compare
 from rollouts_view.data_api import DataAPI
 from rollouts_view.health import causes, health, timeline
 from rollouts_view.listing import Labels, read_labels, write_labels
-from rollouts_view.pairs import compare
 from rollouts_view.rollout import SIDE_BY_SIDE_MAX, Tokenizers, group_of, read_rollout
 from rollouts_view.settings_api import SettingsAPI
 
@@ -130,7 +130,7 @@ class ViewAPI:
         query.only()
         info = self.catalog.info(run)
         try:
-            settings: dict[str, Any] | None = read_settings(self.catalog.folder(run))
+            settings: dict[str, Any] | None = load_config(self.catalog.folder(run))[0]
         except ConfigError:
             settings = None  # `problem` of the run says why
         return {

@@ -15,9 +15,9 @@ from rollouts.errors import ConfigError, OutputError
 from rollouts.runs.folder import (
     RunFolder,
     holds_run,
+    load_config,
     note_removed,
     phases_of,
-    read_settings,
     removed_steps,
     step_of_file,
     writer_of,
@@ -115,7 +115,7 @@ def _named_elsewhere(runs: Iterable[Path]) -> Iterator[Path]:
     """The runs and checkpoints that the settings of these runs name, such as `model` and `teacher`."""
     for run in runs:
         try:
-            settings = read_settings(run)
+            settings = load_config(run)[0]
         except ConfigError:
             continue  # a damaged run names nothing
         for text in _texts(settings):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,7 +64,7 @@ def view(places: Sequence[str], port: int, model: str | None, is_new: bool, open
     serve(
         catalog,
         port,
-        _say,
+        click.echo,
         webbrowser.open if opens else None,
         page="#/new" if is_new else page_of_data(files[0]) if files else "",
     )
@@ -92,9 +91,3 @@ def _data(files: Sequence[str], model: str | None, dotted: Tree) -> dict[str, Tr
     for tree in data.values():
         choose_loader(PluginManager(), tree["data"])  # raises for a file that no loader reads
     return data
-
-
-def _say(line: str) -> None:
-    click.echo(line)
-    if sys.stdout is not None:
-        sys.stdout.flush()

@@ -11,7 +11,7 @@ import msgspec
 from rollouts.author_code import printable
 from rollouts.chat.token_texts import token_texts
 from rollouts.errors import ConfigError, UserError, first_line
-from rollouts.runs.folder import read_settings
+from rollouts.runs.folder import load_config
 from rollouts.runs.line_index import Lines
 from rollouts.runs.token_files import SUFFIX, read_table
 from rollouts.types import Message, Task
@@ -129,7 +129,7 @@ def read_rollout(folder: Path, lines: Lines, number: int, tokenizers: Tokenizers
     line = _decoded(lines, number)
     channels, notes = _channels(lines.file, number)
     try:
-        model = str(read_settings(folder).get("model", ""))
+        model = str(load_config(folder)[0].get("model", ""))
     except ConfigError:
         model = ""
     segments = []

@@ -15,10 +15,9 @@ import click
 import msgspec
 
 from rollouts.cli.app import NamedGroup
-from rollouts.cli.tables import number, paired_words, print_table
 from rollouts.config.settings import Settings
 from rollouts.errors import UserError, counted, in_lines, suggestion
-from rollouts.terminal_text import curve, visible
+from rollouts.terminal_text import curve, number, print_table, visible
 
 if TYPE_CHECKING:
     from rollouts.reducers import Reducer
@@ -164,7 +163,7 @@ def compare(run: Sequence[str], metric: Sequence[str], reduce: str | None, as_js
     _print_evaluations(run, evaluations)
     for name, other, each in zip(run, against, paired, strict=True):
         if each is not None and other is not None:
-            click.echo(paired_words(name, run[other], each))
+            click.echo(each.words(name, run[other]))
     for words in _not_compared(run, rewards, settings):
         click.echo(words)
     return 0

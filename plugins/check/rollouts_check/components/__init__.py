@@ -12,8 +12,7 @@ parts          the other parts of an algorithm
 episodes       invented episodes
 rewards        rewards
 filters        filters
-curricula      curricula
-samplers       task samplers
+samplers       task samplers and curricula
 datasets       dataset loaders
 updates        references and optimizers
 trainers       training backends

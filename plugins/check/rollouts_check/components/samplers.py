@@ -1,12 +1,16 @@
-"""Checks of task samplers: draws among invented tasks, whose groups earn all, some or nothing."""
+"""Checks of what chooses tasks: samplers, on draws among invented tasks, whose groups earn all, some or nothing; and
+curricula, which weigh an environment at each step.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from rollouts.author_code import shown
 from rollouts.errors import counted
+from rollouts.plugins.signature import call_with
 from rollouts.training.datasets.sampling import Sampling
 from rollouts.types import Task
 from rollouts_check.components.subject import Function, Subject, at, trying
@@ -14,6 +18,7 @@ from rollouts_check.report import FailedError
 
 TASKS = [Task(f"task {number}", id=f"task-{number}") for number in range(12)]
 DRAWS, PER_STEP = 120, 4
+STEPS = (0, 1, 2, 10, 99, 100, 101, 1_000, 100_000, 10_000_000)
 STRANGE: dict[str, list[float | None]] = {
     "a group that no reward could judge": [None, None],
     "a group of one rollout": [0.5],
@@ -90,3 +95,29 @@ def _draws(sampling: Sampling, first: int, end: int) -> list[str | None]:
         sampling.finished(task or TASKS[number % len(TASKS)], [float(kind > 0), float(kind > 1)], step)
         sampling.metrics()
     return drawn
+
+
+# --- curricula --------------------------------------------------------------------------------------------------------
+
+
+def curriculum_trial(subject: Subject, function: Function) -> Any:
+    """The weights of the first steps."""
+    return [call_with(function, {"step": step}) for step in STEPS]
+
+
+def values(subject: Subject) -> str:
+    """It returns a finite weight of 0 or more for every step, and more than 0 for some."""
+    found = {}
+    for step in STEPS:
+        tried = f"call it at step {step:,}"
+        with trying(tried):
+            weight = call_with(subject.function, {"step": step})
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not is_number or not math.isfinite(weight) or weight < 0:
+            seen = f"it returned {shown(weight)}{at(subject.function)}"
+            raise FailedError(tried, seen, "return a number of 0 or more: the weight among those of all environments")
+        found[step] = float(weight)
+    if not any(found.values()):
+        seen = f"the weight is 0 at all of them{at(subject.function)}"
+        raise FailedError(f"call it at steps 0 to {STEPS[-1]:,}", seen, "return a weight above 0 at some steps")
+    return f"{found[0]:g} at first, {found[STEPS[-1]]:g} at last"

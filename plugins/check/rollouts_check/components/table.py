@@ -7,7 +7,6 @@ from typing import Any
 
 from rollouts.plugins.index import HOOKS
 from rollouts_check.components import (
-    curricula,
     datasets,
     engines,
     filters,
@@ -81,7 +80,7 @@ FAMILIES: dict[str, Family] = {
     "selectors": _function(groups.trial, *_OF_GROUPS),
     "pairings": _COMPARED,
     "aggregations": _function(weights.trial, weights.values, weights.masked, weights.nothing_live, weights.order),
-    "curricula": _family(curricula.values, then=(repeatable,), trial=curricula.trial),
+    "curricula": _family(samplers.values, then=(repeatable,), trial=samplers.curriculum_trial),
     "datasets": _family(
         datasets.rows, datasets.usable, datasets.streaming, datasets.no_source, then=(repeatable,), trial=datasets.trial
     ),

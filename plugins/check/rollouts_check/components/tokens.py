@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollouts.author_code import shown
 from rollouts.training.algorithms.advantages import group_norm
-from rollouts.training.algorithms.algorithm import (
-    Algorithm,
-    Term,
-    is_reward_placed,
-    requests,
-)
+from rollouts.training.algorithms.algorithm import Algorithm, Term, is_reward_placed, requests
 from rollouts.training.algorithms.calls import call_author
 from rollouts.training.algorithms.checks import unit_of
 from rollouts.training.algorithms.objective import check_loss_values, evaluate, importance_weights

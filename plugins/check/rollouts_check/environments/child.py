@@ -8,6 +8,7 @@ prints does not matter.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import importlib
 import json
 import os
@@ -20,6 +21,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import date as _date
+from datetime import datetime as _datetime
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType
@@ -51,9 +54,7 @@ def main(text: str) -> None:
 
     request: dict[str, Any] = json.loads(text)
     if request.get("is_late"):
-        from rollouts_check.environments.clock import shift_clock
-
-        shift_clock()
+        _shift_clock()
     try:
         if "forbidden" in request:
             answer: Any = _import_watched(request)
@@ -220,3 +221,70 @@ def _authors_line(*, may_import: bool = True) -> str:
         if is_file(frame.filename) and not frame.filename.startswith(inside) and not is_installed:
             return str(Place(frame.filename, frame.lineno or 0, frame.line or ""))
     return ""
+
+
+# --- another date -----------------------------------------------------------------------------------------------------
+
+_SHIFT_SECONDS = 400 * 86400 + 5 * 3600 + 17 * 60 + 23
+"""Another year, month, weekday, hour and minute."""
+
+_shift = datetime.timedelta(seconds=_SHIFT_SECONDS)
+
+
+class _Shifted(type):
+    """Makes objects of the original class instances of the shifted one."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return cls.__subclasscheck__(type(instance))
+
+    def __subclasscheck__(cls, other: type) -> bool:
+        wanted = cls.__mro__[1] if cls.__module__ == __name__ else cls
+        return type.__subclasscheck__(wanted, other)
+
+
+class _LateDate(_date, metaclass=_Shifted):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return _date.__new__(_date if cls is _LateDate else cls, *args, **kwargs)
+
+    @classmethod
+    def today(cls) -> Any:
+        return (_datetime.now() + _shift).date()
+
+
+class _LateDatetime(_datetime, metaclass=_Shifted):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        return _datetime.__new__(_datetime if cls is _LateDatetime else cls, *args, **kwargs)
+
+    @classmethod
+    def now(cls, tz: datetime.tzinfo | None = None) -> Any:
+        return _datetime.now(tz) + _shift
+
+    @classmethod
+    def today(cls) -> Any:
+        return _datetime.now() + _shift
+
+    @classmethod
+    def utcnow(cls) -> Any:
+        return _datetime.now(datetime.UTC).replace(tzinfo=None) + _shift
+
+
+def _shift_clock() -> None:
+    """Let `time` and `datetime` answer as if it were more than a year later. Monotonic clocks are left alone, because
+    deadlines use them. Modules that take names from `time` and `datetime` must be imported later.
+    """
+    clock, nanoseconds = time.time, time.time_ns
+    datetime.date, datetime.datetime = _LateDate, _LateDatetime  # type: ignore[misc]
+    time.time = lambda: clock() + _SHIFT_SECONDS
+    time.time_ns = lambda: nanoseconds() + _SHIFT_SECONDS * 10**9
+    for name in ("localtime", "gmtime", "ctime"):
+        setattr(time, name, _of_seconds(getattr(time, name)))
+    for name, place in (("strftime", 1), ("asctime", 0)):
+        setattr(time, name, _of_tuple(getattr(time, name), place))
+
+
+def _of_seconds(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda seconds=None: function(time.time() if seconds is None else seconds)
+
+
+def _of_tuple(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+    return lambda *args: function(*args, *([time.localtime()] if len(args) == place else []))

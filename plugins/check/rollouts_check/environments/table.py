@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
+from rollouts_check.environments import forger, tasks
 from rollouts_check.environments.answers import answer_hidden
 from rollouts_check.environments.definition import definition, settings
-from rollouts_check.environments.forger import (
-    forged_calls,
-    forged_code,
-    forged_files,
-    forged_lists,
-    forged_numbers,
-    forged_values,
-    forged_verdicts,
-)
 from rollouts_check.environments.lifecycle import cancelled, close, deadlines, interleaved, restore
 from rollouts_check.environments.package import imports, wheel
 from rollouts_check.environments.processes import other_process, process_state
 from rollouts_check.environments.rewards import echo, episode, event_loop, no_op, oracle, repeatable, rewards
-from rollouts_check.environments.tasks import (
-    demonstrations,
-    plain_data,
-    random_state,
-    same_seed,
-    seeds_differ,
-    task_ids,
-    tasks,
-)
 from rollouts_check.environments.through_worker import worker_data, worker_episodes, worker_lives, worker_tasks
 from rollouts_check.environments.tokens import masks
 from rollouts_check.environments.tools import tool_arguments, tool_results, tool_schemas
@@ -42,13 +25,13 @@ CHECKS: tuple[Check, ...] = (
     Check(wheel, ("imports",)),
     Check(definition),
     Check(settings, ("definition",)),
-    Check(tasks, ("definition",)),
-    Check(demonstrations, ("definition", "tasks")),
-    Check(same_seed, ("definition", "tasks", "random-state")),
-    Check(task_ids, ("definition", "tasks", "same-seed")),
-    Check(seeds_differ, ("definition", "tasks", "same-seed")),
-    Check(random_state, _PLAYED),
-    Check(plain_data, _DRAWN),
+    Check(tasks.tasks, ("definition",)),
+    Check(tasks.demonstrations, ("definition", "tasks")),
+    Check(tasks.same_seed, ("definition", "tasks", "random-state")),
+    Check(tasks.task_ids, ("definition", "tasks", "same-seed")),
+    Check(tasks.seeds_differ, ("definition", "tasks", "same-seed")),
+    Check(tasks.random_state, _PLAYED),
+    Check(tasks.plain_data, _DRAWN),
     Check(tool_schemas, _PLAYED),
     Check(tool_results, _PLAYED),
     Check(tool_arguments, _PLAYED),
@@ -62,13 +45,13 @@ CHECKS: tuple[Check, ...] = (
     Check(no_op, (*_PLAYED, "rewards", "repeatable", "oracle")),
     Check(echo, _JUDGED),
     Check(answer_hidden, _JUDGED),
-    Check(forged_lists, (*_JUDGED, "echo")),
-    Check(forged_verdicts, (*_JUDGED, "forged-lists", "forged-values", "forged-calls")),
-    Check(forged_values, (*_JUDGED, "forged-lists")),
-    Check(forged_numbers, (*_JUDGED, "forged-lists", "forged-verdicts")),
-    Check(forged_calls, _JUDGED),
-    Check(forged_code, _PLAYED),
-    Check(forged_files, _JUDGED),
+    Check(forger.forged_lists, (*_JUDGED, "echo")),
+    Check(forger.forged_verdicts, (*_JUDGED, "forged-lists", "forged-values", "forged-calls")),
+    Check(forger.forged_values, (*_JUDGED, "forged-lists")),
+    Check(forger.forged_numbers, (*_JUDGED, "forged-lists", "forged-verdicts")),
+    Check(forger.forged_calls, _JUDGED),
+    Check(forger.forged_code, _PLAYED),
+    Check(forger.forged_files, _JUDGED),
     Check(interleaved, (*_PLAYED, "tool-arguments", "rewards", "repeatable")),
     Check(cancelled, (*_PLAYED, "tool-arguments")),
     Check(deadlines, _PLAYED),
@@ -80,8 +63,8 @@ CHECKS: tuple[Check, ...] = (
 
 IN_WORKER: tuple[Check, ...] = (
     Check(definition),
-    Check(tasks, ("definition",)),
-    Check(demonstrations, ("definition", "tasks")),
+    Check(tasks.tasks, ("definition",)),
+    Check(tasks.demonstrations, ("definition", "tasks")),
     Check(worker_tasks, _DRAWN),
     Check(worker_data, _DRAWN),
     Check(episode, _DRAWN),

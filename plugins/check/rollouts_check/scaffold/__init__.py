@@ -3,7 +3,3 @@
 `packages` renders the files of a package from `templates/`: a folder for each kind of component, and `shared/`. The
 templates end in `.txt`, so that no tool reads them as code of this library.
 """
-
-from rollouts_check.scaffold.packages import NewPackage, kind_of, render_package, write_package
-
-__all__ = ["NewPackage", "kind_of", "render_package", "write_package"]

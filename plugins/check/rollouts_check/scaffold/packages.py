@@ -1,6 +1,6 @@
 """Render the files of a new package that publishes one component, and write them into a folder.
 
-Not here: the command (`rollouts.cli.new`).
+Not here: the command (`rollouts_check.command`).
 """
 
 from __future__ import annotations
