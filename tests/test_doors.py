@@ -69,7 +69,7 @@ def test_an_editable_install_knows_all_folders(tmp_path):
 
 
 def test_an_editable_install_of_before_finds_what_is_new(tmp_path):
-    """It has only the folder of the clone on its path, and its metadata have the plugin of pytest by its former name."""
+    """Its path has only the folder of the clone, and its metadata name the plugin of pytest as before."""
     makes_a_package_and_checks(ROOT, tmp_path)
     assert command(ROOT, "view", "--help").returncode == 0
     plugin = importlib.import_module("rollouts.check.pytest_plugin")
