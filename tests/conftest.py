@@ -56,7 +56,7 @@ def forget_modules_of_tests(request, tmp_path_factory):
 
 LONGEST = """
     plugins/ray/tests/test_ray.py tests/runs/test_phases.py tests/runs/test_resume.py tests/test_chaos.py
-    plugins/openenv/tests/test_openenv.py tests/first_notes/test_audit.py tests/test_scaffold.py
+    plugins/openenv/tests/test_openenv.py tests/first_notes/test_audit.py plugins/check/tests/test_scaffold.py
     tests/training/backends/test_fsdp.py tests/test_main_job.py tests/workers/test_installs.py
     environments/python/tests/test_python.py tests/runs/test_seeds.py tests/test_bad_input.py
     tests/test_example_scripts.py plugins/gymnasium/tests/test_environment.py tests/runs/test_interrupted.py
@@ -92,16 +92,6 @@ def quick_collections(request):
         patch.setattr(gc, "unfreeze", lambda: None)
         yield
         gc.collect()
-
-
-@pytest.fixture
-def forked_checks(monkeypatch):
-    """The processes in which `rollouts check` draws and plays start as forks, with their hash seed."""
-    import hash_seeds
-
-    from rollouts.check.environments import traces
-
-    monkeypatch.setattr(traces, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": hash_seeds.popen}))
 
 
 @pytest.fixture

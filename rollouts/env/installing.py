@@ -28,6 +28,7 @@ from typing import NamedTuple
 import msgspec
 
 from rollouts.config.names import normalize
+from rollouts.doors import HOMES
 from rollouts.env.installs import (
     LOCK,
     VENV,
@@ -316,8 +317,9 @@ def base_wheel(folder: Path) -> Path:
             "rollouts itself is not installed, so it cannot be copied into a virtual environment\n"
             "type, in its folder: pip install -e ."
         ) from None
-    root = Path(__file__).parents[1]
-    code = {f"rollouts/{file.relative_to(root).as_posix()}": file for file in root.rglob("*") if _is_code(file)}
+    code = dict[str, Path]()
+    for package, home in HOMES.items():
+        code |= {file.relative_to(home).as_posix(): file for file in (home / package).rglob("*") if _is_code(file)}
     return _write_wheel(base, code, folder)
 
 

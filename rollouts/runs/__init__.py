@@ -16,9 +16,7 @@ records.py       one trajectory of a run, with the values of its tokens
 token_files.py   the values of each trained token, beside the trajectories
 saved.py         the trajectories of earlier runs, read back
 rescore.py       judges them again
-listing.py       the runs in a directory: what they are, and the user's words about them
-comparing.py     what differs between runs, with a paired comparison of their evaluations
-cleaning.py      what can be removed from runs
+comparing.py     the evaluations of runs, with a paired comparison
 played.py        the episodes of an evaluation, kept as they end
 resume.py        the checkpoint from which a run resumes; removes what later steps wrote
 clock.py         when a run began

@@ -45,6 +45,7 @@ from rollouts.training.rollout_gen.metrics import JUDGING
 from rollouts.types import Episode, Score
 
 SUMMARY = "summary.json"
+METRICS = "metrics.jsonl"  # of the logger `jsonl`
 LOCK = ".lock"
 PHASES = ("rl", "sft")  # the folders of a run of mode sft+rl, the last one first
 PARTS = ("trajectories", "checkpoints")
@@ -128,6 +129,11 @@ def step_of_file(path: Path) -> int | None:
     """The step of a file in trajectories/; None if it is not one of a training step."""
     name = _STEP_FILE.fullmatch(path.name)
     return None if name is None else int(name[1])
+
+
+def phases_of(folder: Path) -> list[Path]:
+    """The folders that hold the steps of a run: its own, or those of its phases in the order in which they ran."""
+    return [folder / name for name in reversed(PHASES) if holds_run(folder / name)] or [folder]
 
 
 def load_config(folder: Path, home: Path | None = None) -> tuple[Tree, Source]:

@@ -21,8 +21,7 @@ from rollouts.errors import ConfigError, cause_of
 from rollouts.evaluate import Evaluation, check_passes, evaluate
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import read_lines
-from rollouts.runs.folder import EVALUATED, episode_records
-from rollouts.runs.listing import METRICS
+from rollouts.runs.folder import EVALUATED, METRICS, episode_records
 from rollouts.runs.plan import Plan
 from rollouts.runs.resume import RunState
 from rollouts.runs.sample_rows import EVAL_SAMPLES, held_out_rollouts
