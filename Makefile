@@ -1,4 +1,4 @@
-.PHONY: run test test-templates test-adapters test-clients test-engines lint docs site
+.PHONY: run test nightly test-templates test-adapters test-clients test-engines lint docs site
 
 ADAPTERS ?= $(HOME)/.cache/rollouts/adapters
 PYTHON_3_12 ?= python3.12
@@ -8,6 +8,9 @@ run:  ## the main job: an agent learns to use a tool
 
 test:
 	pytest
+
+nightly:  ## the tests with every case of each sweep, and 300 examples of each property
+	pytest -m "not engines and not adapters" --hypothesis-profile nightly
 
 test-templates:  ## supervised rows and rollouts of 300 chat templates whose true spans are known
 	python tests/chat/made_templates.py --count 300

@@ -21,7 +21,7 @@ from multiprocessing import reduction
 from types import ModuleType
 from typing import IO, Any
 
-__all__ = ["popen", "run"]
+__all__ = ["popen", "run", "servers"]
 
 LOADED = [
     "torch.distributed.checkpoint",
@@ -56,6 +56,13 @@ def run(command: Sequence[str], *, timeout: float, **settings: Any) -> subproces
     process = popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **settings)
     said, error = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(command, process.returncode, said, error)
+
+
+def servers() -> list[int]:
+    """The process of the server, if it runs."""
+    server = sys.modules.get("multiprocessing.forkserver")
+    pid = server and server._forkserver._forkserver_pid
+    return [pid] if pid else []
 
 
 class _Fork:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.agent.episode import ChatModel, EpisodeOver
@@ -192,7 +192,6 @@ REPLIES = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     script=st.lists(REPLIES, min_size=1, max_size=6),
     rewrites=st.sets(st.integers(0, 6)),
@@ -254,7 +253,6 @@ def test_a_real_template_and_any_sampled_ids() -> None:
         def reply(self, trajectory: Any) -> str | None:
             return self.left.pop(0) if self.left else None
 
-    @settings(max_examples=30, deadline=None)
     @given(st.lists(reply, min_size=1, max_size=4))
     def check(replies: list[list[int]]) -> None:
         script = [

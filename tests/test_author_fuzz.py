@@ -21,6 +21,7 @@ def fuzz():
     return module
 
 
+@pytest.mark.slow
 def test_a_run_ends_as_the_docs_say_whatever_an_authors_code_returns_and_raises(fuzz, tmp_path):
     reached = set()
     for number, case in enumerate(fuzz.cases(300, seed=0)):

@@ -263,13 +263,14 @@ FAULTS = {
 }
 
 
-def test_a_step_of_two_thousand_rollouts_with_a_server_in_chaos() -> None:
+@pytest.mark.parametrize("prompts", [80, pytest.param(PROMPTS, marks=pytest.mark.nightly)])
+def test_a_step_with_a_server_in_chaos(prompts: int) -> None:
     """A server in another process, with a connection for each request: one answer in five is none, or half of one; and
     one call in five of the environment fails too.
     """
     look = [*map(ord, "[look {}]"), END]
     failures = Failures(FailurePolicy(retries=2, pause_seconds=0.05))
-    buffer = DataBuffer([Task(f"prompt {number}", id=str(number)) for number in range(PROMPTS)], seed=0)
+    buffer = DataBuffer([Task(f"prompt {number}", id=str(number)) for number in range(prompts)], seed=0)
 
     async def main(url: str) -> Any:
         retries = Retries(3, 0.01, 0.05)
@@ -279,7 +280,7 @@ def test_a_step_of_two_thousand_rollouts_with_a_server_in_chaos() -> None:
         async with engine:
             manager = AsyncRolloutManager(
                 buffer,
-                RolloutConfig(PROMPTS, MEMBERS, concurrency=128),
+                RolloutConfig(prompts, MEMBERS, concurrency=128),
                 play=player(limits=limits),
                 inference=engine,
                 failures=failures,
@@ -295,9 +296,9 @@ def test_a_step_of_two_thousand_rollouts_with_a_server_in_chaos() -> None:
         step, counts = trio.run(main, server.url)
         seen = server.statistics()
     episodes = [episode for group in step.groups for episode in group.episodes]
-    assert [each.order for each in episodes] == [(group, i) for group in range(PROMPTS) for i in range(MEMBERS)]
-    assert sorted(int(group.task.id) for group in step.groups) == list(range(PROMPTS)), "each prompt once"
-    assert (counts.begun, counts.kept + counts.dropped, counts.carried, counts.in_flight) == (PROMPTS, PROMPTS, 0, 0)
+    assert [each.order for each in episodes] == [(group, i) for group in range(prompts) for i in range(MEMBERS)]
+    assert sorted(int(group.task.id) for group in step.groups) == list(range(prompts)), "each prompt once"
+    assert (counts.begun, counts.kept + counts.dropped, counts.carried, counts.in_flight) == (prompts, prompts, 0, 0)
     assert set(seen["faults"]) == set(FAULTS) and sum(seen["faults"].values()) > 0.15 * seen["requests"]
     for sample in group_samples(step.kept):
         assert not any(sample.loss_mask) or (sample.status is Status.COMPLETED and sample.reward is not None)
@@ -340,9 +341,9 @@ def test_a_run_that_only_fails_is_stopped_with_its_reasons() -> None:
     assert not engine.open
 
 
-def test_ten_thousand_episodes_at_once() -> None:
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_thousands_of_episodes_at_once(count: int) -> None:
     """All of them wait for their first answer at the same moment."""
-    count = 10_000
 
     class Sleeper:
         async def setup(self, task: Task) -> None:

@@ -612,6 +612,7 @@ def test_the_documented_environment_is_the_tested_one():
     assert sum(bool(line.strip()) for line in source.splitlines()) <= 25
 
 
+@pytest.mark.slow
 def test_the_documented_demonstrations_are_judged(tmp_path, monkeypatch, capsys):
     """The command below them composes, and the dry run replays one of them with the full reward."""
     blocks = blocks_of(ROOT / "docs" / "environments.md")

@@ -7,7 +7,7 @@ import math
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.evaluate import numbers_of
@@ -44,7 +44,6 @@ def test_the_error_is_that_of_tasks_not_of_episodes():
     assert numbers_of(groups([1, 0]))["reward_stderr"] is None
 
 
-@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=6, max_size=6), min_size=1, max_size=5))
 def test_pass_at_k_grows_from_the_mean_to_any(rewards):
     found = numbers_of(groups(*rewards))["pass@k"]
@@ -112,7 +111,6 @@ ANSWERS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(st.lists(ANSWERS, min_size=1, max_size=4))
 def test_each_reducer_is_its_formula(tasks):
     played = [answered(number, *samples) for number, samples in enumerate(tasks)]

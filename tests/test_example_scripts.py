@@ -51,11 +51,13 @@ def run(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[Any, list[str]]]:
     return run_example
 
 
+@pytest.mark.slow
 def test_run_sft(run):
     history, lines = run("run_sft", steps=21)
     assert history[-1]["loss"] < history[0]["loss"] / 2 and "Step 20: " in lines[5]
 
 
+@pytest.mark.slow
 def test_run_rl(run):
     history, lines = run("run_rl", steps=2)
     assert [metrics["step"] for metrics in history] == [0, 1] and lines[-2] == "Total steps: 2"
@@ -67,16 +69,19 @@ def test_own_environment(run):
     assert summary["evaluation"]["before"]["parts"].keys() == {"correct"}
 
 
+@pytest.mark.slow
 def test_own_loss(run):
     _, lines = run("own_loss", steps=2)
     assert len(lines) == 2 and not lines[0].endswith(" 0.00")  # the second minibatch has another policy
 
 
+@pytest.mark.slow
 def test_vector_rewards(run):
     summary, _ = run("vector_rewards", steps=1)
     assert summary["evaluation"]["after"]["parts"].keys() == {"correct", "brevity", "used_tool"}
 
 
+@pytest.mark.slow
 def test_algorithm_switching(run):
     _, lines = run("algorithm_switching", steps=3)
     assert [line.split("reward")[0].split(maxsplit=2)[2].strip() for line in lines] == ["grpo + KL", "grpo", "cispo"]
@@ -90,6 +95,7 @@ def test_tool_call_tracking(run):
     assert calls > 0
 
 
+@pytest.mark.slow
 def test_kl_moving_reference(run):
     measured, lines = run("kl_moving_reference", steps=4)
     assert len(lines) == 8
@@ -116,17 +122,20 @@ def test_rollout_generation(run):
         assert len(set(batch.rewards[start : start + 3])) > 1  # other groups were dropped
 
 
+@pytest.mark.slow
 def test_offline_rft(run):
     (before, after), lines = run("offline_rft", steps=6, tasks=16)
     assert math.isfinite(after) and after > before
     assert lines[0].startswith("sampled 128 rollouts")
 
 
+@pytest.mark.slow
 def test_evaluate_an_api(run):
     summary, _ = run("evaluate_an_api", tasks=4)
     assert summary["episodes"] == summary["judged"] == 16 and summary["url"].startswith("http://127.0.0.1:")
 
 
+@pytest.mark.slow
 def test_own_reward_package(run):
     pytest.importorskip("hatchling")
     summary, _ = run("own_reward_package", steps=1)

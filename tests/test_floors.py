@@ -231,6 +231,7 @@ def test_there_is_no_cycle(whole):
     assert cycles_in(whole) == []
 
 
+@pytest.mark.slow
 def test_functions_and_modules_are_short():
     assert too_long(*PACKAGES) == []
 

@@ -105,6 +105,7 @@ def rewards(summary, name="reward_mean"):
 # --- it learns, and from the reward ---------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly  # .ci/run trains the whole job
 def test_it_learns(here):
     summary = learn("out", *LEARNING, "--max-tokens", 64)
     before, after = rewards(summary)
@@ -117,9 +118,9 @@ def test_it_learns(here):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--reward", "./controls.py:coin"],
         ["--loss", "./controls.py:entropy_only"],
-        ["--loss", "./controls.py:negative_entropy"],
+        pytest.param(["--reward", "./controls.py:coin"], marks=pytest.mark.nightly),
+        pytest.param(["--loss", "./controls.py:negative_entropy"], marks=pytest.mark.nightly),
     ],
     ids=lambda arguments: arguments[-1].partition(":")[2],
 )
@@ -133,6 +134,7 @@ def test_the_controls_learn_nothing(here, arguments):
     assert greedy_after < greedy_before + 0.1
 
 
+@pytest.mark.nightly
 def test_lora_learns(here):
     summary = learn("out", *LEARNING, "--lora-rank", 8, "--max-tokens", 64)
     before, after = rewards(summary)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts import Role, metric, reward, tool
@@ -110,7 +110,6 @@ class Game(Quiz):
 turns = st.lists(st.tuples(st.integers(0, 2), st.text("xyz", max_size=3), st.text("pqr", max_size=4)), max_size=12)
 
 
-@settings(max_examples=60, deadline=None)
 @given(turns)
 def test_in_any_order_of_turns_each_token_is_live_in_its_own_role_alone(turns: list[tuple[int, str, str]]) -> None:
     class Played(Game):

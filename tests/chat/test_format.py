@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import count_steps
 
@@ -121,7 +121,7 @@ def check(chat: ChatFormat, segments: list[dict], messages: list[Message], with_
 
 
 @pytest.mark.parametrize("name", WITH_TOOLS + WITHOUT_TOOLS)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(derandomize=True)
 @given(turns=st.lists(turn, min_size=1, max_size=4))
 def test_sampled_ids_stay_and_the_text_is_the_templates(name: str, turns: list[dict]) -> None:
     chat = chat_for(name)
@@ -245,7 +245,7 @@ def test_llama_makes_one_call_at_a_time() -> None:
     assert chat.extend([USER], reply, new, TOOLS, sampled) is not None
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(st.lists(st.integers(0, 330), max_size=30), st.sampled_from(WITH_TOOLS))
 def test_parse_never_raises(tokens: list[int], name: str) -> None:
     chat = chat_for(name)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from steps import count_steps
 
@@ -189,7 +189,7 @@ def outcome(chat: ChatFormat, messages: list[Message], tools: list[dict], prompt
 
 
 @pytest.mark.parametrize("name", [*NAMES, *REWRITING])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(derandomize=True)
 @given(plan=st.one_of(turns, sensible), system=st.booleans(), with_tools=st.booleans(), prompt=st.booleans())
 def test_a_tail_is_the_end_of_the_whole(
     name: str, plan: list[list[Message]], system: bool, with_tools: bool, prompt: bool
@@ -214,7 +214,7 @@ def test_a_tail_is_the_end_of_the_whole(
 
 
 @pytest.mark.parametrize("name", [*NAMES, *REWRITING])
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(derandomize=True)
 @given(plan=st.one_of(turns, sensible), system=st.booleans(), with_tools=st.booleans())
 def test_prefixes_are_the_texts_of_the_shorter_conversations(
     name: str, plan: list[list[Message]], system: bool, with_tools: bool
@@ -259,7 +259,7 @@ def test_prefixes_need_few_renderings(name: str, renderings: int) -> None:
 
 
 @pytest.mark.parametrize("name", [*NAMES, *REWRITING])
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(derandomize=True)
 @given(plan=st.one_of(turns, sensible), with_tools=st.booleans())
 def test_rows_are_those_of_rendering_each_text(name: str, plan: list[list[Message]], with_tools: bool) -> None:
     chat, tools = chat_of(name), TOOLS if with_tools else []

@@ -68,6 +68,7 @@ def test_the_template_writes_what_is_said_to_be_true(seed: int) -> None:
                 assert rendered(made, tokenizer, messages, tools, prompt) == expected(made, messages, tools, prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["supervised", "rollout"])
 def test_replies_are_trained_and_recorded_where_they_belong(mode: str) -> None:
     outcomes: Counter[str] = Counter()

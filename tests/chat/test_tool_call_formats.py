@@ -235,7 +235,7 @@ def test_the_tokenizers_own_response_template_comes_first() -> None:
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     family=st.sampled_from(sorted(TOOL_CALL_FORMATS)),
     pieces=st.lists(
@@ -287,7 +287,7 @@ TEXTS = [
 ]
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(
     name=st.sampled_from(["qwen2_5", "qwen3_5_think", "mistral", "llama3_1", "glm4moe"]),
     arguments=st.lists(

@@ -129,6 +129,7 @@ def test_other_mistakes_are_told_as_ever(composed, capsys):
 # --- against a server, on the base install ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_it_needs_no_torch(here):
     with started(delay_seconds=0.0) as server:
         url = f"{server.url}/v1"
@@ -169,7 +170,11 @@ def test_a_dry_run_asks_nobody(here):
     assert [path.name for path in here.iterdir()] == ["add.py"]
 
 
-def test_mistakes_are_told_before_anything_is_written(here):
+def evaluate(*argv: str) -> int:
+    return main(["eval", "--env", "./add.py:Add", "--inference", OPENAI, *argv])
+
+
+def test_mistakes_are_told_before_anything_is_written(here, capsys):
     with started(delay_seconds=0.0, api_key="sk-right") as server:
         for flags, words in (
             (["--model", "m1"], "OPENAI_API_KEY is empty"),
@@ -179,21 +184,20 @@ def test_mistakes_are_told_before_anything_is_written(here):
             (["--inference.url", f"{server.url}/v1", "--model", "m", "--eval-tasks", "0"], "--eval-tasks 0"),
             (["--inference.url", server.url, "--model", "m", "--template.x", "1"], "chat_template_kwargs"),
         ):
-            done = on_base_install(*flags)
-            assert (done.returncode, words in done.stderr) == (2, True), done.stderr
-            assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+            assert evaluate(*flags) == 2
+            error = capsys.readouterr().err
+            assert error.startswith("error: ") and "Traceback" not in error and words in error, error
     assert [path.name for path in here.iterdir()] == ["add.py"]
 
 
-def test_too_many_failures_end_it_and_keep_what_was_done(here):
+def test_too_many_failures_end_it_and_keep_what_was_done(here, capsys):
     with started(delay_seconds=0.0, calls=0) as good:
-        ok = on_base_install("--inference.url", f"{good.url}/v1", "--model", "m1", "--out", "good")
-        assert ok.returncode == 0
+        assert evaluate("--inference.url", f"{good.url}/v1", "--model", "m1", "--out", "good") == 0
     with started(delay_seconds=0.0, faults={"400": 0.5}, seed=5) as server:
         flags = ["--inference.url", f"{server.url}/v1", "--model", "m1", "--max-failures", "2", "--concurrency", "1"]
-        done = on_base_install(*flags, "--out", "out")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "--max-failures is 2" in done.stderr and "type: rollouts resume out" in done.stderr
+        assert evaluate(*flags, "--out", "out") == 1
+    error = capsys.readouterr().err
+    assert "--max-failures is 2" in error and "type: rollouts resume out" in error
     summary = summary_of(here / "out")
     assert summary["status"] == "failed" and 1 <= summary["episodes"] < 5
     assert (here / "out" / "trajectories" / "eval.jsonl").read_text().count("\n") == summary["episodes"]
@@ -281,11 +285,11 @@ def test_a_url_that_no_server_can_have_is_one_clear_error(here, capsys, url, wor
     assert words in capsys.readouterr().err and not (here / "out").exists()
 
 
-def test_nothing_judged_is_a_failure(here):
+def test_nothing_judged_is_a_failure(here, capsys):
     with started(delay_seconds=0.0, calls=0) as server:
         (here / "add.py").write_text(ENVIRONMENT.replace("return float(str(task", "return None and float(str(task"))
-        done = on_base_install("--inference.url", f"{server.url}/v1", "--model", "m1", "--out", "out")
-    assert done.returncode == 1 and "not one of the 5 rollouts of the evaluation could be judged" in done.stderr
+        assert evaluate("--inference.url", f"{server.url}/v1", "--model", "m1", "--out", "out") == 1
+    assert "not one of the 5 rollouts of the evaluation could be judged" in capsys.readouterr().err
     assert summary_of(here / "out")["reward_mean"] is None
 
 
@@ -353,6 +357,7 @@ def described(capsys, *argv: str) -> tuple[str, str]:
     return own, "\n".join(line for line in lines if line.startswith("note:") and "newest checkpoint" not in line)
 
 
+@pytest.mark.slow
 def test_a_run_is_asked_what_it_held_out(here, capsys):
     """One-digit products: there are a hundred of them, so that draws of another seed do meet training tasks."""
     digits = ["--env", "calculator", "--env.digits", "1", "--max-tokens", "8"]

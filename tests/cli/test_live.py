@@ -140,6 +140,7 @@ def test_a_run_without_rewards_has_the_curve_of_its_loss():
     assert [line.plain for line in panel_lines(made, 80)][2] == "loss nan █▁  1.000 to 2.000"
 
 
+@pytest.mark.slow
 @given(text=st.text() | st.just(HOSTILE), width=st.integers(1, 200), height=st.integers(1, 50))
 def test_no_line_is_too_wide_or_has_what_a_terminal_obeys(text, width, height):
     words = {"title": text, "phase": text, "newest": episode(text, role=text), "words": ""}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.config.convert import unflagged
@@ -131,7 +131,6 @@ ENTRY = st.builds(lambda name, table, more: {"name": name, **table, **more}, WOR
 TREE = st.lists(ENTRY, min_size=1, max_size=4, unique_by=lambda entry: entry.get("alias", entry["name"]))
 
 
-@settings(deadline=None, max_examples=80)
 @given(entries=TREE, in_phase=TREE | st.none(), commented=st.booleans())
 def test_the_resolved_file_says_the_same(entries, in_phase, commented):
     result = resolve({"env": entries} | ({"mode": "sft+rl", "sft": {"env": in_phase}} if in_phase else {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.config.flags import Flag, flag_name, read_flag, take_dotted_flags
@@ -83,7 +83,6 @@ def test_the_last_of_a_repeated_flag_counts():
     assert take_dotted_flags(["--env.a", "1", "--env.a", "2"])[1] == {"env": {"a": Flag("2", 2)}}
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.from_regex(r"[a-z]{1,5}(_[a-z]{1,3})?", fullmatch=True), min_size=2, max_size=4), st.text(max_size=20)
 )

@@ -6,7 +6,7 @@ import tomllib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.config.convert import toml_value
@@ -128,7 +128,6 @@ TREES = st.fixed_dictionaries(
 ).map(in_its_mode)
 
 
-@settings(deadline=None, max_examples=60)
 @given(TREES, st.booleans())
 def test_a_file_resolves_to_what_it_was_written_from(tree, commented):
     result = resolve(tree)
@@ -148,7 +147,6 @@ def test_a_schedule_is_read_back():
     assert tomllib.loads(text)["schedule"] == schedule
 
 
-@settings(deadline=None, max_examples=60)
 @given(VALUE)
 def test_a_value_is_read_back(value):
     assert tomllib.loads(f"x = {toml_value(value)}")["x"] == value

@@ -38,7 +38,7 @@ def decisions() -> list[str]:
     return page.partition("## Where the notes contradict each other")[2].split("\n### ")[1:]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_everything_is_there(tmp_path):
     """In a process of its own, because it reads what other tests may have changed. Its ranks are forks."""
     program = tmp_path / "audit_with_forks.py"

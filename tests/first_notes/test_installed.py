@@ -28,7 +28,7 @@ def run(*command: str | Path, **options) -> str:
     return done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_sft_program_runs_from_the_wheel(tmp_path):
     pytest.importorskip("hatchling")
     pip = (sys.executable, "-m", "pip")

@@ -75,6 +75,7 @@ def files(tmp_path, monkeypatch):
     Path("empty.jsonl").write_text('{"prompt": "Say 9", "id": "9"}')
 
 
+@pytest.mark.slow
 def test_programs_play_and_fail_without_ending_the_run(files):
     command = f"{shlex.quote(sys.executable)} agent.py"
     settings = {

@@ -10,7 +10,7 @@ import pytest
 import trio
 from agent_fakes import END, FakeChat, FakeEngine, Quiz, check_exact, play
 from gateway.clients import APIS, TOOL, Chat, Messages, Refused, Responses
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.errors import InferenceError
@@ -202,7 +202,7 @@ def test_requests_at_once_are_answered_one_after_another() -> None:
     assert sorted(first for first, _ in texts(episode)) == [f"n{number}" for number in range(10)]
 
 
-@settings(max_examples=40, deadline=None)
+@pytest.mark.slow
 @given(data=st.data(), count=st.integers(1, 7), rewrites=st.sets(st.integers(0, 4)))
 def test_any_tree_of_requests_is_what_a_plain_account_says(data: Any, count: int, rewrites: set[int]) -> None:
     # The account: a request continues any known reply, or begins anew. Only the first one that continues a reply

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import trio
 import trio.testing
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.errors import ConfigError, InferenceError
@@ -671,7 +671,6 @@ EVENTS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(EVENTS, st.integers(1, 24))
 def test_every_request_is_answered_once_by_weights_that_are_current(events, episodes):
     """Two servers that are there, and one that is started here; every one may die at any time, in any order."""

@@ -284,6 +284,7 @@ def test_an_environment_that_catches_everything_does_not_go_on(capsys):
 # --- kept replies -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_equal_requests_are_asked_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SOME_KEY", "sk-very-secret")
     own = ["--inference.cache", "replies.sqlite", "--inference.api-key-env", "SOME_KEY", "--samples-per-prompt", "2"]

@@ -99,6 +99,7 @@ def of_plan(plan, held_out):
     return demonstrations(plan.environments, held_out, plan.settings.prompts_per_step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -293,6 +293,7 @@ def saves_of(monkeypatch):
     return seen
 
 
+@pytest.mark.slow
 def test_a_run_saves_by_the_clock_and_keeps_the_newest(monkeypatch, capsys):
     assert main([*SFT, "--steps", "4", "--out", "whole"]) == 0
     assert "checkpoint_seconds = 600.0" in Path("whole/config.toml").read_text()

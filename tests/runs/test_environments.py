@@ -351,6 +351,7 @@ def test_a_run_in_two_environments(here):
     assert [each["name"] for each in components if each["kind"] == "environments"] == ["calculator", "Echo"]
 
 
+@pytest.mark.slow
 def test_its_config_repeats_it_and_a_resume_goes_on_with_it(here):
     changing = ["--env.Echo.weight", "[[0, 0.5], [2, 4]]", "--checkpoint-every", "1", "--eval-every", "2"]
     assert main(["run", *SMALL, *TWO, *changing, "--out", "out"]) == 0
@@ -372,6 +373,7 @@ def test_other_environments_cannot_go_on_with_it(here, capsys):
     assert "env.Echo.weight: 1.0 -> 0.0" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_two_phases(here):
     text = 'mode = "sft+rl"\n[[env]]\nname = "calculator"\nalias = "easy"\n[[env]]\nname = "./parts.py:Echo"\n'
     (here / "run.toml").write_text(text + "[sft]\nsteps = 2\n[sft.env.Echo]\nwords = 7\n")

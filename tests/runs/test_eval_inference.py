@@ -100,6 +100,7 @@ def evaluated(folder, done):
             for line in map(json.loads, lines)]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [{}, {"lora_rank": 2}, {"mode": "rl", "staleness": 1}], ids=["full", "lora", "ahead"])
 def test_the_numbers_are_those_of_the_step_while_training_goes_on(own, counts):
     ahead = "staleness" in own
@@ -139,6 +140,7 @@ def test_a_server_gets_the_weights_of_the_step(counts):
             assert one["eval/greedy_mean"] == other["eval/greedy_mean"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 1])
 def test_its_result_ranks_the_checkpoint_of_its_step(keep, counts):
     rank = {"keep_best": "eval/reward_mean", "keep_checkpoints": keep}
@@ -172,6 +174,7 @@ def test_a_checkpoint_stays_until_its_evaluation_has_ended(counts, monkeypatch):
     assert done["best"]["checkpoint"].endswith("step_000004") and done["best"]["value"] == 9.0
 
 
+@pytest.mark.slow
 def test_a_kill_within_an_evaluation(counts, capsys):
     run("whole", counts)
 
@@ -199,6 +202,7 @@ def test_a_kill_within_an_evaluation(counts, capsys):
     assert [step for step, line in enumerate(lines_of("second")) if "eval/reward_mean" in line] == [0, 4]
 
 
+@pytest.mark.slow
 def test_a_rule_to_stop_sees_it(counts):
     done = run("out", counts, eval_inference="hf", steps=40, stop_when=["eval/reward_mean >= 0"], eval_every=4)
     assert done["status"] == "done" and done["steps"] < 40 and done["stopped"]["by"] == "stop_when"

@@ -150,6 +150,7 @@ def test_a_second_interrupt_is_never_held():
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gap", [0.02, 0.2])
 def test_two_quick_interrupts_end_a_run_cleanly(here, gap):
     flags = ["--env", "calculator", "--steps", "100000", "--prompts-per-step", "2", "--samples-per-prompt", "2"]

@@ -161,6 +161,7 @@ def run(arguments, capsys, code=0):
     return capsys.readouterr().out.splitlines(), json.loads(Path("r/summary.json").read_text()).get("warnings", [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", CAUSES)
 def test_the_cause_is_named_within_ten_steps_and_at_the_end(arguments, capsys):
     lines, warnings = run(arguments, capsys)

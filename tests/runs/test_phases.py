@@ -225,6 +225,7 @@ def test_lora_begins_with_the_merged_model(here):
     assert greedy[0]["after"]["greedy_mean"] == greedy[1]["before"]["greedy_mean"]
 
 
+@pytest.mark.slow
 def test_an_adapter_after_full_training_and_the_other_way(here):
     run(steps=1, lora_rank=2, sft={"steps": 1, "lora_rank": 0})
     assert (here / "out/sft/checkpoints/step_000001/model.safetensors").exists()
@@ -234,6 +235,7 @@ def test_an_adapter_after_full_training_and_the_other_way(here):
     assert (here / "other/rl/checkpoints/step_000001/model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_it_is_two_runs_one_after_the_other(here):
     """The same as `rollouts sft` and then `rollouts run --model`; and its config repeats it."""
     run(sft={"steps": 3})
@@ -341,7 +343,7 @@ def stopped(at, **settings):
     return str(caught.value)
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["full", "lora"])
+@pytest.fixture(scope="module", params=[pytest.param(0, marks=pytest.mark.nightly), 2], ids=["full", "lora"])
 def unbroken(request, tmp_path_factory):
     """A LoRA rank, and a run with it that nothing stopped."""
     folder = tmp_path_factory.mktemp("unbroken")
@@ -352,7 +354,10 @@ def unbroken(request, tmp_path_factory):
     return request.param, folder / "whole"
 
 
-@pytest.mark.parametrize("at", ["sft 0", "sft 2", "rl 0", "rl 1"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "at", [*(pytest.param(at, marks=pytest.mark.nightly) for at in ("sft 0", "rl 0")), "sft 2", "rl 1"]
+)
 def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
     rank, whole = unbroken
     message = stopped(at, lora_rank=rank)
@@ -372,6 +377,7 @@ def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
     assert "is finished" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_was_moved_goes_on(here):
     stopped("rl 1", lora_rank=2)
     (here / "out").rename(here / "elsewhere")
@@ -380,6 +386,7 @@ def test_a_run_that_was_moved_goes_on(here):
     assert lines_of("elsewhere/rl") == lines_of("whole/rl")
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_run_goes_on(here):
     """Its model is the checkpoint of its own first phase, though that of the first run is there still."""
     stopped("rl 1", lora_rank=2)

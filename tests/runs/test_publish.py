@@ -62,6 +62,7 @@ def push(folder, name, env, *flags):
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_folder_is_uploaded_whole_to_a_private_repository(hub, model, tmp_path):
     env = environment(hub.url, tmp_path)
     done = push(model, "ada/first", env)

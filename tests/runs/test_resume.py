@@ -104,7 +104,7 @@ KINDS = {
     "schedule": ["schedule.toml", "--training.lr-schedule", "cosine", "--kl", "k2_loss", "--kl.target", "0.01"],
     "critic": ["--loss", "ppo", "--critic", "head"],
     "refill and sampler": [
-        *["--loss", "dapo", "--refill", "3", "--env", "few=./parts.py:Few", "--env.few.weight", "3"],
+        *["--loss", "dapo", "--refill", "1", "--env", "few=./parts.py:Few", "--env.few.weight", "3"],
         *["--sampler", "difficulty", "--sampler.after", "1"],
     ],
 }
@@ -120,6 +120,19 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "schedule.toml").write_text(SCHEDULE)
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def begin(made_run):
+    """Makes the run that a test goes on with, or compares with; it stopped as the step `stop` was logged."""
+
+    def make(out, *arguments, stop=None):
+        if stop is not None:
+            Path("stop").write_text(str(stop))
+        made_run(["run", *SMALL, *arguments], out, code=0 if stop is None else 1)
+        Path("stop").unlink(missing_ok=True)
+
+    return make
 
 
 def run(out, *arguments, code=0, stop=None, resume=False):
@@ -171,9 +184,10 @@ def assert_same(folder, whole):
 # --- the same run ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_is_the_unbroken_one(kind, capsys):
-    run("whole", *KINDS[kind])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [*list(KINDS)[:-1], pytest.param("refill and sampler", marks=pytest.mark.nightly)])
+def test_a_resumed_run_is_the_unbroken_one(kind, capsys, begin):
+    begin("whole", *KINDS[kind])
     run("broken", *KINDS[kind], code=1, stop=2)
     assert steps_of("broken") == ["step_000001", "step_000002"], "the third step is not saved, and logged by one logger"
     assert len(lines_of("broken")) == 3 and (Path("broken") / "trajectories").exists()
@@ -189,15 +203,16 @@ def test_a_resumed_run_is_the_unbroken_one(kind, capsys):
     assert resumed["step"] == 2 and resumed["checkpoint"].endswith("step_000002") and resumed["distributions"]["torch"]
 
 
-def test_the_steered_coefficient_moves():
+def test_the_steered_coefficient_moves(begin):
     """The control: what goes on is something."""
-    run("out", *KINDS["steered KL"])
+    begin("out", *KINDS["steered KL"])
     assert len({line["policy/kl_coef"] for line in lines_of("out")}) == 4
     assert len({line["policy/loss"] for line in lines_of("out")} - {0.0}) >= 3
 
 
-def test_control_c_and_again(capsys):
-    run("whole")
+@pytest.mark.slow
+def test_control_c_and_again(capsys, begin):
+    begin("whole")
     for resume, stop in ((False, 1), (True, 2), (True, 3)):
         arguments = [] if resume else ["--logger.Stop.error", "KeyboardInterrupt"]
         run("out", *arguments, code=130, stop=stop, resume=resume)
@@ -223,18 +238,20 @@ def test_control_c_twice(place, name, monkeypatch, capsys):
     assert summary_of("out")["status"] == "interrupted" and signal.getsignal(signal.SIGINT) is handler
 
 
-def test_without_a_checkpoint_it_begins_again(capsys):
-    run("whole", "--checkpoint-every", "0")
-    run("out", "--checkpoint-every", "0", code=1, stop=2)
+@pytest.mark.slow
+def test_without_a_checkpoint_it_begins_again(capsys, begin):
+    begin("whole", "--checkpoint-every", "0")
+    begin("out", "--checkpoint-every", "0", stop=2)
     run("out", resume=True)
     assert "the run has no checkpoint yet: it begins again" in capsys.readouterr().out
     assert_same("out", "whole")
 
 
-def test_a_finished_run_says_so_and_can_be_made_longer(capsys):
+@pytest.mark.slow
+def test_a_finished_run_says_so_and_can_be_made_longer(capsys, begin):
     warm = ["--training.warmup-steps", "2"]  # the default is never more than the run has
-    run("whole", "--steps", "6", *warm)
-    run("out", *warm)
+    begin("whole", "--steps", "6", *warm)
+    begin("out", *warm)
     stamps = files_of("out", "**/*")
     capsys.readouterr()
     run("out", resume=True)
@@ -259,8 +276,8 @@ def test_a_finished_run_says_so_and_can_be_made_longer(capsys):
     assert "all of its 6 steps" in capsys.readouterr().out
 
 
-def test_a_run_that_died_between_its_last_checkpoint_and_its_summary(capsys):
-    run("out")
+def test_a_run_that_died_between_its_last_checkpoint_and_its_summary(capsys, begin):
+    begin("out")
     before = summary_of("out")
     Path("out/summary.json").unlink()
     capsys.readouterr()
@@ -271,8 +288,8 @@ def test_a_run_that_died_between_its_last_checkpoint_and_its_summary(capsys):
         **before, "wall_seconds": 0, "cpu_seconds": 0, "resumed_from": 4}  # fmt: skip
 
 
-def test_back_to_an_earlier_checkpoint(capsys):
-    run("whole")
+def test_back_to_an_earlier_checkpoint(capsys, begin):
+    begin("whole")
     shutil.copytree("whole", "out")
     capsys.readouterr()
     for name, moved in (
@@ -288,9 +305,9 @@ def test_back_to_an_earlier_checkpoint(capsys):
     assert "from" not in json.loads(Path("out/manifest.json").read_text())["resumed"][-1]
 
 
-def test_another_runs_checkpoint_is_the_runs_own_from_then_on():
-    run("whole")
-    run("out", code=1, stop=0)
+def test_another_runs_checkpoint_is_the_runs_own_from_then_on(begin):
+    begin("whole")
+    begin("out", stop=0)
     shutil.rmtree("out/checkpoints")
     run("out", "--checkpoint", "whole/checkpoints/step_000002", resume=True, code=1, stop=2)
     assert steps_of("out") == ["step_000002"]
@@ -301,9 +318,10 @@ def test_another_runs_checkpoint_is_the_runs_own_from_then_on():
 SUPERVISED = ["--mode", "sft", "--eval-tasks", "0"]  # the fastest run there is
 
 
-def test_another_runs_checkpoint_replaces_none_of_the_runs_own(capsys, here):
-    run("out", *SUPERVISED)
-    run("other", *SUPERVISED, "--lr", "0.01")
+@pytest.mark.slow
+def test_another_runs_checkpoint_replaces_none_of_the_runs_own(capsys, here, begin):
+    begin("out", *SUPERVISED)
+    begin("other", *SUPERVISED, "--lr", "0.01")
     kept = files_of("out/checkpoints/step_000002", "**/*")
     capsys.readouterr()
     run("out", "--checkpoint", "other/checkpoints/step_000002", resume=True)
@@ -317,9 +335,9 @@ def test_another_runs_checkpoint_replaces_none_of_the_runs_own(capsys, here):
     assert resumed["from"] == str(here / "other/checkpoints/step_000002") and resumed["step"] == 2
 
 
-def test_a_checkpoint_that_was_set_aside_is_gone_on_with(capsys):
+def test_a_checkpoint_that_was_set_aside_is_gone_on_with(capsys, begin):
     """What has happened since is another history, and that is told."""
-    run("out", *SUPERVISED)
+    begin("out", *SUPERVISED)
     before = lines_of("out")
     run("out", "--checkpoint", "step_000001", resume=True)
     kept = files_of("out/checkpoints/step_000003.aside", "**/*")
@@ -370,10 +388,11 @@ def killed_at(monkeypatch, place, name, number, *arguments):
     return False
 
 
-@pytest.mark.parametrize("kind", [[], SUPERVISED], ids=["rl", "sft"])
-def test_a_kill_as_it_goes_back(kind, monkeypatch):
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [pytest.param([], marks=pytest.mark.nightly), SUPERVISED], ids=["rl", "sft"])
+def test_a_kill_as_it_goes_back(kind, monkeypatch, begin):
     """At each step of it: what is gone on with then is a whole run, and the same one."""
-    run("whole", *kind)
+    begin("whole", *kind)
     came = set()
     for place, name in GOING_BACK:
         for number in (1, 2) if name in ("rename", "open") else (1,):
@@ -387,10 +406,11 @@ def test_a_kill_as_it_goes_back(kind, monkeypatch):
     assert len(came) == len(GOING_BACK), "the save is that of the next step"
 
 
-def test_a_kill_as_it_takes_another_runs_checkpoint(monkeypatch):
+@pytest.mark.slow
+def test_a_kill_as_it_takes_another_runs_checkpoint(monkeypatch, begin):
     """What is gone on with is the run as it was, or with the other's weights; nothing in between."""
-    run("own", *SUPERVISED)
-    run("other", *SUPERVISED, "--lr", "0.01")
+    begin("own", *SUPERVISED)
+    begin("other", *SUPERVISED, "--lr", "0.01")
     shutil.copytree("own", "out")
     wanted = "other/checkpoints/step_000002"
     run("out", "--checkpoint", wanted, resume=True)
@@ -407,8 +427,8 @@ def test_a_kill_as_it_takes_another_runs_checkpoint(monkeypatch):
     assert found == sorted(found) and set(found) == {0, 1}, "no later than at the save"
 
 
-def test_a_resume_that_a_logger_refuses_changes_nothing(capsys):
-    run("out", *SUPERVISED)
+def test_a_resume_that_a_logger_refuses_changes_nothing(capsys, begin):
+    begin("out", *SUPERVISED)
     before = files_of("out", "**/*")
     again = ["--checkpoint", "step_000002", "--steps", "5", "--logger.Stop.error", "refuse"]
     assert main(["resume", "out", *again]) == 2
@@ -416,9 +436,10 @@ def test_a_resume_that_a_logger_refuses_changes_nothing(capsys):
     assert files_of("out", "**/*") == before | {".lock": Path("out/.lock").read_bytes()}
 
 
-def test_from_python(here):
-    run("whole")
-    run("out", code=1, stop=1)
+@pytest.mark.slow
+def test_from_python(here, begin):
+    begin("whole")
+    begin("out", stop=1)
     assert rollouts.resume("out")["resumed_from"] == 1
     assert lines_of("out") == lines_of("whole")
     assert rollouts.resume("out", checkpoint="step_000003", steps=5)["steps"] == 5
@@ -427,8 +448,8 @@ def test_from_python(here):
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_the_last_and_the_best_checkpoints_are_kept(keep):
-    run("out", "--keep-checkpoints", str(keep), "--mode", "sft")
+def test_the_last_and_the_best_checkpoints_are_kept(keep, begin):
+    begin("out", "--keep-checkpoints", str(keep), "--mode", "sft")
     states = {name: state_of("out", name)["run"] for name in steps_of("out")}
     losses = [line["policy/loss"] for line in lines_of("out")]
     best = losses.index(min(losses)) + 1
@@ -458,8 +479,8 @@ def test_a_metric_that_no_step_has_is_said(capsys):
     assert "best" not in summary_of("out") and len(steps_of("out")) == 2
 
 
-def test_what_the_best_checkpoint_is_known_by():
-    run("out", "--eval-every", "2")
+def test_what_the_best_checkpoint_is_known_by(begin):
+    begin("out", "--eval-every", "2")
     metrics = [state_of("out", name)["run"]["metric"] for name in steps_of("out")]
     assert metrics[0] is metrics[2] is None, "no evaluation came before them"
     assert metrics[1]["value"] == lines_of("out")[1]["eval/reward_mean"] and metrics[1]["higher_is_better"]
@@ -469,8 +490,8 @@ def test_what_the_best_checkpoint_is_known_by():
 # --- automatically --------------------------------------------------------------------------------------------------
 
 
-def test_resume_auto_begins_goes_on_and_says_what_changed(capsys):
-    run("whole")
+def test_resume_auto_begins_goes_on_and_says_what_changed(capsys, begin):
+    begin("whole")
     run("out", "--resume", "auto", code=1, stop=2)
     assert 'resume = "never"' in Path("out/config.toml").read_text()
     with Path("out/config.toml").open("a") as config:
@@ -482,6 +503,7 @@ def test_resume_auto_begins_goes_on_and_says_what_changed(capsys):
     assert "max_turns = 9" in Path("out/config.toml").read_text()
 
 
+@pytest.mark.slow
 def test_resume_auto_begins_again_after_a_kill_as_a_logger_opens():
     words = [sys.executable, "-m", "rollouts", "run", *SUPERVISED, "--out", "out", "--resume", "auto"]
     done = forks.run([*words, *SMALL, "--logger.Stop.error", "kill"], timeout=120)
@@ -505,8 +527,8 @@ def test_what_the_same_settings_mean_since_is_noted_once(arguments, words, capsy
     assert "an earlier version" not in capsys.readouterr().out
 
 
-def test_a_manifest_that_cannot_be_read_is_kept(capsys, here):
-    run("out", "--steps", "1")
+def test_a_manifest_that_cannot_be_read_is_kept(capsys, here, begin):
+    begin("out", "--steps", "1")
     manifest = here / "out/manifest.json"
     torn = manifest.read_bytes()[:-20]
     manifest.write_bytes(torn)
@@ -521,14 +543,14 @@ def test_resume_auto_needs_a_folder(capsys):
     assert "type: rollouts run --env calculator --out runs/NAME --resume auto" in error
 
 
-def test_a_dry_run_of_it_writes_nothing(capsys):
+def test_a_dry_run_of_it_writes_nothing(capsys, begin):
     for code in (1, 0):
         kept = files_of("out", "**/*")
         assert main(["run", *SMALL, "--out", "out", "--resume", "auto", "--dry-run"]) == 0
         assert "ok: everything was checked; no model was loaded, and nothing was written" in capsys.readouterr().out
         assert files_of("out", "**/*") == kept
         if code:
-            run("out", code=1, stop=0)
+            begin("out", stop=0)
 
 
 def damage(name):
@@ -536,9 +558,9 @@ def damage(name):
     weights.write_bytes(weights.read_bytes()[:-100])
 
 
-def test_a_damaged_checkpoint_is_named_with_the_one_before(capsys):
-    run("whole")
-    run("out", code=1, stop=3)
+def test_a_damaged_checkpoint_is_named_with_the_one_before(capsys, begin):
+    begin("whole")
+    begin("out", stop=3)
     damage("step_000003")
     kept = files_of("out", "**/*")
     run("out", resume=True, code=2)
@@ -550,9 +572,9 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before(capsys):
     assert lines_of("out") == lines_of("whole") and "step_000003.aside" in steps_of("out")
 
 
-def test_resume_auto_falls_back_by_itself(capsys):
-    run("whole")
-    run("out", code=1, stop=3)
+def test_resume_auto_falls_back_by_itself(capsys, begin):
+    begin("whole")
+    begin("out", stop=3)
     damage("step_000003")
     run("out", "--resume", "auto")
     said = capsys.readouterr().out
@@ -561,9 +583,9 @@ def test_resume_auto_falls_back_by_itself(capsys):
     assert lines_of("out") == lines_of("whole")
 
 
-def test_an_earlier_checkpoint_is_no_help_against_another_optimizer(capsys, monkeypatch):
+def test_an_earlier_checkpoint_is_no_help_against_another_optimizer(capsys, monkeypatch, begin):
     """What is refused for its settings is not called damage, nor are all the others tried."""
-    run("out", *SUPERVISED, code=1, stop=3)
+    begin("out", *SUPERVISED, stop=3)
     kept = files_of("out", "**/*")
     loaded, load = [], TorchBackend.load
     monkeypatch.setattr(TorchBackend, "load", lambda self, path: loaded.append(path) or load(self, path))
@@ -578,9 +600,9 @@ def test_an_earlier_checkpoint_is_no_help_against_another_optimizer(capsys, monk
     assert len(loaded) == 2 and files_of("out", "**/*") == kept
 
 
-def test_a_damaged_checkpoint_that_was_named_is_not_replaced_by_another(capsys):
+def test_a_damaged_checkpoint_that_was_named_is_not_replaced_by_another(capsys, begin):
     """Also where the config says `resume = "auto"`."""
-    run("out", *SUPERVISED, code=1, stop=3)
+    begin("out", *SUPERVISED, stop=3)
     damage("step_000002")
     path = Path("out/config.toml")
     path.write_text(path.read_text().replace('resume = "never"', 'resume = "auto"'))
@@ -588,8 +610,8 @@ def test_a_damaged_checkpoint_that_was_named_is_not_replaced_by_another(capsys):
     assert steps_of("out") == ["step_000001", "step_000002", "step_000003"]
 
 
-def test_when_every_checkpoint_is_damaged_nothing_is_thrown_away(capsys):
-    run("out", code=1, stop=1)
+def test_when_every_checkpoint_is_damaged_nothing_is_thrown_away(capsys, begin):
+    begin("out", stop=1)
     damage("step_000001")
     for arguments, resume in (((), True), (("--resume", "auto"), False)):
         run("out", *arguments, resume=resume, code=2)
@@ -618,8 +640,8 @@ def test_a_folder_that_holds_no_run(capsys, here):
     assert sorted(path.name for path in here.iterdir()) == ["parts.py", "runs", "schedule.toml"]
 
 
-def test_what_cannot_be_gone_on_with(capsys):
-    run("out", "--steps", "2")
+def test_what_cannot_be_gone_on_with(capsys, begin):
+    begin("out", "--steps", "2")
     kept = files_of("out", "**/*")
     assert "checkpoints: step_000001, step_000002" in refuse(capsys, "out", "--checkpoint", "step_7")
     Path("out/summary.json").rename("summary.json")
@@ -652,8 +674,8 @@ def edit(old, new):
 
 
 @pytest.mark.parametrize("setting", ["seed", "prompts_per_step"])
-def test_demonstrations_in_another_order(setting, capsys):
-    run("out", *SUPERVISED, code=1, stop=1)
+def test_demonstrations_in_another_order(setting, capsys, begin):
+    begin("out", *SUPERVISED, stop=1)
     old = {"seed": 0, "prompts_per_step": 2}[setting]
     edit(f"{setting} = {old}", f"{setting} = 3")
     error = refuse(capsys, "out")
@@ -662,13 +684,14 @@ def test_demonstrations_in_another_order(setting, capsys):
     run("out", resume=True)
 
 
-def test_tasks_that_may_have_been_trained_on_are_not_held_out_later(capsys):
-    run("out", code=1, stop=1)
+def test_tasks_that_may_have_been_trained_on_are_not_held_out_later(capsys, begin):
+    begin("out", stop=1)
     edit("eval_tasks = 4", "eval_tasks = 5")
     error = refuse(capsys, "out")
     assert "eval_tasks was 4 and is 5 now" in error and "give 4 again, or begin a new run" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [[], ["--lora-rank", "2"]], ids=["full", "lora"])
 def test_another_model_of_the_same_shape(adapter, capsys, here):
     """It is told by its name, which goes with a folder that is moved."""
@@ -707,8 +730,8 @@ def test_the_learning_rate_that_holds_is_compared(capsys):
     assert make_plan(resolve({"env": "calculator"})).flat["critic_lr"] is None
 
 
-def test_an_edited_config_is_told(capsys):
-    run("out", code=1, stop=2)
+def test_an_edited_config_is_told(capsys, begin):
+    begin("out", stop=2)
     path = Path("out/config.toml")
     path.write_text("# mine\n" + path.read_text().replace("temperature = 1.0", "temperature = 0.9"))
     run("out", resume=True)
@@ -716,11 +739,11 @@ def test_an_edited_config_is_told(capsys):
     assert path.read_text().startswith("# mine\n"), "whoever edited it keeps their comments"
 
 
-def test_weights_that_somebody_saved_are_no_run(capsys):
+def test_weights_that_somebody_saved_are_no_run(capsys, begin):
     from rollouts.training.algorithms.recipes import GRPO
     from rollouts.training.backends.torch import create_torch_backend
 
-    run("out", code=1, stop=0)
+    begin("out", stop=0)
     backend = create_torch_backend("tiny", 0, 4, 1e-3, 0, 4096, {"main": GRPO}, None)
     backend.save("step_000003").wait()
     backend.close()
@@ -728,8 +751,8 @@ def test_weights_that_somebody_saved_are_no_run(capsys):
     assert "does not say how far its run was" in error and "--model step_000003" in error
 
 
-def test_two_processes_on_one_folder(capsys):
-    run("out", code=1, stop=1)
+def test_two_processes_on_one_folder(capsys, begin):
+    begin("out", stop=1)
     other = RunFolder.reopen(Path("out"))
     try:
         assert "out is being written to by another process" in refuse(capsys, "out")
@@ -746,6 +769,7 @@ def test_a_backend_that_cannot_be_profiled(capsys):
     assert Path("closed").exists() and not Path("out").exists()
 
 
+@pytest.mark.slow
 def test_the_steps_that_are_profiled(monkeypatch):
     from rollouts.training.backends.torch import TorchBackend
 
@@ -768,19 +792,19 @@ def test_the_steps_that_are_profiled(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [[], TWO_RANKS], ids=["single", "two ranks"])
-def test_kills_at_random_moments(ranks, here):
+@pytest.mark.parametrize("ranks", [[], pytest.param(TWO_RANKS, marks=pytest.mark.nightly)], ids=["single", "two ranks"])
+def test_kills_at_random_moments(ranks, here, begin):
     """As Slurm does it: the same command again and again, until it is done. benchmarks/kill_and_resume.py does more.
     Here ranks are new interpreters, in the runs that are killed.
     """
-    run("whole", *ranks)
+    begin("whole", *ranks)
     words = [sys.executable, "-m", "rollouts", "run", *SMALL, *ranks, "--out", "out", "--resume", "auto"]
     chance = random.Random(0)
     for attempt in range(20):
         process = forks.popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
-        if attempt < (2 if ranks else 4):
+        if attempt < 2:
             wait_for_a_sign(process)
             time.sleep(chance.random() / 2)  # four steps take less than a second
             process.kill()
@@ -822,9 +846,18 @@ def test_a_rank_that_dies_in_a_run(capfd, here):
         assert one["policy/loss"] == pytest.approx(other["policy/loss"], abs=1e-4)
 
 
-@pytest.mark.slow
-def test_under_a_launcher(here, monkeypatch, capsys):
-    """torchrun's ranks: the same run as processes of our own; a backend of one process says what to type."""
+def test_a_launcher_needs_a_backend_of_several_processes(monkeypatch, capsys):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    run("wrong", code=2)
+    assert not Path("wrong").exists()
+    expected = "a launcher started 2 processes (WORLD_SIZE), but --training torch trains in one; type"
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+def test_under_a_launcher():
+    """torchrun's ranks are new interpreters: the same run as processes of our own."""
     launcher = [
         sys.executable,
         "-m",
@@ -840,12 +873,6 @@ def test_under_a_launcher(here, monkeypatch, capsys):
     assert done.returncode == 0, done.stderr
     run("own", *TWO_RANKS)
     assert lines_of("launched") == lines_of("own")
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(name, value)
-    run("wrong", code=2)
-    assert not Path("wrong").exists()
-    expected = "a launcher started 2 processes (WORLD_SIZE), but --training torch trains in one; type"
-    assert expected in capsys.readouterr().err
 
 
 class Interrupt(trio.abc.Instrument):
@@ -862,9 +889,10 @@ class Interrupt(trio.abc.Instrument):
 
 
 @pytest.mark.slow
-def test_an_end_at_any_await_point(monkeypatch, here):
+@pytest.mark.parametrize(("every", "least"), [pytest.param(17, 10, marks=pytest.mark.nightly), (100, 2)])
+def test_an_end_at_any_await_point(every, least, monkeypatch, here):
     """Numerics 20: interrupted between any two steps of trio's tasks, a run goes on to the same end: the same prompts,
-    once each, and losses equal to the bit. Every seventeenth of these moments is tried.
+    once each, and losses equal to the bit. Every seventeenth of these moments is tried at night.
     """
     small = ["--steps", "2", "--eval-tasks", "2"]
     plain = trio.run
@@ -877,7 +905,7 @@ def test_an_end_at_any_await_point(monkeypatch, here):
     run("whole", *small)
     expected = lines_of("whole"), prompts_of("whole")
     tried = 0
-    for number in range(3, counter.seen, 17):
+    for number in range(3, counter.seen, every):
         out = f"out-{number}"
         with_instrument(Interrupt(number))
         code = main(["run", *SMALL, *small, "--out", out])
@@ -888,7 +916,7 @@ def test_an_end_at_any_await_point(monkeypatch, here):
             run(out, resume=True)
         assert (lines_of(out), prompts_of(out)) == expected
         shutil.rmtree(out)
-    assert tried >= 10, f"{tried} of {counter.seen} moments"
+    assert tried >= least, f"{tried} of {counter.seen} moments"
 
 
 def prompts_of(folder):
@@ -898,10 +926,10 @@ def prompts_of(folder):
     return Counter(line["task"]["prompt"] for line in lines)
 
 
-def test_what_was_sampled_ahead_is_in_the_checkpoint(here):
+def test_what_was_sampled_ahead_is_in_the_checkpoint(here, begin):
     """The run stops after a step while the next ones are under way or wait; resumed, it plays none twice."""
     ahead = ["--staleness", "2", "--samples-per-prompt", "4"]
-    run("out", *ahead, stop=1, code=1)
+    begin("out", *ahead, stop=1)
     state = state_of("out", "step_000001")["run"]
     assert 0 < len(state["rollouts"]["live"]) <= 4 and state["rollouts"]["steps"] == 1
     assert state["loop"]["start_versions"] == [0]
@@ -917,10 +945,11 @@ def test_what_was_sampled_ahead_is_in_the_checkpoint(here):
     assert groups == {number: 4 for number in range(8)}, "four rollouts of each of eight groups, none twice"
 
 
-def test_groups_that_are_carried_over_are_in_the_checkpoint(here, capsys):
+@pytest.mark.slow
+def test_groups_that_are_carried_over_are_in_the_checkpoint(here, capsys, begin):
     """Which groups are first is a race, so no two runs are the same; but every group is played to its end once."""
     over = ["--over-sampling", "1.5", "--samples-per-prompt", "4"]
-    run("out", *over, stop=1, code=1)
+    begin("out", *over, stop=1)
     carried = state_of("out", "step_000001")["run"]["rollouts"]["live"]
     assert len(carried) == 1, "three groups are under way for two"
     run("out", resume=True)

@@ -38,6 +38,7 @@ def learned(folder):
     return [{name: n for name, n in line.items() if not name.startswith(apart)} for line in metrics_of(folder)]
 
 
+@pytest.mark.slow
 def test_a_run_its_files_and_its_resume(capsys):
     out = run(capsys, "--steps", "2", "--out", "whole")
     assert "--- a rollout of step 1 (caller, reward" in out and "--- a rollout of step 1 (counter, reward" in out
@@ -157,7 +158,7 @@ def test_demonstrations_get_the_tools_of_their_role(tmp_path):
         of([Message("system", "Steal."), Message("user", "?")])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_roles_learn(tmp_path):
     import importlib.util
 

@@ -107,6 +107,7 @@ SMALL = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks
 FLAGS = [part for name, value in SMALL.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
+@pytest.mark.slow
 def test_a_run_of_one_step(here, capsys):
     chosen = ["--sandbox", "./other.py:Counted", "--sandbox.file", "lines"]
     assert main(["run", "--env", "./mine.py:Python", *chosen, *FLAGS, "--out", "run"]) == 0

@@ -102,6 +102,7 @@ def test_the_interval():
     assert table["m"]["mean"] == 2.0 and table["k"] == {"values": {"0": None, "1": 5.0}, **interval_of([5.0])._asdict()}
 
 
+@pytest.mark.slow
 def test_a_folder_each_a_table_and_the_same_again(inside, capsys):
     assert main([*SHORT.split(), "--seeds", "0-1", "--out", "m"]) == 0
     out = capsys.readouterr().out
@@ -128,6 +129,7 @@ def test_a_folder_each_a_table_and_the_same_again(inside, capsys):
     assert "m has the seeds of another command: rollouts run" in error and "rollouts resume m" in error
 
 
+@pytest.mark.slow
 def test_other_rules_replace_those_of_the_command(inside):
     assert (
         main([*SHORT.split(), "--steps", "5", "--stop-when", "policy/loss > -9", "--seeds", "0-1", "--out", "m"]) == 0
@@ -138,6 +140,7 @@ def test_other_rules_replace_those_of_the_command(inside):
     assert "--stop-when=none" in written()["command"] and "--stop-when=policy/loss > -9" not in written()["command"]
 
 
+@pytest.mark.slow
 def test_one_that_fails_keeps_no_other_from_running(inside, capsys):
     Path("fail").touch()
     line = [*SHORT.split(), "--logger", "./parts.py:Fails", "--logger", "jsonl", "--seeds", "0-2", "--out", "m"]
@@ -185,6 +188,7 @@ def test_sft_from_a_file_with_dotted_flags(inside, capsys):
     assert Path("m/seed_5/other.jsonl").exists() and main(["resume", "m"]) == 0 and len(inside) == 2
 
 
+@pytest.mark.slow
 def test_secrets_are_not_written(inside):
     line = [*SHORT.split(), "--logger", "f=./parts.py:Fails", "--logger.f.api-token", "sk-1", "--seeds", "0-1"]
     assert main([*line, "--out", "m"]) == 0
@@ -277,7 +281,15 @@ def until(condition):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGKILL, -9, marks=pytest.mark.nightly),
+    ],
+)
 def test_ended_from_outside_and_continued(number, code, monkeypatch):
     """Real processes: the run of the moment ends with the command, in order where it can, and no other one begins. Once
     it continues in new interpreters, as it does for a user.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -13,24 +15,8 @@ import torch
 from rollouts.training.batches import TrainBatch
 from rollouts.types import Sample
 
-
-def qwen3(seed: int = 0, *, tied: bool = True, vocab: int = 61, layers: int = 2):
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=tied,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-    )
-    return Qwen3ForCausalLM(config).eval()
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_qwen3 import qwen3
 
 
 def llama(seed: int = 0):

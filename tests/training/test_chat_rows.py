@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.chat import ChatFormat, SupervisedRow
@@ -186,7 +186,6 @@ _TEXT = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12).map
 
 
 @given(st.lists(st.tuples(_TEXT, _TEXT), min_size=1, max_size=4))
-@settings(max_examples=40, deadline=None)
 def test_masked_text_joined_is_the_assistants_text(turns: list[tuple[str, str]]) -> None:
     chat = chat_for("qwen2_5")
     messages = [

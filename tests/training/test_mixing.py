@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
@@ -47,7 +47,6 @@ def growing(step):
     return step / 7
 
 
-@settings(deadline=None, max_examples=60)
 @given(weights=WEIGHTS, seed=st.integers(0, 2**40), cuts=st.lists(st.integers(1, 12), min_size=1, max_size=6))
 def test_any_way_of_saving_and_loading_gives_the_same_tasks(weights, seed, cuts):
     mixed = [*weights[:-1], growing] if len(weights) > 1 and weights[0] > 0 else weights
@@ -62,7 +61,6 @@ def test_any_way_of_saving_and_loading_gives_the_same_tasks(weights, seed, cuts)
     assert drawn == unbroken
 
 
-@settings(deadline=None, max_examples=60)
 @given(weights=WEIGHTS, seed=st.integers(0, 2**40), start=st.integers(0, 2**50), length=st.integers(1, 400))
 def test_every_stretch_has_its_shares(weights, seed, start, length):
     """Wherever it begins: within a few tasks of each source, and independent throws would be off by their root."""

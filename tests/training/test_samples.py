@@ -108,7 +108,7 @@ def is_right(weight: float, logprob: float, version: int | None) -> bool:
     return version != -1 or logprob == 0.0
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(derandomize=True)
 @given(streams, st.booleans())
 def test_a_sample_is_checked_as_token_by_token(tokens: list[tuple[float, float, int]], with_versions: bool) -> None:
     versions = [version for *_, version in tokens] if with_versions else None

@@ -9,7 +9,7 @@ import random
 
 import pytest
 import trio
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.cli import main
@@ -65,7 +65,6 @@ def test_difficulty_begins_in_the_order_without_a_sampler(make):
 SAMPLERS = [Uniform, functools.partial(Difficulty, after=1, revisit=0.3)]
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     make=st.sampled_from([single, mixture]),
     sampler=st.sampled_from(SAMPLERS),

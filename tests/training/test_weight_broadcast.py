@@ -22,7 +22,7 @@ from rollouts.training.weights.files import manifest_of
 from rollouts.training.weights.sync import WeightSyncManager
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import qwen3
+from tiny_qwen3 import qwen3
 from weight_fakes import FolderEngine
 
 

@@ -24,7 +24,7 @@ from rollouts.training.weights.probe import Proof, has_not_moved, parity_toleran
 from rollouts.training.weights.sync import WeightSyncManager, sync_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import qwen3
+from tiny_qwen3 import qwen3
 from weight_fakes import FolderEngine
 
 

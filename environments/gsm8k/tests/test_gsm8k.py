@@ -14,6 +14,7 @@ from rollouts.types import Message, Task, Trajectory
 ROWS = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(10)]
 
 
+@pytest.mark.slow
 def test_the_contract() -> None:
     check_environment_class(GSM8K, tasks=2, skip=["wheel", "imports"])
 

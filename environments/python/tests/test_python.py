@@ -20,9 +20,14 @@ def sandbox() -> Iterator[Sandbox]:
     opened.close()
 
 
+QUICK = ["definition", "tasks", "demonstrations", "same-seed", "random-state", "tool-results", "episode", "rewards"]
+
+
 @pytest.mark.slow
-def test_the_contract() -> None:
-    check_environment_class(Python, tests=1, tasks=1, skip=["wheel", "imports", "forged-calls"])
+@pytest.mark.parametrize("only", [QUICK, pytest.param([], marks=pytest.mark.nightly)])
+def test_the_contract(only: list[str]) -> None:
+    """The other checks run hundreds of programs."""
+    check_environment_class(Python, tests=1, tasks=1, only=only, skip=["wheel", "imports", "forged-calls"])
 
 
 def score(sandbox: Sandbox, problem: str, program: str) -> tuple[float | None, float | None]:

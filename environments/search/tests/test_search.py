@@ -10,6 +10,7 @@ from rollouts.errors import ConfigError
 from rollouts.types import Message, Task, Trajectory
 
 
+@pytest.mark.slow
 def test_the_contract() -> None:
     check_environment_class(Search, towns=10, tasks=2, skip=["wheel", "imports"])
 

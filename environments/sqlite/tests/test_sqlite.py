@@ -16,6 +16,7 @@ def path() -> Iterator[str]:
     yield from SQLite().shared()
 
 
+@pytest.mark.slow
 def test_the_contract() -> None:
     check_environment_class(SQLite, tasks=2, skip=["wheel", "imports"])
 

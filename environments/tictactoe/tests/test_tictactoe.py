@@ -44,7 +44,10 @@ def best(text: str) -> str:
     return f"I take {best_moves(board)[0] + 1}."
 
 
-@pytest.mark.parametrize("settings", [{}, {"opponent": "random", "opening": 2}])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"opponent": "random", "opening": 2}, marks=pytest.mark.nightly)]
+)
 def test_the_contract(settings: dict[str, Any]) -> None:
     check_environment_class(TicTacToe, **settings, tasks=2, skip=["wheel", "imports"])
 

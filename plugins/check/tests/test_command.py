@@ -154,7 +154,7 @@ def test_json_and_badge(capsys):
     assert capsys.readouterr().out.startswith("![rollouts check ")
 
 
-@pytest.mark.usefixtures("forked_checks")
+@pytest.mark.slow
 def test_prompts_with_a_sample(tmp_path, capsys):
     rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "response": str(2 * n)} for n in range(10, 40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -265,6 +265,7 @@ def run_pytest(folder, *arguments):
     return forks.run(command, cwd=folder, timeout=120, env={**os.environ, "COLUMNS": "120"})
 
 
+@pytest.mark.slow
 def test_the_plugin_of_pytest(tmp_path):
     shutil.copy(FAULTS / "sums.py", tmp_path)
     shutil.copy(FAULTS / "no_op__earned_by_silence.py", tmp_path / "mine.py")

@@ -63,6 +63,7 @@ def source_of(loader, folder):
     return str(folder if loader == "hub" else file)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ref", [marked(each) for each in SHIPPED if each.name not in APART])
 def test_a_shipped_component_passes(ref, tmp_path):
     is_loader = ref.kind == "datasets"
@@ -114,6 +115,7 @@ def packages(tmp_path, monkeypatch):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", [word for word in KIND_NAMES if word not in ("environment", "training", "sandbox")])
 def test_what_new_makes_passes(word, packages):
     folder = packages(KIND_NAMES[word], f"checked_{word}")
@@ -198,6 +200,7 @@ def test_wrong_usage_is_2(arguments, words, capsys, tmp_path, monkeypatch):
     assert all(word in said for word in words), said
 
 
+@pytest.mark.slow
 def test_an_object_of_a_file(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "def reduced(logprobs, advantages, *, scale: float = 1.0):\n    return (logprobs * advantages * scale).mean()\n"
@@ -310,6 +313,7 @@ def test_a_check_of_one_kind_leaves_out_the_others():
     assert [each.name for each in checks_for(found, Options(only=("order", "gradient")))] == ["order"]
 
 
+@pytest.mark.slow
 def test_the_plugin_of_pytest_checks_every_kind(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-k", "order or values"]
     names = ["--rollouts-check", "any_success", "--rollouts-check-kind", "filter", "--rollouts-check-skip", "imports"]
@@ -317,6 +321,7 @@ def test_the_plugin_of_pytest_checks_every_kind(tmp_path):
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_an_environment_is_checked_without_torch(tmp_path):
     """And a filter; a loss is skipped with the reason, where torch is not installed."""
     code = (

@@ -50,8 +50,14 @@ def test_there_are_environments():
 
 # The check cancels episodes at every await, and a request of httpx that is cancelled leaves a generator behind.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <async_generator object ByteStream")
-@pytest.mark.usefixtures("forked_checks")
-@pytest.mark.parametrize("place", WRITTEN)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, marks=pytest.mark.nightly if name == "Primes" else ())  # it runs hundreds of programs
+        for place, (_, name) in WRITTEN.items()
+    ],
+)
 def test_a_documented_environment_passes(place, tmp_path):
     code, name = WRITTEN[place]
     file = tmp_path / "documented.py"

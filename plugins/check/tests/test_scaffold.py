@@ -86,20 +86,25 @@ def test_every_package_is_found(site, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_package_passes_its_own_tests(made, site):
-    tests = [str(made / name / "tests") for name in NAMES.values()]
+@pytest.mark.parametrize("words", [["environment"], pytest.param(list(NAMES), marks=pytest.mark.nightly)], ids=len)
+def test_every_package_passes_its_own_tests(words, made, site):
+    tests = [str(made / NAMES[word] / "tests") for word in words]
     said = python("-m", "pytest", "-q", "-n", "0", "--import-mode=importlib", *tests, cwd=made, site=site)
     assert re.search(r"\d+ passed", said)
 
 
-@pytest.mark.slow
 def test_the_code_is_clean(made):
     packages = [str(made / name) for name in NAMES.values()]
     python("-m", "ruff", "check", "--no-cache", *packages, cwd=made)
     modules = [str(made / name / f"rollouts_{name}") for name in NAMES.values()]
-    config = str(ROOT / "pyproject.toml")
-    python("-m", "ruff", "check", "--no-cache", "--config", config, *modules, cwd=made)
+    python("-m", "ruff", "check", "--no-cache", "--config", str(ROOT / "pyproject.toml"), *modules, cwd=made)
     python("-m", "ruff", "format", "--check", "--no-cache", *packages, cwd=made)
+
+
+@pytest.mark.nightly
+def test_the_types_are_right(made):
+    modules = [str(made / name / f"rollouts_{name}") for name in NAMES.values()]
+    config = str(ROOT / "pyproject.toml")
     # With the settings, the paths and so the cache of `mypy` in the repository, which reads torch for half a minute.
     assert tomllib.loads(Path(config).read_text())["tool"]["mypy"]["strict"] is True
     cache = str(ROOT / ".mypy_cache")
@@ -159,6 +164,7 @@ def test_comments_are_aligned(name):
 SMALL = "--steps 1 --prompts-per-step 2 --samples-per-prompt 4 --eval-tasks 4 --max-tokens 64 --out run".split()
 
 
+@pytest.mark.slow
 def test_one_run_with_a_component_of_nearly_every_kind(site, tmp_path):
     """All of them are used in two steps; the reference moves and the last reward counts."""
     words = (
@@ -194,6 +200,7 @@ def test_one_run_with_a_component_of_nearly_every_kind(site, tmp_path):
     assert re.fullmatch(r"step 1: reward/mean \S+\n", metric)
 
 
+@pytest.mark.slow
 def test_demonstrations_then_reinforcement(site, tmp_path):
     chosen = ["--env", NAMES["environment"], "--mode", "sft+rl", "--sft.steps", "1"]
     python("-m", "rollouts", "run", *chosen, *SMALL, cwd=tmp_path, site=site)

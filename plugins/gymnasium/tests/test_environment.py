@@ -444,9 +444,9 @@ def test_two_objects_with_equal_settings_are_equal():
     ("name", "settings"),
     [
         ("gym/FrozenLake-v1", {"actions": "tool", "kwargs": DRY}),
-        ("gym/Taxi-v4", {"rewards": "turn"}),
-        ("gym/Pendulum-v1", {"actions": "tool"}),
-        ("gym/BabyAI-GoToRedBall-v0", {}),
+        pytest.param("gym/Taxi-v4", {"rewards": "turn"}, marks=pytest.mark.nightly),
+        pytest.param("gym/Pendulum-v1", {"actions": "tool"}, marks=pytest.mark.nightly),
+        pytest.param("gym/BabyAI-GoToRedBall-v0", {}, marks=pytest.mark.nightly),
     ],
 )
 def test_the_contract_is_kept(name, settings):

@@ -6,12 +6,11 @@ import importlib
 import inspect
 import json
 import math
-import os
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import forks
 import pytest
 
 pytest.importorskip("inspect_ai", reason="inspect-ai is not installed; to run these tests: make test-adapters")
@@ -238,6 +237,6 @@ def test_upstream_has_what_this_package_was_written_for():
 @pytest.mark.slow
 def test_keeps_the_contract():
     command = [sys.executable, "-m", "rollouts", "check", f"inspect/{FILE}@plain", "--skip", "wheel", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=dict(os.environ))
+    done = forks.run(command, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert json.loads(done.stdout)

@@ -13,6 +13,7 @@ import sys
 import threading
 from pathlib import Path
 
+import forks
 import pytest
 import trio
 from rollouts_judge import JudgeSettings, api, judge, prompts
@@ -291,13 +292,17 @@ def test_a_dead_server_gives_no_verdict():
 
 def test_a_cancelled_judge_leaves_its_request_counted(tmp_path):
     cache = str(tmp_path / "cache.sqlite")
-    with serving(lambda request: Answer(hangs=True)) as served:
+    asked = threading.Event()
+    with serving(lambda request: asked.set() or Answer(hangs=True)) as served:
+        settings = JudgeSettings(model="m", url=served.url, cache=cache)
 
-        async def hurried():
-            with trio.move_on_after(0.3):
-                await judge(TASK, episode(), settings=JudgeSettings(model="m", url=served.url, cache=cache))
+        async def cancelled():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(functools.partial(judge, TASK, episode(), settings=settings))
+                assert await trio.to_thread.run_sync(asked.wait, 60)
+                nursery.cancel_scope.cancel()
 
-        trio.run(hurried)
+        trio.run(cancelled)
     assert open_store(cache).spent()[0] > 1024
 
 
@@ -502,5 +507,5 @@ def test_keeps_the_contract():
     with serving(lambda request: verdict(request, 5)) as served:
         command = [sys.executable, "-m", "rollouts", "check", "judge", "--kind", "rewards", "--skip", "wheel"]
         command += ["--reward.judge.model", "m", "--reward.judge.url", served.url]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        done = forks.run(command, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr

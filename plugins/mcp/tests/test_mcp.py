@@ -124,6 +124,7 @@ def test_over_stdio():
     check_server(MCP(server=STDIO))
 
 
+@pytest.mark.slow
 @lost_streams
 def test_over_http():
     with http_server() as found:
@@ -166,6 +167,7 @@ def results(episode) -> list[str]:
     return [message.text for message in episode.trajectory.messages if message.role == "tool"]
 
 
+@pytest.mark.slow
 def test_each_episode_has_a_session_of_its_own_unless_they_share_one():
     remembers = [called("remember", text="a"), called("calculator", expression="1 + 1")]
     kit = {"server": STDIO, "only": ["remember"]}
@@ -174,6 +176,7 @@ def test_each_episode_has_a_session_of_its_own_unless_they_share_one():
     assert [results(each) for each in shared] == [["a", "2"], ["a,a", "2"]]
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_fails_the_episode_and_a_shared_one_is_opened_again():
     died, after = play({"server": STDIO, "share": True}, [called("die")], [called("add", a=1)])
     assert died.trajectory.status is Status.ENVIRONMENT_ERROR and "was lost" in died.trajectory.error

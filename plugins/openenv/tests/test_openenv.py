@@ -256,7 +256,9 @@ def test_texts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "path"), [("openenv", "guessing"), ("ors", "ors")])
+@pytest.mark.parametrize(
+    ("name", "path"), [("openenv", "guessing"), pytest.param("ors", "ors", marks=pytest.mark.nightly)]
+)
 def test_keeps_the_contract(url, name, path, capsys):
     assert main(["check", name, "--env.url", f"{url}/{path}", "--env.unjudged", "0", "--skip", "wheel"]) == 0, (
         capsys.readouterr().out

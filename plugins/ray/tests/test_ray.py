@@ -201,6 +201,7 @@ class TestCluster:
             pool.call("setup", {"prompt": "Say 1.", "messages": []}, lease=lease)
         pool.close()
 
+    @pytest.mark.nightly
     def test_the_end_of_a_run_that_is_killed(self, cluster):
         flags = ["--worker", "ray", "--worker.address", cluster.address, "--steps", "1000", "--out", "run"]
         command = [sys.executable, "-m", "rollouts", "run", "--env", "./fragile.py:Fragile", "--loss", "grpo", *flags]

@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 
+import forks
 import pytest
 
 pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed; to run these tests: make test-adapters")
@@ -337,7 +338,7 @@ def test_expressions_that_are_scored(text):
 )
 def test_keeps_the_contract(name):
     command = [sys.executable, "-m", "rollouts", "check", f"reasoning_gym/{name}", "--skip", "wheel", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = forks.run(command, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

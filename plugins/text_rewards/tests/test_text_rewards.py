@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import subprocess
 import sys
 import time
 import tomllib
 from pathlib import Path
 
+import forks
 import pytest
 import trio
 
@@ -84,6 +84,7 @@ UNEQUAL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_math_is_equal_in_another_form_and_nothing_else_is():
     right = scored(math_equal, *(said(reply, answer) for answer, reply in EQUAL))
@@ -133,6 +134,7 @@ def hungry(text: str) -> dict:
         return {"found": len(bytearray(2**40))}
 
 
+@pytest.mark.slow
 def test_a_check_that_hangs_dies_or_takes_all_memory_is_no_verdict():
     async def outcomes():
         found = []
@@ -149,6 +151,7 @@ def len_of(text: str) -> dict:
     return {"found": len(text)}
 
 
+@pytest.mark.slow
 def test_math_works_beside_threads():
     """math-verify's own timeouts need the main thread; here it runs while threads are busy, and many at a time."""
 
@@ -204,6 +207,7 @@ def test_novelty_compares_the_replies_of_a_group():
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}
 
 
+@pytest.mark.slow
 def test_json_that_satisfies_a_schema():
     right = [said('{"age": 3}'), said(' {"age": 0} '), said('```json\n{"age": 3}\n```'), said('```\n{"age": 3}```')]
     wrong = [said(text) for text in ('{"age": -1}', '{"age": "3"}', "{}", "[]", "Sure: {}", '{"age": 3} ok', "", "NaN")]
@@ -224,6 +228,7 @@ def test_the_schema_of_the_task_or_a_file(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_hostile_schemas():
     """A pattern that takes for ever, a schema that is elsewhere, and one that refers to itself."""
     slow = {"type": "string", "pattern": "^(a+)+$"}
@@ -293,11 +298,12 @@ def test_a_wrong_setting_is_one_error_before_the_run(capsys, tmp_path, monkeypat
     assert capsys.readouterr().err.startswith("error: --reward.pattern.regex '(': missing )")
 
 
+@pytest.mark.slow
 def test_without_a_library_one_line_says_how_to_install_it():
     """Nothing is installed or removed: the library is hidden from a process."""
     code = "import sys; sys.modules['rapidfuzz'] = None; from rollouts.cli import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", code, "run", "--env", "calculator", "--reward", "similar", "--dry-run"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = forks.run(command, timeout=120)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "rapidfuzz" in done.stderr and "rollouts-text-rewards[similarity]" in done.stderr
 
@@ -336,6 +342,12 @@ SETTINGS = {"pattern": {"regex": ".*"}, "json_schema": {"schema": {"type": "stri
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reward", REWARDS, ids=lambda reward: reward.__name__)
+@pytest.mark.parametrize(
+    "reward",
+    [
+        pytest.param(each, id=each.__name__, marks=pytest.mark.nightly if each in (math_equal, json_schema) else ())
+        for each in REWARDS
+    ],
+)
 def test_keeps_the_contract(reward):
     check_component(reward, "reward", **SETTINGS.get(reward.__name__, {}))

@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import pytest
 
 pytest.importorskip("textarena", reason="textarena is not installed; to run these tests: make test-adapters")
@@ -442,5 +443,5 @@ def test_the_opponent_takes_a_move_that_the_board_shows():
 )
 def test_keeps_the_contract(name):
     command = [sys.executable, "-m", "rollouts", "check", name, "--skip", "wheel", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+    done = forks.run(command, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,12 +8,12 @@ import inspect
 import json
 import os
 import re
-import subprocess
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
+import forks
 import pytest
 
 pytest.importorskip("verifiers.legacy", reason="verifiers 0.3 is not installed; to run these tests: make test-adapters")
@@ -445,9 +445,11 @@ def test_every_class_of_upstream_is_served_or_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", ["vf-capitals", "vf-higher", "vf-shop"])
+@pytest.mark.parametrize(
+    "package", ["vf-capitals", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("vf-higher", "vf-shop"))]
+)
 def test_keeps_the_contract(package, packages):
     command = [sys.executable, "-m", "rollouts", "check", f"verifiers-v0/{package}", "--skip", "wheel", "--json"]
     variables = {**os.environ, "PYTHONPATH": str(packages)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=variables)
+    done = forks.run(command, timeout=300, env=variables)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,13 +1,11 @@
-"""Runs to look at, written as a run writes them. These tests have the fixtures of `tests`."""
+"""Runs to look at, written as a run writes them."""
 
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
 import threading
 from array import array
-from pathlib import Path
 
 import pytest
 import trio
@@ -21,8 +19,6 @@ from rollouts.runs.folder import CONFIG, RunFolder, episode_records
 from rollouts.runs.token_files import Span, TokenTable
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
-_shared = runpy.run_path(str(Path(__file__).parents[3] / "tests" / "conftest.py"))
-forget_modules_of_tests, quick_collections = _shared["forget_modules_of_tests"], _shared["quick_collections"]
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
 PROMPT, REPLY = 2, 3
 FLAGS = "--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync".split()

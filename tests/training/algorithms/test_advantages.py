@@ -7,7 +7,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.config.settings import REQUIRED
@@ -93,7 +93,6 @@ def test_baseline_and_ones_act_on_any_group():
     assert ones(torch.tensor([1, 2])).dtype == torch.float64 and ones(torch.zeros(2)).dtype == torch.float32
 
 
-@settings(max_examples=50, deadline=None)
 @given(GROUPS, st.floats(-50, 50))
 def test_comparisons_sum_to_zero_and_do_not_see_a_shift(rewards, shift):
     for function in COMPARING:

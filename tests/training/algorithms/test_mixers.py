@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.config.settings import REQUIRED
@@ -83,7 +83,6 @@ def test_lexicographic_direction_is_the_sign_of_the_weight():
     assert mix(lexicographic, parts, [1.0, 0.0]) == [1.0, 1.0, 0.0], "a weight of 0 leaves the reward out"
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=8))
 def test_lexicographic_orders_as_tuples_do(rows):
     """Against the order of Python's tuples; the second reward is better when less."""

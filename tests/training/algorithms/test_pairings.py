@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.config.settings import REQUIRED
@@ -41,7 +41,6 @@ def test_all_pairs_by_difference_then_by_position():
     )
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.floats(-3, 3), max_size=7), st.floats(0, 2), st.integers(1, 9))
 def test_every_pair_is_better_against_worse(rewards, margin, limit):
     pairs = pair(all_pairs, rewards, margin=margin, limit=limit)

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.config.settings import REQUIRED
@@ -60,7 +60,6 @@ def test_every_n_copies_at_its_versions_and_at_no_other():
     assert follow(functools.partial(every_n, steps=1), policies) == flat(policies)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.lists(st.floats(-10, 10), min_size=1, max_size=12), st.floats(0, 1))
 def test_ema_is_its_closed_form_after_k_steps(values, decay):
     policies = [([value, 2 * value], [-value]) for value in values]

@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.config.settings import REQUIRED
@@ -38,7 +38,6 @@ def test_top_takes_the_best_and_of_equal_ones_the_first():
     assert select(top, [0.0], count=5) == [True]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=8), st.integers(2, 6))
 def test_max_variance_is_the_largest_of_all_subsets(rewards, count):
     kept = select(max_variance, rewards, count=count)

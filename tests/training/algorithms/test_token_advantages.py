@@ -13,7 +13,7 @@ import statistics
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -170,7 +170,6 @@ FUNCTIONS = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_tool_tokens_change_no_actions_advantage(seed, tools):
     rollouts, rewards = random_rollouts(seed)
@@ -306,7 +305,6 @@ def test_gae_with_rewards_by_turn_is_the_formula_by_token_and_by_turn(seed, gamm
     assert not torch.allclose(other, found[0], atol=1e-3)  # control: tokens and turns are different time steps
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.sampled_from(["token", "turn"]))
 def test_tool_tokens_between_turns_change_no_actions_advantage(seed, tools, per):
     rollouts, rewards, turns = random_turns(seed)

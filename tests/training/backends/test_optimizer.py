@@ -16,7 +16,7 @@ from pathlib import Path
 import forks
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -48,7 +48,6 @@ plans = st.fixed_dictionaries(
 
 
 @given(plans, st.sampled_from(["constant", None]))
-@settings(max_examples=100, deadline=None)
 def test_learning_rates_rise_through_the_warmup_and_fall_to_their_end(plan, schedule):
     if schedule:
         plan = dataclasses.replace(plan, lr_schedule=schedule, lr_final=0.0)
@@ -69,7 +68,6 @@ def test_learning_rates_rise_through_the_warmup_and_fall_to_their_end(plan, sche
 
 
 @given(plans, st.integers(0, 90))
-@settings(max_examples=60, deadline=None)
 def test_learning_rates_are_those_of_transformers(plan, version):
     from transformers import (
         get_cosine_schedule_with_warmup,

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.env import reward, tool
@@ -403,7 +403,6 @@ def test_state_must_be_plain_data():
 # --- properties -----------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     chance=st.integers(0, 10**6),
     size=st.integers(1, 4),

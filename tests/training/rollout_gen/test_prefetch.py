@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import trio
 import trio.testing
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.errors import RewardError
@@ -26,7 +26,6 @@ from pipelines import GRPO, LateBackend, Plain, TokenEngine, live_versions, play
 
 
 @given(count=st.integers(1, 3), wanted=st.integers(1, 6), train=st.integers(0, 3), play=st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
 def test_no_step_is_begun_too_early_none_is_left_out_and_none_is_too_many(count, wanted, train, play):
     async def main():
         begun: list[tuple[int, int]] = []  # (step, the step that was trained on or asked for then)

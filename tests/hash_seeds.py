@@ -15,7 +15,7 @@ import subprocess
 import sys
 from typing import Any
 
-__all__ = ["popen"]
+__all__ = ["popen", "servers"]
 
 SERVE = """
 import gc, json, os, sys
@@ -71,6 +71,11 @@ def popen(command: list[str], *, env: dict[str, str], stdout: int, stderr: Any, 
         )
         atexit.register(_end, _servers[seed])
     return _Fork(_servers[seed], command[2], command[3:], env, f"/proc/{os.getpid()}/fd/{stderr.fileno()}")
+
+
+def servers() -> list[int]:
+    """The processes of the servers."""
+    return [server.pid for server in _servers.values()]
 
 
 def _end(server: subprocess.Popen[bytes]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,14 +20,15 @@ from hypothesis import HealthCheck, settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""  # of NVIDIA, and of AMD
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # tests look at folders that they import files from
-sys.dont_write_bytecode = True
 # A machine that is busy makes examples slowly; that says nothing of what they test.
-settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("busy")
-sys.path.append(str(Path(__file__).parent))  # for `import forks`
+settings.register_profile("ordinary", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("nightly", settings.get_profile("ordinary"), max_examples=300)
+settings.load_profile("ordinary")
+sys.path.append(str(Path(__file__).parent / "tests"))  # for `import forks`
+pytest_plugins = ["cpu_budget", "pytester"]
 
 
-PACKAGE = Path(__file__).parents[1] / "rollouts"
+PACKAGE = Path(__file__).parent / "rollouts"
 _freeze = gc.freeze
 IMPORTS = 100  # so many modules are worth excluding
 
@@ -54,27 +56,11 @@ def forget_modules_of_tests(request, tmp_path_factory):
     sys.path[:] = [folder for folder in sys.path if folder in path or not folder.startswith(added)]
 
 
-LONGEST = """
-    plugins/ray/tests/test_ray.py tests/runs/test_phases.py tests/runs/test_resume.py tests/test_chaos.py
-    plugins/openenv/tests/test_openenv.py tests/first_notes/test_audit.py plugins/check/tests/test_scaffold.py
-    tests/training/backends/test_fsdp.py tests/test_main_job.py tests/workers/test_installs.py
-    environments/python/tests/test_python.py tests/runs/test_seeds.py tests/test_bad_input.py
-    tests/test_example_scripts.py plugins/gymnasium/tests/test_environment.py tests/runs/test_interrupted.py
-    plugins/text_rewards/tests/test_text_rewards.py tests/test_gallery.py tests/test_depth.py
-""".split()  # the modules that take longest
-
-
-def pytest_collection_modifyitems(config, items):
-    """The longest modules first, so that none of them begins as the others end; then those with slow tests."""
-    root, ranks = config.rootpath, {name: rank for rank, name in enumerate(LONGEST)}
-    missing = [name for name in LONGEST if not (root / name).is_file()]
-    assert not missing, f"tests/conftest.py names files that are gone: {missing}"
-    slow = {item.path for item in items if item.get_closest_marker("slow")}
-    order = {
-        path: (ranks.get(path.relative_to(root).as_posix(), len(ranks)), path not in slow)
-        for path in {item.path for item in items}
-    }
-    items.sort(key=lambda item: order[item.path])
+def pytest_collection_finish():
+    """From here on no module that a test imports writes bytecode: tests look at folders that they import files from.
+    Before, pytest keeps what it compiled of the test modules, which takes twice as long as their imports.
+    """
+    sys.dont_write_bytecode = True
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,6 +80,17 @@ def quick_collections(request):
         gc.collect()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def forked_checks():
+    """The processes in which `rollouts check` draws and plays start as forks, with their hash seed."""
+    import hash_seeds
+    from rollouts_check.environments import traces
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(traces, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": hash_seeds.popen}))
+        yield
+
+
 @pytest.fixture
 def forked_ranks(monkeypatch):
     """The ranks of distributed training start as forks, which saves each of them five seconds of imports."""
@@ -102,3 +99,28 @@ def forked_ranks(monkeypatch):
     from rollouts.training.backends import ranks
 
     monkeypatch.setattr(ranks, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.popen}))
+
+
+@pytest.fixture(scope="session")
+def made_run(tmp_path_factory):
+    """Makes the run that a test begins with: `made_run(["run", …], "out", code=0)`. The first call runs the command. A
+    later one of the same process, with equal words and beside equal files, copies the folder and prints nothing.
+    """
+    import cpu_budget
+
+    from rollouts.cli import main
+
+    made = {}
+
+    def make(words, out, code=0):
+        beside = {path.name: path.read_bytes() for path in Path().iterdir() if path.is_file()}
+        key = (*words, code, *sorted(beside.items()))
+        if key in made:
+            shutil.copytree(made[key], out)
+            return
+        with cpu_budget.excluded():
+            assert main([*words, "--out", out]) == code
+        made[key] = tmp_path_factory.mktemp("made") / "run"
+        shutil.copytree(out, made[key])
+
+    return make
