@@ -10,11 +10,11 @@ import zipfile
 
 import pytest
 import rollouts_check
-from rollouts.env.wheels import base_wheel
 
 import rollouts.check
 from rollouts.cli.app import COMMANDS
 from rollouts.doors import HOMES
+from rollouts.env.installing import base_wheel
 
 ROOT = HOMES["rollouts"]
 BUILD = "import sys; from hatchling import build; print(getattr(build, sys.argv[1])(sys.argv[2]))"
