@@ -5,7 +5,8 @@
     loss = compute_grpo_loss(batch, compute_grpo_advantages(batch), kl_coef=0.2)
 
 Here "dapo" is DPO (Rafailov et al. 2023): pairs of a better and a worse rollout, and `beta`. It is not the DAPO of Yu
-et al. 2025, which is GRPO with a higher upper clip: `create_algorithm_config("grpo", {"clip_high": 0.28})`. The other
+et al. 2025, which is GRPO with a higher upper clip: `create_algorithm_config("grpo", {"clip_high": 0.28})`. The flag
+`--loss dapo` of a run means that one, and `--loss dpo` means this one. The other
 algorithms of `rollouts.training.algorithms.recipes` work too, by their names in lower case.
 
 The numbers are those of the engine, because its functions compute them. A function that you pass receives the inputs
@@ -82,8 +83,8 @@ def create_algorithm_config(
     pair_selector: Callable[..., Any] | None = None,
     value_fn: Callable[[Batch], Tensor] | None = None,
 ) -> AlgorithmConfig:
-    """An algorithm with settings. `name` is "grpo", "ppo", "dapo" (DPO on pairs), any algorithm of the engine in lower
-    case, or an Algorithm.
+    """An algorithm with settings. `name` is "grpo", "ppo", "dapo", any algorithm of the engine in lower case, or an
+    Algorithm. "dapo" is DPO on pairs here, as `--loss dpo`; `--loss dapo` is the algorithm of Yu et al. 2025.
 
     `settings` are those of its loss, advantage and aggregation, such as `clip_high`, `beta` or `lam`; and `kl_coef`,
     the weight of a KL to the reference model. Raises ConfigError for an unknown name or setting.
@@ -412,8 +413,8 @@ def loss_sum(
         raise TrainingError("the batch has no logprobs of the policy; make it with create_batch(model, rollouts)")
     available: dict[str, Any] = {}
     if config.algorithm.pairs is not None:
-        batch, targets, available["pair_index"] = _paired(batch, targets)
-    if isinstance(targets, PPOAdvantages):
+        batch, available["advantages"], available["pair_index"] = _paired(batch, targets)
+    elif isinstance(targets, PPOAdvantages):
         available |= targets._asdict()
         available["old_values"] = available.pop("values")
     else:

@@ -197,7 +197,7 @@ def create_batch_rollouts(
     kl_fn: KLFn | None = None,
     metadata: Sequence[Mapping[str, Any]] = (),
 ) -> list[Rollout]:
-    """`samples_per_prompt` rollouts of each prompt, those of one prompt side by side, with its number as `group_index`.
+    """`samples_per_prompt` rollouts of each prompt, those of one prompt side by side.
 
     A conversation has several turns if the model calls tools, as in `create_multiturn_rollout`. The answer and the info
     of a Task are in the rollout's `metadata`. Raises ConfigError for wrong arguments, RewardError if a reward function
@@ -210,8 +210,8 @@ def create_batch_rollouts(
     ...     generator=create_scripted_generator(["5", "6", "5", "6"]),
     ...     reward_fn=lambda rollout: rollout.generation.text == str(rollout.metadata["sum"]),
     ... )
-    >>> [(rollout.group_index, rollout.rewards) for rollout in rollouts]
-    [(0, 1.0), (0, 0.0), (1, 0.0), (1, 1.0)]
+    >>> [(rollout.prompt, rollout.rewards) for rollout in rollouts]
+    [('2 + 3 =', 1.0), ('2 + 3 =', 0.0), ('2 + 4 =', 0.0), ('2 + 4 =', 1.0)]
 
     Args:
         aggregator: `aggregator(vector)` makes one reward of several
@@ -230,7 +230,7 @@ def create_batch_rollouts(
     rollouts = []
     for number, play in enumerate(plays):
         place = number // samples_per_prompt
-        rollout = play.rollout(prompts[place], metadata[place] if metadata else {})._replace(group_index=place)
+        rollout = play.rollout(prompts[place], metadata[place] if metadata else {})
         if tool_parser is not None or tool_tracker is not None or play.tool_calls:
             rollout = _tracked(rollout, play.tool_calls or _read_calls(rollout, tool_parser), tool_tracker)
         rollouts.append(rollout)

@@ -278,7 +278,7 @@ def quick_start_training(
     1
 
     Args:
-        algorithm: `create_algorithm_config(algorithm, settings)`
+        algorithm: `create_algorithm_config(algorithm, settings)`; "dapo" is DPO on pairs
         lr: None: the learning rate of `rollouts run` for this model
         prompts_per_iteration: the prompts of an iteration, each with `samples_per_prompt` (8) rollouts
         logger: `logger(stats)`; None: `log_to_console`
