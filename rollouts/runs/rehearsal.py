@@ -517,13 +517,13 @@ def _toy_backend(plan: Plan) -> Any:
 async def _step(plan: Plan, stage: Stage, score: Score, backend: Any) -> str:
     """One step as in the training loops. Returns the unit of the loss's values; "" if nothing is trained."""
     from rollouts.training.batching import make_batch, part_batch
-    from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch
+    from rollouts.training.loops.rl_batch import RLSettings, complete_batch, prepare_rl_batch
     from rollouts.training.rollout_gen.groups import group_samples
 
     settings, algorithm = plan.settings, stage.algorithm
     is_rl = settings.mode == "rl"
     groups = [invented_group(number, settings.samples_per_prompt if is_rl else 2, score) for number in range(2)]
-    config = RLTrainingConfig(
+    config = RLSettings(
         1,
         temperature=settings.temperature,
         response_tokens_max=settings.max_tokens,

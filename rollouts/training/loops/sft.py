@@ -1,6 +1,6 @@
 """The supervised loop: take the next batch of samples, do one optimizer step, repeat.
 
-`run_sft_training` is a function over a backend and a list of samples. Not here: curricula.
+`train_sft` is a function over a backend and a list of samples. Not here: curricula.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SFTTrainingConfig:
+class SFTSettings:
     """The number of optimizer steps, and the number of samples for each."""
 
     num_steps: int
@@ -34,10 +34,10 @@ class SFTTrainingConfig:
         assert self.batch_size > 0, f"batch_size must be > 0, got {self.batch_size}"
 
 
-async def run_sft_training(
+async def train_sft(
     backend: TrainingBackend | PyTorchTrainingBackend,
     samples: Sequence[Sample],
-    config: SFTTrainingConfig,
+    config: SFTSettings,
     metrics_logger: MetricsLogger | None = None,
     *,
     schedule: Sequence[Stage] = (),

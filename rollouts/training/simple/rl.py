@@ -9,7 +9,6 @@ It fills in what the loop needs (`rollouts.training.loops.rl`), and calls it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from rollouts.training.algorithms.advantages import baseline
 from rollouts.training.algorithms.algorithm import FIRST, Algorithm
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops import rl
+from rollouts.training.loops.rl_batch import RLSettings
 from rollouts.training.rollout_gen.groups import group_samples
 from rollouts.training.simple.batches import compute_reward
 from rollouts.training.simple.configs import RLTrainingConfig, as_config
@@ -79,12 +79,12 @@ async def run_rl_training(
     after, logged = _observers(progress, on_step, on_logged)
     progress.begin("RL", steps=config.num_steps, weight_sync_every=f"{config.sync_every} steps")
     async with contextlib.nullcontext() if manager.is_open else manager:
-        history = await rl.run_rl_training(
+        history = await rl.train_rl(
             backend,
             manager.data_buffer,
             manager,
             inference_engines,
-            dataclasses.replace(config, minibatches=_minibatches(config, manager.config)),
+            _settings_of(config, manager.config),
             metrics_logger,
             algorithm=algorithm or _algorithm_of(backend, config),
             reward_fn=_reward_of(reward_fn, manager.config),
@@ -133,12 +133,26 @@ def _reward_of(reward_fn: RewardFn | None, config: Any) -> RewardFn | None:
     return lambda sample: compute_reward(sample) if "correct" in sample.metadata else sample.reward
 
 
-def _minibatches(config: RLTrainingConfig, rollouts: Any) -> int:
-    """Optimizer steps of a batch, from `batch_size` in rollouts."""
-    if config.batch_size is None:
-        return config.minibatches
-    count: int = rollouts.batch_size * rollouts.n_samples_per_prompt
-    return math.ceil(count / config.batch_size)
+def _settings_of(config: RLTrainingConfig, rollouts: Any) -> RLSettings:
+    """The settings of the loop. Raises ConfigError if the rollouts are sampled at another temperature."""
+    endpoint, minibatches, temperature = getattr(rollouts, "endpoint", None), config.minibatches, config.temperature
+    if config.batch_size is not None:
+        minibatches = math.ceil(rollouts.batch_size * rollouts.n_samples_per_prompt / config.batch_size)
+    if temperature is None:
+        temperature = 1.0 if endpoint is None else endpoint.temperature
+    elif endpoint is not None and endpoint.temperature != temperature:
+        differ = (
+            f"the Endpoint samples at temperature {endpoint.temperature:g} and RLTrainingConfig has {temperature:g}"
+        )
+        raise ConfigError(f"{differ}; leave temperature out of RLTrainingConfig, or give both the same")
+    if temperature <= 0:
+        raise ConfigError(
+            f"the Endpoint samples at temperature {temperature:g}, and greedy replies cannot be trained; give "
+            "Endpoint(temperature=1.0), or another number above 0"
+        )
+    return RLSettings(
+        config.num_steps, config.sync_every, temperature, config.response_tokens_max, minibatches, config.staleness
+    )
 
 
 def _checkpoint_servers(engines: Sequence[Any]) -> list[Any]:

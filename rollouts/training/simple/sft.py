@@ -50,8 +50,7 @@ async def run_sft_training(
             await on_logged(step, metrics)
 
     rows = [with_lists(sample) for sample in samples]
-    history = await sft.run_sft_training(
-        backend, rows, config, metrics_logger, on_step=after, on_logged=logged, **options
-    )
+    settings = sft.SFTSettings(config.num_steps, config.batch_size, config.aggregation)
+    history = await sft.train_sft(backend, rows, settings, metrics_logger, on_step=after, on_logged=logged, **options)
     progress.say("Training complete!")
     return [metrics | {"step": step} for step, metrics in enumerate(history, options.get("first_step", 0))]
