@@ -44,7 +44,6 @@ FLOORS = {
     "rollouts.scaffold": 1,
     "rollouts.training.batches": 1,
     "rollouts.training.samples": 1,
-    "rollouts.training.simple.config": 0,  # dataclasses; a settings file may hold them
     "rollouts.training.simple.conversations": 2,
     "rollouts.training.simple.samples": 1,
     "rollouts.training.simple.sharded": 4,

@@ -22,11 +22,11 @@ from typing import Any
 
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.objects import NO_OBJECTS, Objects, take_objects
+from rollouts.config.sections import is_config, read_config
 from rollouts.config.settings import is_secret
 from rollouts.errors import ConfigError, in_lines, said_of, suggestion, where_not_utf8, words_of
 from rollouts.plugins.importing import import_returns
 from rollouts.plugins.loading import beside, module_name
-from rollouts.training.simple.config import is_config, read_config
 
 Keys = tuple[str, ...]
 

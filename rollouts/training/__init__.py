@@ -19,6 +19,12 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
+    from rollouts.config.sections import Config as Config
+    from rollouts.config.sections import DataConfig as DataConfig
+    from rollouts.config.sections import DeploymentConfig as DeploymentConfig
+    from rollouts.config.sections import GPUConfig as GPUConfig
+    from rollouts.config.sections import ModelConfig as ModelConfig
+    from rollouts.config.sections import TrainingConfig as TrainingConfig
     from rollouts.loggers.base import MetricsLogger as MetricsLogger
     from rollouts.training.backends.fsdp import FSDPTrainingBackend as FSDPTrainingBackend
     from rollouts.training.backends.futures import ImmediateTrainFuture as ImmediateTrainFuture
@@ -55,12 +61,6 @@ if TYPE_CHECKING:
     from rollouts.training.simple.batches import compute_advantages as compute_advantages
     from rollouts.training.simple.batches import compute_reward as compute_reward
     from rollouts.training.simple.batches import prepare_grpo_batch as prepare_grpo_batch
-    from rollouts.training.simple.config import Config as Config
-    from rollouts.training.simple.config import DataConfig as DataConfig
-    from rollouts.training.simple.config import DeploymentConfig as DeploymentConfig
-    from rollouts.training.simple.config import GPUConfig as GPUConfig
-    from rollouts.training.simple.config import ModelConfig as ModelConfig
-    from rollouts.training.simple.config import TrainingConfig as TrainingConfig
     from rollouts.training.simple.configs import RLTrainingConfig as RLTrainingConfig
     from rollouts.training.simple.configs import SFTTrainingConfig as SFTTrainingConfig
     from rollouts.training.simple.conversations import compute_loss_mask as compute_loss_mask

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
+    from rollouts.config.sections import TrainingConfig as TrainingConfig
     from rollouts.training.backends.futures import ImmediateTrainFuture as ImmediateTrainFuture
     from rollouts.training.backends.futures import TrainFuture as TrainFuture
     from rollouts.training.batches import AuxiliaryModels as AuxiliaryModels
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from rollouts.training.batches import TrainBatch as TrainBatch
     from rollouts.training.batches import TrainingBackend as TrainingBackend
     from rollouts.training.rollout_gen.steps import RolloutBatch as RolloutBatch
-    from rollouts.training.simple.config import TrainingConfig as TrainingConfig
     from rollouts.training.simple.configs import RLTrainingConfig as RLTrainingConfig
     from rollouts.training.simple.configs import SFTTrainingConfig as SFTTrainingConfig
     from rollouts.training.simple.rollouts import RolloutConfig as RolloutConfig

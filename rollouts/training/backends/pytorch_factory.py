@@ -232,7 +232,8 @@ class PyTorchTrainingBackend:
         temperatures: Tensor | None = None
         if isinstance(batch, TrainBatch):
             rows = [row for row in batch.rows if live_count(row)] or batch.rows
-            batch, temperatures = _tensors_of(rows), _temperatures(batch, rows)
+            temperatures = _temperatures(batch, rows)
+            batch = _tensors_of(rows)
         if "input_ids" not in batch:
             raise TrainingError(f"the batch has {', '.join(sorted(batch)) or 'nothing'}; it needs input_ids [B, L]")
         device = next(self.model.parameters()).device

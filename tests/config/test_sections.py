@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 
 import rollouts
 import rollouts.config
 from rollouts import training
+from rollouts.cli import main
 from rollouts.config.files import load_file
 from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError, UnknownComponentError
@@ -65,11 +67,111 @@ def test_into_settings_and_back():
     changed = {**settings, "mode": "rl", "env": {"name": "calculator", "digits": 2}, "over_sampling": 1.5}
     del changed["sft"]
     assert Config.from_settings(changed).to_settings() == changed
-    served = Config(deployment=DeploymentConfig([0, 1], sglang_port=30000), data=DataConfig("rows.jsonl"))
+    served = Config(deployment=DeploymentConfig([1], sglang_port=30000), data=DataConfig("rows.jsonl"))
     assert served.to_settings()["inference"] == {"name": "sglang", "url": "http://127.0.0.1:30000"}
     assert (served.to_settings()["env"], served.to_settings()["data"]) == ("prompts", "rows.jsonl")
+    assert served.to_settings()["training"] == {"device": "cuda:1"}
     sft = Config(output={"mode": "sft"}, sft={"batch_size": 3}).to_settings()
     assert (sft["prompts_per_step"], "samples_per_prompt" in sft) == (3, False)
+
+
+ROWS = {"data": {"dataset_id": "rows.jsonl"}}
+SFT, BOTH = {"output": {"mode": "sft"}}, {"output": {"mode": "sft+rl"}}
+EFFECTS = {
+    "model.model_id": ("other", {}, {"model": "other"}),
+    "model.dtype": ("bfloat16", {}, {"training": {"dtype": "bfloat16"}}),
+    "model.device": ("cpu", {}, {"training": {"device": "cpu"}}),
+    "data.dataset_id": ("a.csv", {}, {"env": "prompts", "data": "a.csv"}),
+    "data.split": ("test", ROWS, {"data": {"name": "rows.jsonl", "split": "test"}}),
+    "data.num_samples": (2, ROWS, {"data": {"name": "rows.jsonl", "limit": 2}}),
+    "data.environment": ("calculator", {}, {"env": "calculator"}),
+    "data.sft_mixture": (["a.jsonl"], {}, "data.sft_mixture is .*a run reads one dataset"),
+    "data.rl_mixture": (["a.jsonl"], {}, "data.rl_mixture is .*a run reads one dataset"),
+    "training.num_steps": (3, {}, {"steps": 3}),
+    "training.batch_size": (3, {}, {"prompts_per_step": 3}),
+    "training.lr": (0.5, {}, {"lr": 0.5}),
+    "training.log_every": (5, {}, {"logger": ["jsonl", {"name": "console", "every": 5}]}),
+    "training.checkpoint_every": (4, {}, {"checkpoint_every": 4}),
+    "deployment.gpu_ranks": ([2], {}, {"training": {"device": "cuda:2"}}),
+    "deployment.gpu_type": ("H100", {}, "deployment.gpu_type is 'H100', which no run uses"),
+    "deployment.sglang_port": (30000, {}, {"inference": {"name": "sglang", "url": "http://127.0.0.1:30000"}}),
+    "sft.num_steps": (3, SFT, {"steps": 3}),
+    "sft.num_epochs": (2, SFT, "sft.num_epochs is 2, which no run uses: a run counts steps"),
+    "sft.batch_size": (3, SFT, {"prompts_per_step": 3}),
+    "sft.matrix_lr": (0.5, BOTH, {"sft": {"steps": 100, "prompts_per_step": 8, "lr": 0.5}}),
+    "rl.num_steps": (3, {}, {"steps": 3}),
+    "rl.num_epochs": (2, {}, "rl.num_epochs is 2, which no run uses: a run counts steps"),
+    "rl.examples_per_step": (3, {}, {"prompts_per_step": 3}),
+    "rl.num_samples": (3, {}, {"samples_per_prompt": 3}),
+    "rl.batch_size": (16, {}, {"minibatches": 4}),
+    "rl.matrix_lr": (0.5, {}, {"lr": 0.5}),
+    "output.mode": ("sft+rl", {}, {"mode": "sft+rl", "sft": {"steps": 100, "prompts_per_step": 8}}),
+    "output.source_checkpoint": ("folder", {}, {"model": "folder"}),
+    "output.save_dir": ("runs/x", {}, {"out": "runs/x"}),
+    "settings": ({"seed": 3}, {}, {"seed": 3}),
+}
+"""Field -> a value, what else the Config has, and the settings that change, or the words of the refusal."""
+
+
+def fields_of(kind):
+    """The fields of a Config, and those of its sections as `section.field`."""
+    for each in dataclasses.fields(kind):
+        section = getattr(Config(), each.name)
+        yield from (
+            (f"{each.name}.{own.name}" for own in dataclasses.fields(section))
+            if each.name != "settings"
+            else [each.name]
+        )
+
+
+@pytest.mark.parametrize("name", list(fields_of(Config)))
+def test_every_field_has_an_effect_on_a_run_or_is_refused(name):
+    value, others, expected = EFFECTS[name]
+    section, _, field = name.partition(".")
+    before = Config(**others).to_settings()
+    changed = Config(**others | {section: {**others.get(section, {}), field: value} if field else value})
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            changed.to_settings()
+        return
+    after = changed.to_settings()
+    assert {key: each for key, each in after.items() if before.get(key) != each} == expected
+    assert Config(**dataclasses.asdict(changed)) == changed, "saved and loaded"
+    resolve(after)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"deployment": {"gpu_ranks": [2, 3]}}, "type: CUDA_VISIBLE_DEVICES=2,3 rollouts run FILE --training fsdp"),
+        ({"deployment": {"gpu_ranks": [2]}, "model": {"device": "cpu"}}, "give one GPU, without model.device"),
+        ({"data": {"environment": "calculator", "split": "test"}}, "it is the split of data.dataset_id"),
+        ({"data": {"environment": "calculator", "num_samples": 3}}, "they are the rows of data.dataset_id"),
+    ],
+)
+def test_fields_that_only_act_together(config, words):
+    with pytest.raises(ConfigError, match=words):
+        Config(**config).to_settings()
+
+
+@pytest.mark.parametrize(
+    ("data", "code", "words"),
+    [
+        ({"num_samples": 2}, 0, ""),
+        ({}, 2, "rows.jsonl, line 3: "),
+        ({"num_samples": 2, "split": "nosuchsplit"}, 2, "data.*split"),
+    ],
+)
+def test_a_run_reads_the_rows_that_the_config_names(tmp_path, capsys, data, code, words):
+    row = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 2 + "this is no row\n")
+    Config(
+        output={"mode": "sft", "save_dir": str(tmp_path / "out")},
+        data={"dataset_id": str(tmp_path / "rows.jsonl"), **data},
+        training={"num_steps": 1, "batch_size": 2},
+    ).save(tmp_path / "config.json")
+    assert main([str(tmp_path / "config.json")]) == code
+    assert re.search(words, capsys.readouterr().err)
 
 
 def test_a_settings_file_may_hold_a_config(tmp_path):
