@@ -7,12 +7,15 @@ in utilities.py.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from rollouts.author_code import shown
-from rollouts.errors import ConfigError, RewardError
+from rollouts.errors import ConfigError, RewardError, UnknownComponentError
+from rollouts.plugins.index import find_component
+from rollouts.plugins.loading import load_component
 from rollouts.primitives.calls import call
 from rollouts.primitives.types import Rollout
 from rollouts.training.algorithms.advantages import group_norm
@@ -168,39 +171,45 @@ def apply_reward_shaping(rollout: Rollout, *, shaping_fn: Callable[[float, Rollo
 
 
 def load_reward_model(name: str, *, model_loader: Callable[[str], Any] | None = None) -> Any:
-    """Load a reward model with `model_loader(name)`. Raises ConfigError without a loader: a package brings one.
+    """Load a reward model with `model_loader(name)`; None: with the one of the package rollouts-reward-model.
+
+    Raises ConfigError without a loader and without the package, and what the loader raises.
 
     >>> load_reward_model("a/judge", model_loader=lambda name: f"the model {name}")
     'the model a/judge'
     """
-    if model_loader is None:
-        _needs_package(f"load_reward_model({name!r})", "model_loader=my_loader, a function of the name")
-    return model_loader(name)
+    return (model_loader or _of_package("load_reward_model", "model_loader=my_loader"))(name)
 
 
 def compute_reward_model_score(
     reward_model: Any, rollout: Rollout, *, scorer: Callable[[Any, Rollout], float] | None = None
 ) -> float | None:
-    """The score `scorer(reward_model, rollout)`. Raises ConfigError without a scorer: a package brings one.
+    """The score `scorer(reward_model, rollout)`; None: with the scorer of the package rollouts-reward-model.
 
-    Raises RewardError if the scorer does not return a finite number or None.
+    Raises ConfigError without a scorer and without the package, and RewardError if the scorer does not return a finite
+    number or None.
 
     >>> from rollouts.primitives import Generation
     >>> judge = {"5": 1.0}
     >>> compute_reward_model_score(judge, Rollout("2 + 3", Generation("5")), scorer=lambda m, r: m[r.generation.text])
     1.0
     """
-    if scorer is None:
-        _needs_package("compute_reward_model_score", "scorer=my_scorer, a function of the reward model and the rollout")
+    scorer = scorer or _of_package("compute_reward_model_score", "scorer=my_scorer")
     score = call("scorer(reward_model, rollout)", scorer, reward_model, rollout, error=RewardError)
     return as_number(score, scorer)
 
 
-def _needs_package(call: str, argument: str) -> NoReturn:
-    package = "pip install rollouts-reward-model, and give its load_reward_model and compute_reward_model_score"
-    raise ConfigError(
-        f"{call}: rollouts itself has no reward models\nfor models of the hub: {package}\nfor your own: give {argument}"
-    )
+def _of_package(name: str, argument: str) -> Callable[..., Any]:
+    """The function of the package that has the reward `reward_model`. Raises ConfigError."""
+    try:
+        component = load_component(find_component("rewards", "reward_model"))
+    except UnknownComponentError as error:
+        own = f"type: pip install rollouts-reward-model\nor give your own: {name}(..., {argument})"
+        raise ConfigError(
+            f"{name}: reward models are in a package of their own, which is not installed\n{own}"
+        ) from error
+    found: Callable[..., Any] = getattr(importlib.import_module(component.__module__), name)
+    return found
 
 
 # --- values -----------------------------------------------------------------------------------------------------------

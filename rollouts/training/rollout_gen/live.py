@@ -7,17 +7,19 @@ the same number and seed. Not here: when they are played (`manager`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from rollouts.inference.base import GenerateRequest, Generation
 from rollouts.inference.suspend import SuspendedEpisode
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.pool import Job
-from rollouts.types import Episode, Task
+from rollouts.types import Episode, Sample, Status, Task
 
 _NO_TASK = Task("")  # replaces the task in a checkpoint; the buffer yields the task again
 
@@ -56,6 +58,12 @@ class LiveGroup:
         return any(group.dropped is None for group in self.judged)
 
     @property
+    def spread(self) -> float:
+        """The standard deviation of the rewards; of several roles, the largest one."""
+        rewards = [[reward for reward in group.rewards if reward is not None] for group in self.judged]
+        return max((statistics.pstdev(known) for known in rewards if known), default=0.0)
+
+    @property
     def jobs(self) -> list[Job]:
         """The unfinished jobs."""
         left = (index for index in range(self.size) if index not in self.outcomes)
@@ -66,6 +74,28 @@ def begin_group(data_buffer: DataBuffer, number: int, size: int, step: int) -> L
     """Begin a group with the buffer's next task."""
     task, position = data_buffer.draw(step)
     return LiveGroup(number, task, size, step, position)
+
+
+def pending_sample(prompt: Any, request: GenerateRequest, reply: Generation) -> Sample:
+    """The sample of a reply that is not finished: no reward could judge it yet."""
+    context = len(request.tokens)
+    return Sample(
+        prompt,
+        tokens=[*request.tokens, *reply.tokens],
+        loss_mask=[0.0] * context + [1.0] * len(reply.tokens),
+        reward=None,
+        rollout_log_probs=[0.0] * context + list(reply.logprobs),
+        status=Status.PENDING,
+        policy_versions=[-1] * context + reply.versions,
+        prompt_length=context,
+    )
+
+
+def drop_all_but_best(groups: Sequence[LiveGroup], count: int) -> None:
+    """Drop the kept groups beyond `count`: those whose rewards differ least, and of equal ones the last."""
+    kept = sorted((group for group in groups if group.is_kept), key=lambda group: (-group.spread, group.number))
+    for group in kept[count:]:
+        group.judged = tuple(each._replace(dropped=each.dropped or "not_best") for each in group.judged)
 
 
 def group_state(group: LiveGroup, suspended: Mapping[tuple[int, ...], SuspendedEpisode]) -> dict[str, Any]:

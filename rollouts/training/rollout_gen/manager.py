@@ -8,10 +8,10 @@ memory, with environment, conversation and deadlines, and continue in the next s
 each group is exactly one of kept, dropped, carried or in flight (`statistics`). Here a group is all rollouts of a
 prompt, whatever roles they have: it is kept if at least one of its roles is trained.
 
-With an `over_sampling_factor` of 1, a step waits for all of its groups, nothing is carried over, and a seed determines
-the result. Above 1, the set of groups in a step depends on which groups are complete first. With a `staleness` above 0,
-that many steps are prefetched while earlier ones are trained; change weights only inside `pause`. Not here: playing
-episodes (`pool`, `rollouts.agent.episode`).
+With an `over_sampling_factor` of 1, or with `keep="best"`, a step waits for all of its groups, nothing is carried over,
+and a seed determines the result. Otherwise, the set of groups in a step depends on which groups are complete first.
+With a `staleness` above 0, that many steps are prefetched while earlier ones are trained; change weights only inside
+`pause`. Not here: playing episodes (`pool`, `rollouts.agent.episode`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ from rollouts.training.rollout_gen.groups import (
     filter_group,
     role_groups,
 )
-from rollouts.training.rollout_gen.live import LiveGroup, begin_group, group_state, restore_groups
+from rollouts.training.rollout_gen.live import (
+    LiveGroup,
+    begin_group,
+    drop_all_but_best,
+    group_state,
+    pending_sample,
+    restore_groups,
+)
 from rollouts.training.rollout_gen.pool import EpisodePool, Job, Play
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics, RolloutStep
 from rollouts.training.rollout_gen.user_functions import filter_group_by, generate, reward_group, sample_group
@@ -248,10 +255,16 @@ class AsyncRolloutManager:
 
     @property
     def partial_samples(self) -> list[Sample]:
-        """The samples of finished rollouts in unfinished groups."""
+        """What the next step continues: the samples of finished rollouts in unfinished groups, and replies that were
+        suspended (pending, with their tokens so far and without a reward).
+        """
         outcomes = [outcome for group in self._live.values() for _, outcome in sorted(group.outcomes.items())]
         samples = [episode_samples(each, 0, 0) if isinstance(each, Episode) else list(each) for each in outcomes]
-        return [sample for some in samples for sample in some]
+        waiting = self._pool.waiting if self._pool is not None else {}
+        tasks = {order: self._live[order[0]].task for order in sorted(waiting)}
+        return [sample for some in samples for sample in some] + [
+            pending_sample(task.prompt, *waiting[order]) for order, task in tasks.items()
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """The manager's state for a checkpoint, as plain data. Call it between steps, in `pause`."""
@@ -340,13 +353,14 @@ class AsyncRolloutManager:
         ready = sorted((group for group in unjudged if group.is_complete), key=lambda group: group.number)
         if self.config.in_rounds and len(ready) < len(unjudged):
             ready = []
-        missing = self.config.batch_size - sum(group.is_kept for group in self._live.values())
+        missing = max(0, self.config.batch_size - sum(group.is_kept for group in self._live.values()))
         while missing and ready:
-            chosen, ready = ready[:missing], ready[missing:]
+            count = len(ready) if self.config.keep == "best" else missing
+            chosen, ready = ready[:count], ready[count:]
             for group, judged in zip(chosen, await self._judge(chosen, reward_fn), strict=True):
                 group.judged = tuple(judged)
                 self._report(group)
-                missing -= group.is_kept
+                missing = max(0, missing - group.is_kept)
         return missing
 
     def _report(self, group: LiveGroup) -> None:
@@ -386,6 +400,7 @@ class AsyncRolloutManager:
         judged = sorted((group for group in self._live.values() if group.judged), key=lambda group: group.number)
         for group in judged:
             del self._live[group.number]
+        drop_all_but_best(judged, self.config.batch_size)
         kept = sum(group.is_kept for group in judged)
         number, self._steps = self._steps, self._steps + 1
         self._kept += kept

@@ -24,8 +24,10 @@ class RolloutConfig:
     Args:
         batch_size: groups of a step
         n_samples_per_prompt: rollouts of a group
-        over_sampling_factor: ceil(batch_size * factor) groups are in flight. The step ends when `batch_size` of them
-            are complete; the others continue in the next step
+        over_sampling_factor: ceil(batch_size * factor) groups are in flight; `keep` says which of them are trained
+        keep: "first": the step ends when `batch_size` groups are complete; the others continue in the next step.
+            "best": the step waits for all of them, and keeps those whose rewards differ most (their standard deviation;
+            of equal ones the first)
         generate_fn: generate_fn(prompts) makes the samples of one group. See `user_functions`
         reward_fn: reward_fn(sample) returns the reward
         filter_fn: filter_fn(samples) says whether to keep a group
@@ -46,6 +48,7 @@ class RolloutConfig:
     refills_max: int = 8
     generate_seconds: float = 3600.0
     staleness: int = 0
+    keep: str = "first"
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "n_samples_per_prompt", "concurrency", "refills_max", "generate_seconds"):
@@ -54,11 +57,15 @@ class RolloutConfig:
         factor = self.over_sampling_factor
         if not 1 <= factor < math.inf:
             raise ConfigError(f"over_sampling_factor {factor}: expected 1 or more, such as 1.5")
+        if self.keep not in ("first", "best"):
+            raise ConfigError(f'keep is {self.keep!r}; expected "first" or "best"')
+        if self.keep == "best" and factor == 1:
+            raise ConfigError('keep="best" chooses among more groups than a step needs; give over_sampling_factor=1.5')
 
     @property
     def in_rounds(self) -> bool:
         """Whether a step waits for all of its groups. If so, a seed determines the result."""
-        return self.over_sampling_factor == 1
+        return self.over_sampling_factor == 1 or self.keep == "best"
 
     def in_flight(self, groups: int) -> int:
         """How many groups are in flight if a step needs this many."""

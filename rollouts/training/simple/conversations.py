@@ -4,8 +4,7 @@
     loss_mask = compute_loss_mask(tokens, user_spans)
     samples = load_sft_dataset("conversations.jsonl", tokenizer, max_length=2048)
 
-The tokens and the mask are those of `rollouts sft` (`rollouts.chat.tokenize_supervised`). Not here: reading a dataset
-piece by piece.
+The tokens and the mask are those of `rollouts sft`. Not here: reading a dataset piece by piece.
 """
 
 from __future__ import annotations
@@ -15,15 +14,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from rollouts.chat import ChatFormat, SupervisedRow, tokenize_supervised
+from rollouts.chat import ChatFormat, SupervisedRow
 from rollouts.chat.format import chat_format
-from rollouts.data.loaders import NotARow
+from rollouts.data.conversations import BadRowError, read_conversation
+from rollouts.data.loaders import OF_FILES, NotARow
 from rollouts.data.source import open_rows
 from rollouts.errors import ConfigError, ModelError, TrainingError
+from rollouts.training.datasets.chat_rows import supervised_rows
 from rollouts.training.simple.samples import Sample
-from rollouts.types import Message
 
 Span = tuple[int, int]
 """Positions from the first number on, up to but without the second."""
@@ -45,7 +43,7 @@ def tokenize_conversation(
     Raises ModelError if the chat template rewrites earlier turns, so that the conversation is no single sequence;
     ConfigError if the messages have no assistant turn, or are no messages; TrainingError if no trained token is left.
     """
-    rows = _rows_of(messages, chat_format(tokenizer), tools)
+    rows = _rows_of({"messages": list(messages), "tools": list(tools)}, chat_format(tokenizer), "the conversation")
     if len(rows) > 1:
         raise ModelError(
             f"the chat template rewrites earlier turns, so this conversation is {len(rows)} rows; use "
@@ -78,9 +76,10 @@ def load_dataset(dataset: Any, *, split: str = "train", num_samples: int | None 
     Raises ConfigError, with the row.
 
     Args:
-        dataset: a .jsonl or .json file; the name of a dataset on the hub, as `name` or `name:config`; or a dict or an
-            object with `dataset_id`, and optionally `split` and `num_samples`
-        split: of a dataset on the hub
+        dataset: a file or a folder that `--data` reads (.jsonl, .json, .csv, .parquet, ...); the name of a dataset on
+            the hub, as `name` or `name:config`; or a dict or an object with `dataset_id`, and optionally `split` and
+            `num_samples`
+        split: of a dataset on the hub, or of a folder
         num_samples: at most so many rows, from the first on
     """
     samples = []
@@ -104,9 +103,10 @@ def load_sft_dataset(
 ) -> list[Sample]:
     """The rows of a dataset as samples with tokens and a loss mask. `dataset` is that of `load_dataset`.
 
-    A row is a conversation (`messages`), a `prompt` with its `response`, or tokens: `input_ids` with `labels` or
-    `loss_mask`. Tokens need no `tokenizer`. `max_length` cuts samples off. Rows of one conversation share their
-    `rollout_index`. Raises ConfigError, ModelError, and TrainingError if a sample has no trained token; with the row.
+    A row is a conversation in any form that `rollouts sft` reads, such as `messages`, or `prompt` and `response`; or
+    tokens: `input_ids` with `labels` or `loss_mask`. Tokens need no `tokenizer`. `max_length` cuts samples off. Rows of
+    one conversation share their `rollout_index`. Raises ConfigError, ModelError, and TrainingError if a sample has no
+    trained token; with the row.
     """
     samples = []
     for number, (place, row) in enumerate(load_rows(dataset, split=split, num_samples=num_samples)):
@@ -116,7 +116,7 @@ def load_sft_dataset(
         elif tokenizer is None:
             raise ConfigError(f"{place}: the row has text, so give a tokenizer: load_sft_dataset(dataset, tokenizer)")
         else:
-            rows = _rows_of(_conversation(row, place), chat_format(tokenizer), row.get("tools") or ())
+            rows = _rows_of(row, chat_format(tokenizer), place)
         for each in rows:
             tokens, mask = _cut(each, max_length, place)
             prompt = row.get("messages") or row.get("prompt") or ""
@@ -141,11 +141,7 @@ def load_rows(
         num_samples = given.get("num_samples") or num_samples
     if num_samples is not None and num_samples < 0:
         raise ConfigError(f"num_samples is {num_samples}; expected 0 or more, or None for all rows")
-    name = str(dataset)
-    if Path(name).suffix not in (".jsonl", ".json"):
-        repository, _, config = name.partition(":")
-        dataset = {"name": f"hub:{repository}", "config": config, "split": split}
-    for place, row in itertools.islice(open_rows(dataset if isinstance(dataset, dict) else name), num_samples):
+    for place, row in itertools.islice(open_rows(_source_of(str(dataset), split)), num_samples):
         if isinstance(row, NotARow):
             raise ConfigError(f"{place}: {row.why}")
         if not isinstance(row, dict):
@@ -153,31 +149,26 @@ def load_rows(
         yield place, row
 
 
-def _conversation(row: Mapping[str, Any], place: str) -> list[Any]:
-    if "messages" in row:
-        return list(row["messages"])
-    reply = row.get("response", row.get("completion"))
-    if not isinstance(row.get("prompt"), str | list) or not isinstance(reply, str | list):
-        raise ConfigError(f"{place}: a row has `messages`, `prompt` and `response`, or `input_ids`; got {_keys(row)}")
-    prompt = row["prompt"]
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    return [*asked, *([{"role": "assistant", "content": reply}] if isinstance(reply, str) else reply)]
+def _source_of(name: str, split: str) -> dict[str, Any]:
+    """What `--data` takes for this dataset. A name without the ending of a file is one of the hub."""
+    endings = {f".{loader.__name__}" for loader in OF_FILES} | {".gz", ".ndjson"}
+    table = {"name": name} if split == "train" else {"name": name, "split": split}
+    if Path(name).suffix.lower() in endings or Path(name).exists():
+        return table
+    repository, _, config = name.partition(":")
+    return {**table, "name": f"hub:{repository}", "config": config}
 
 
 def _keys(row: Mapping[str, Any]) -> str:
     return ", ".join(sorted(row)) or "none"
 
 
-def _rows_of(messages: Sequence[Any], chat: ChatFormat, tools: Sequence[dict[str, Any]]) -> list[SupervisedRow]:
-    """At least one row. Raises ConfigError, ModelError."""
+def _rows_of(row: Mapping[str, Any], chat: ChatFormat, place: str) -> list[SupervisedRow]:
+    """The rows of `rollouts sft`, at least one. Raises ConfigError, ModelError."""
     try:
-        converted = [each if isinstance(each, Message) else msgspec.convert(each, Message) for each in messages]
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"messages are a list of {{'role', 'content'}}: {error}") from error
-    rows = tokenize_supervised(converted, tools, chat)
-    if not rows:
-        raise ConfigError("the conversation has no message of the role assistant, so nothing can be trained")
-    return rows
+        return supervised_rows(read_conversation(row), chat)[0]
+    except BadRowError as error:
+        raise ConfigError(f"{place}: {error}") from error
 
 
 def _cut(row: SupervisedRow, max_length: int | None, place: str) -> SupervisedRow:

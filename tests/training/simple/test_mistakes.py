@@ -65,10 +65,10 @@ def test_a_limit_below_0_cuts_nothing_off_in_silence(tmp_path, settings):
         load_sft_dataset(path, load_tokenizer("tiny"), **settings)
 
 
-def test_a_row_with_a_number_as_prompt_is_named(tmp_path):
+def test_a_row_with_an_empty_reply_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": 3, "response": 4}))
-    with pytest.raises(ConfigError, match="line 1: a row has"):
+    path.write_text(json.dumps({"prompt": 3, "response": ""}))
+    with pytest.raises(ConfigError, match="line 1: the column response is empty"):
         load_sft_dataset(path, load_tokenizer("tiny"))
 
 
