@@ -50,10 +50,12 @@ if TYPE_CHECKING:
     from rollouts.training.filters import check_response_diversity as check_response_diversity
     from rollouts.training.filters import check_reward_nonzero_std as check_reward_nonzero_std
     from rollouts.training.models import load_hf_model as load_hf_model
+    from rollouts.training.rollout_gen.manager import AsyncRolloutManager as AsyncRolloutManager
     from rollouts.training.rollout_gen.rollout_generation import RolloutManager as RolloutManager
     from rollouts.training.rollout_gen.rollout_generation import apply_sample_transforms as apply_sample_transforms
     from rollouts.training.rollout_gen.rollout_generation import generate_rollout_batches as generate_rollout_batches
     from rollouts.training.rollout_gen.steps import RolloutBatch as RolloutBatch
+    from rollouts.training.rollout_gen.steps import RolloutConfig as RolloutConfig
     from rollouts.training.rollout_gen.steps import build_batch_metadata as build_batch_metadata
     from rollouts.training.rollout_gen.steps import compute_response_lengths as compute_response_lengths
     from rollouts.training.rollout_gen.steps import convert_to_batch as convert_to_batch
@@ -74,8 +76,6 @@ if TYPE_CHECKING:
     from rollouts.training.simple.losses import ppo_loss as ppo_loss
     from rollouts.training.simple.metrics import JSONLLogger as JSONLLogger
     from rollouts.training.simple.rl import run_rl_training as run_rl_training
-    from rollouts.training.simple.rollouts import AsyncRolloutManager as AsyncRolloutManager
-    from rollouts.training.simple.rollouts import RolloutConfig as RolloutConfig
     from rollouts.training.simple.samples import RLSample as RLSample
     from rollouts.training.simple.samples import Sample as Sample
     from rollouts.training.simple.sft import run_sft_training as run_sft_training

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from rollouts.training.batches import TrainBatch as TrainBatch
     from rollouts.training.batches import TrainingBackend as TrainingBackend
     from rollouts.training.rollout_gen.steps import RolloutBatch as RolloutBatch
+    from rollouts.training.rollout_gen.steps import RolloutConfig as RolloutConfig
     from rollouts.training.simple.configs import RLTrainingConfig as RLTrainingConfig
     from rollouts.training.simple.configs import SFTTrainingConfig as SFTTrainingConfig
-    from rollouts.training.simple.rollouts import RolloutConfig as RolloutConfig
     from rollouts.training.simple.samples import RLSample as RLSample
     from rollouts.training.simple.samples import Sample as Sample
     from rollouts.training.weights.sync import InferenceEngine as InferenceEngine

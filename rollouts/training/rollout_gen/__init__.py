@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
+    from rollouts.training.rollout_gen.manager import AsyncRolloutManager as AsyncRolloutManager
     from rollouts.training.rollout_gen.rollout_generation import RolloutManager as RolloutManager
     from rollouts.training.rollout_gen.rollout_generation import apply_sample_transforms as apply_sample_transforms
     from rollouts.training.rollout_gen.rollout_generation import generate_rollout_batches as generate_rollout_batches
     from rollouts.training.rollout_gen.steps import convert_to_batch as convert_to_batch
-    from rollouts.training.simple.rollouts import AsyncRolloutManager as AsyncRolloutManager
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError
 from rollouts.training.rollout_gen.groups import Group, group_samples
+from rollouts.training.simple.endpoint import Endpoint
 from rollouts.training.simple.samples import Sample as TensorSample
 from rollouts.training.simple.samples import with_tensors
 from rollouts.types import Sample
@@ -35,6 +36,8 @@ class RolloutConfig:
         refill: replace groups that a filter drops, in at most `refills_max` rounds (dynamic sampling of DAPO)
         generate_seconds: deadline of a call of `generate_fn`
         staleness: how many steps are prefetched while an earlier one is trained
+        endpoint: the model that plays episodes of `environment`, in place of a `generate_fn`
+        environment: an environment, as an object or a class
     """
 
     batch_size: int
@@ -49,6 +52,8 @@ class RolloutConfig:
     generate_seconds: float = 3600.0
     staleness: int = 0
     keep: str = "first"
+    endpoint: Endpoint | None = None
+    environment: Any = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "n_samples_per_prompt", "concurrency", "refills_max", "generate_seconds"):
@@ -57,6 +62,8 @@ class RolloutConfig:
         factor = self.over_sampling_factor
         if not 1 <= factor < math.inf:
             raise ConfigError(f"over_sampling_factor {factor}: expected 1 or more, such as 1.5")
+        if (self.endpoint is None) != (self.environment is None):
+            raise ConfigError("RolloutConfig: endpoint and environment belong together; give both, or a generate_fn")
         if self.keep not in ("first", "best"):
             raise ConfigError(f'keep is {self.keep!r}; expected "first" or "best"')
         if self.keep == "best" and factor == 1:

@@ -8,8 +8,7 @@ config         one configuration of nested dataclasses, as the settings of a run
 sharded        create_fsdp_backend
 configs        the settings of the training functions
 sft rl         run_sft_training, run_rl_training: they fill in what the loops need, and call them
-rollouts       AsyncRolloutManager for an endpoint and an environment
-endpoint       which model plays, and where; `environments`: CalculatorEnvironment
+endpoint       which model plays, where, and how; `environments`: CalculatorEnvironment
 metrics        a logger for your own program
 progress       printed lines, checkpoints, weights for servers that load checkpoints
 

@@ -22,12 +22,14 @@ from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops import rl
 from rollouts.training.loops.rl_batch import RLSettings
 from rollouts.training.rollout_gen.groups import group_samples
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.rollout_gen.user_functions import graded
 from rollouts.training.simple.batches import compute_reward
 from rollouts.training.simple.configs import RLTrainingConfig, as_config
 from rollouts.training.simple.progress import CheckpointSync, Progress, set_learning_rate, short_names
-from rollouts.training.simple.rollouts import AsyncRolloutManager, RolloutConfig, graded, task_of
 from rollouts.training.simple.samples import with_lists
-from rollouts.types import Sample
+from rollouts.types import Sample, Task
 
 RewardFn = Callable[[Sample], Any]
 
@@ -68,8 +70,7 @@ async def run_rl_training(
     config = as_config(RLTrainingConfig, config)
     set_learning_rate(backend, config.learning_rate)
     manager = _manager_of(rollout_manager, data_buffer, samples, config)
-    if isinstance(manager, AsyncRolloutManager):
-        manager.connect(backend)
+    manager.connect(backend)
     if inference_engines is None:
         inference_engines = [] if manager.inference is None else [manager.inference]
     progress = Progress(config, backend)
@@ -135,7 +136,7 @@ def _reward_of(reward_fn: RewardFn | None, config: Any) -> RewardFn | None:
 
 def _settings_of(config: RLTrainingConfig, rollouts: Any) -> RLSettings:
     """The settings of the loop. Raises ConfigError if the rollouts are sampled at another temperature."""
-    endpoint, minibatches, temperature = getattr(rollouts, "endpoint", None), config.minibatches, config.temperature
+    endpoint, minibatches, temperature = rollouts.endpoint, config.minibatches, config.temperature
     if config.batch_size is not None:
         minibatches = math.ceil(rollouts.batch_size * rollouts.n_samples_per_prompt / config.batch_size)
     if temperature is None:
@@ -172,16 +173,23 @@ def _manager_of(manager: Any, buffer: Any, samples: Sequence[Sample] | None, con
         if not samples:
             raise ConfigError("run_rl_training needs a rollout_manager, or samples to train on; both are missing")
         return _replay(samples, config)
-    own = getattr(manager, "own_buffer", manager.data_buffer)
+    own = manager.own_buffer
     if buffer is not None and own is not None and buffer is not own:
         raise ConfigError("data_buffer is not the manager's own buffer; give the same one, or leave it out")
     if samples is not None:
         if buffer is not None or own is not None:
             raise ConfigError("the prompts come from data_buffer and from samples; give one of the two")
-        buffer = DataBuffer([task_of(sample) for sample in samples])
+        buffer = DataBuffer([_task_of(sample) for sample in samples])
     if buffer is not None:
         manager.data_buffer = buffer
     return manager
+
+
+def _task_of(sample: Sample) -> Task:
+    """The task of a sample: its prompt, and its metadata as `answer`, `id` and `info`."""
+    rest = dict(sample.metadata)
+    answer, identity = rest.pop("answer", None), rest.pop("id", None)
+    return Task(sample.prompt, answer, rest, identity)
 
 
 def _replay(samples: Sequence[Sample], config: RLTrainingConfig) -> AsyncRolloutManager:
