@@ -45,7 +45,6 @@ FLOORS = {
     "rollouts.training.batches": 1,
     "rollouts.training.samples": 1,
     "rollouts.training.simple.conversations": 2,
-    "rollouts.training.simple.samples": 1,
     "rollouts.training.simple.sharded": 4,
     "rollouts.training.filters": 1,
     "rollouts.training.batching": 1,

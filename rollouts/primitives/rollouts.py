@@ -54,20 +54,12 @@ def create_rollout(
     prompt: Prompt,
     gen_config: GenerationConfig = DEFAULT,
     *,
-    ref_model: Any = None,
-    reward_fn: RewardFns | None = None,
-    tools: Tools = (),
-    tool_parser: ToolParser | None = None,
-    tool_executor: ToolExecutor | None = None,
-    tool_tracker: ToolTracker | None = None,
-    generator: Generator | None = None,
-    template_fn: TemplateFn | None = None,
-    kl_fn: KLFn | None = None,
     metadata: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Rollout:
     """One reply to a prompt, with its reward, its KL and its tool calls. The calls run if there is a `tool_executor`.
 
-    Raises like `create_batch_rollouts`.
+    `options` are those of `create_batch_rollouts`, such as `ref_model`, `reward_fn` and `tool_parser`. Raises like it.
 
     >>> from rollouts.primitives import load_model, load_tokenizer
     >>> model, tokenizer = load_model("tiny"), load_tokenizer("tiny")
@@ -77,35 +69,9 @@ def create_rollout(
     ... )
     >>> rollout.rewards == len(rollout.generation.tokens), round(rollout.kl_divergence, 4)
     (True, 0.0)
-
-    Args:
-        ref_model: the reference of the KL
-        reward_fn: `reward_fn(rollout)`, or several functions (see `compute_batch_rewards`)
-        tools: functions or schemas that the model may call, for a conversation without its own
-        tool_parser: `tool_parser(text)` reads the tool calls of a reply, as in `generate_conversation_turn`
-        tool_executor: `tool_executor(tool_calls, tools)` returns a result for each call
-        tool_tracker: `tool_tracker(rollout)` returns what is added to `metadata`
-        generator: samples instead of the model (see `generate`)
-        template_fn: `template_fn(messages, tools)` renders a conversation
-        kl_fn: `kl_fn(logprobs, ref_logprobs)` replaces the KL
-        metadata: added to the answer and the info of a Task
     """
-    return create_batch_rollouts(
-        model,
-        tokenizer,
-        [prompt],
-        gen_config._replace(max_turns=1),
-        ref_model=ref_model,
-        reward_fn=reward_fn,
-        tools=tools,
-        tool_parser=tool_parser,
-        tool_executor=tool_executor,
-        tool_tracker=tool_tracker,
-        generator=generator,
-        template_fn=template_fn,
-        kl_fn=kl_fn,
-        metadata=[metadata or {}],
-    )[0]
+    once = gen_config._replace(max_turns=1)
+    return create_batch_rollouts(model, tokenizer, [prompt], once, metadata=[metadata or {}], **options)[0]
 
 
 def create_multiturn_rollout(
@@ -114,24 +80,14 @@ def create_multiturn_rollout(
     conversation: Prompt,
     gen_config: GenerationConfig = DEFAULT,
     *,
-    stop_condition: StopCondition | None = None,
-    reply_fn: ReplyFn | None = None,
-    ref_model: Any = None,
-    reward_fn: RewardFns | None = None,
-    tools: Tools = (),
-    tool_parser: ToolParser | None = None,
-    tool_executor: ToolExecutor | None = None,
-    tool_tracker: ToolTracker | None = None,
-    generator: Generator | None = None,
-    template_fn: TemplateFn | None = None,
-    kl_fn: KLFn | None = None,
     metadata: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Rollout:
     """One conversation: the model replies, its tool calls run, and it replies again.
 
     It ends after a reply without tool calls, after `gen_config.max_turns` replies, if a reply reaches `max_tokens`, or
     if the model's context is full. The trained ids are those of all replies; tool results are context. A text counts as
-    the user's message. The other arguments, and the errors, are those of `create_batch_rollouts`.
+    the user's message. `options` are those of `create_batch_rollouts`. Raises like it.
 
     >>> from rollouts.primitives import Conversation, create_scripted_generator, load_tokenizer
     >>> def add(a: int, b: int) -> int:
@@ -145,32 +101,9 @@ def create_multiturn_rollout(
     ... )
     >>> [message.role for message in rollout.conversation.messages], rollout.conversation.messages[2].content
     (['user', 'assistant', 'tool', 'assistant'], '5')
-
-    Args:
-        stop_condition: `stop_condition(conversation)` ends the conversation; asked after each message
-        reply_fn: `reply_fn(conversation)` answers a reply without tool calls, as the user or an environment: a text, a
-            Message, or None to end
     """
-    if isinstance(conversation, str):
-        conversation = as_conversation(conversation)
-    return create_batch_rollouts(
-        model,
-        tokenizer,
-        [conversation],
-        gen_config,
-        stop_condition=stop_condition,
-        reply_fn=reply_fn,
-        ref_model=ref_model,
-        reward_fn=reward_fn,
-        tools=tools,
-        tool_parser=tool_parser,
-        tool_executor=tool_executor,
-        tool_tracker=tool_tracker,
-        generator=generator,
-        template_fn=template_fn,
-        kl_fn=kl_fn,
-        metadata=[metadata or {}],
-    )[0]
+    given = as_conversation(conversation) if isinstance(conversation, str) else conversation
+    return create_batch_rollouts(model, tokenizer, [given], gen_config, metadata=[metadata or {}], **options)[0]
 
 
 # --- many rollouts ----------------------------------------------------------------------------------------------------
@@ -214,8 +147,20 @@ def create_batch_rollouts(
     [('2 + 3 =', 1.0), ('2 + 3 =', 0.0), ('2 + 4 =', 0.0), ('2 + 4 =', 1.0)]
 
     Args:
+        stop_condition: `stop_condition(conversation)` ends the conversation; asked after each message
+        reply_fn: `reply_fn(conversation)` answers a reply without tool calls, as the user or an environment: a text, a
+            Message, or None to end
+        ref_model: the reference of the KL
+        reward_fn: `reward_fn(rollout)`, or several functions (see `compute_batch_rewards`)
         aggregator: `aggregator(vector)` makes one reward of several
-        metadata: one mapping for each prompt
+        tools: functions or schemas that the model may call, for a conversation without its own
+        tool_parser: `tool_parser(text)` reads the tool calls of a reply, as in `generate_conversation_turn`
+        tool_executor: `tool_executor(tool_calls, tools)` returns a result for each call
+        tool_tracker: `tool_tracker(rollout)` returns what is added to `metadata`
+        generator: samples instead of the model (see `generate`)
+        template_fn: `template_fn(messages, tools)` renders a conversation
+        kl_fn: `kl_fn(logprobs, ref_logprobs)` replaces the KL
+        metadata: one mapping for each prompt, added to the answer and the info of a Task
     """
     if isinstance(prompts, str | Conversation) or not isinstance(prompts, Sequence):
         raise ConfigError(f"prompts is {type(prompts).__name__}; expected a list of prompts, such as [prompt]")

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from rollouts.training.rollout_gen.steps import compute_response_lengths as compute_response_lengths
     from rollouts.training.rollout_gen.steps import convert_to_batch as convert_to_batch
     from rollouts.training.rollout_gen.steps import extract_sample_fields as extract_sample_fields
+    from rollouts.training.samples import RLSample as RLSample
     from rollouts.training.simple.batches import compute_advantages as compute_advantages
     from rollouts.training.simple.batches import compute_reward as compute_reward
     from rollouts.training.simple.batches import prepare_grpo_batch as prepare_grpo_batch
@@ -76,8 +77,6 @@ if TYPE_CHECKING:
     from rollouts.training.simple.losses import ppo_loss as ppo_loss
     from rollouts.training.simple.metrics import JSONLLogger as JSONLLogger
     from rollouts.training.simple.rl import run_rl_training as run_rl_training
-    from rollouts.training.simple.samples import RLSample as RLSample
-    from rollouts.training.simple.samples import Sample as Sample
     from rollouts.training.simple.sft import run_sft_training as run_sft_training
     from rollouts.training.simple.sharded import create_fsdp_backend as create_fsdp_backend
     from rollouts.training.weights.sync import InferenceEngine as InferenceEngine
@@ -85,6 +84,7 @@ if TYPE_CHECKING:
     from rollouts.training.weights.sync import VLLMEngine as VLLMEngine
     from rollouts.training.weights.sync import WeightSyncManager as WeightSyncManager
     from rollouts.training.weights.sync import sync_weights_to_engines as sync_weights_to_engines
+    from rollouts.types import Sample as Sample
     from rollouts.types import Status as Status
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from rollouts.training.batches import TrainingBackend as TrainingBackend
     from rollouts.training.rollout_gen.steps import RolloutBatch as RolloutBatch
     from rollouts.training.rollout_gen.steps import RolloutConfig as RolloutConfig
+    from rollouts.training.samples import RLSample as RLSample
     from rollouts.training.simple.configs import RLTrainingConfig as RLTrainingConfig
     from rollouts.training.simple.configs import SFTTrainingConfig as SFTTrainingConfig
-    from rollouts.training.simple.samples import RLSample as RLSample
-    from rollouts.training.simple.samples import Sample as Sample
     from rollouts.training.weights.sync import InferenceEngine as InferenceEngine
+    from rollouts.types import Sample as Sample
     from rollouts.types import Status as Status
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError
 from rollouts.training.rollout_gen.groups import Group, group_samples
+from rollouts.training.samples import with_tensors
 from rollouts.training.simple.endpoint import Endpoint
-from rollouts.training.simple.samples import Sample as TensorSample
-from rollouts.training.simple.samples import with_tensors
 from rollouts.types import Sample
 
 
@@ -109,7 +108,7 @@ class RolloutBatch:
     rows: Sequence[Sample] = field(default_factory=list, repr=False, compare=False)
 
     @property
-    def samples(self) -> list[TensorSample]:
+    def samples(self) -> list[Sample]:
         """The rows as samples with tensors: `input_ids`, `labels` and `loss_mask` [L]."""
         return with_tensors(self.rows)
 

@@ -1,6 +1,5 @@
 """Training with plain objects: samples with tensors, your own model, optimizer and loss function, metrics as dicts.
 
-samples        Sample, which also takes and shows tensors
 batches        rewards and advantages; samples to one batch of tensors
 losses         losses over logits
 conversations  conversations and datasets to samples

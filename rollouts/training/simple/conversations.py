@@ -21,7 +21,7 @@ from rollouts.data.loaders import OF_FILES, NotARow
 from rollouts.data.source import open_rows
 from rollouts.errors import ConfigError, ModelError, TrainingError
 from rollouts.training.datasets.chat_rows import supervised_rows
-from rollouts.training.simple.samples import Sample
+from rollouts.types import Sample
 
 Span = tuple[int, int]
 """Positions from the first number on, up to but without the second."""

@@ -25,10 +25,10 @@ from rollouts.training.rollout_gen.groups import group_samples
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.training.rollout_gen.user_functions import graded
+from rollouts.training.samples import with_lists
 from rollouts.training.simple.batches import compute_reward
 from rollouts.training.simple.configs import RLTrainingConfig, as_config
 from rollouts.training.simple.progress import CheckpointSync, Progress, set_learning_rate, short_names
-from rollouts.training.simple.samples import with_lists
 from rollouts.types import Sample, Task
 
 RewardFn = Callable[[Sample], Any]

@@ -8,9 +8,9 @@ from typing import Any
 from rollouts.errors import ConfigError
 from rollouts.loggers.base import MetricsLogger
 from rollouts.training.loops import sft
+from rollouts.training.samples import with_lists
 from rollouts.training.simple.configs import SFTTrainingConfig, as_config
 from rollouts.training.simple.progress import Progress, set_learning_rate, short_names
-from rollouts.training.simple.samples import with_lists
 from rollouts.types import Sample
 
 
