@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 from rollouts.disk import write_whole
 from rollouts.errors import ConfigError, in_lines, suggestion, words_of
 
-MODES = ("sft", "rl", "sft+rl")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+_MODES = ("sft", "rl", "sft+rl")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check(self, bool(self.model_id), "model_id", "a path or a name")
-        _check(self, self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+        _check(self, self.dtype in _DTYPES, "dtype", f"one of {', '.join(_DTYPES)}")
 
 
 @dataclass
@@ -158,7 +158,7 @@ class OutputConfig:
     save_dir: str = ""
 
     def __post_init__(self) -> None:
-        _check(self, self.mode in MODES, "mode", f"one of {', '.join(MODES)}")
+        _check(self, self.mode in _MODES, "mode", f"one of {', '.join(_MODES)}")
 
 
 @dataclass
@@ -269,20 +269,6 @@ class Config:
                 section, _, place = name.partition(".")
                 raise ConfigError(f"{name} is {getattr(getattr(self, section), place)!r}, which no run uses: {why}")
 
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> Config:
-        """The Config of settings, such as those of a run's config.toml. `to_settings` gives the same run again."""
-        rest = dict(settings)
-        tables: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
-        for name, (section, place) in _PLACES.items():
-            if isinstance(rest.get(name), str | int | float):
-                tables[section][place] = rest.pop(name)
-        if isinstance(rest.get("sft"), dict):
-            own = dict(rest.pop("sft"))
-            tables["sft"] = {_SFT[name]: own.pop(name) for name in list(own) if name in _SFT}
-            rest |= {"sft": own} if own else {}
-        return _read(cls, tables | {"settings": rest}, "settings")
-
 
 _SECTIONS: dict[str, type[Any]] = {
     "model": ModelConfig,
@@ -293,20 +279,6 @@ _SECTIONS: dict[str, type[Any]] = {
     "rl": RLConfig,
     "output": OutputConfig,
 }
-_PLACES = {
-    "mode": ("output", "mode"),
-    "model": ("model", "model_id"),
-    "steps": ("training", "num_steps"),
-    "lr": ("training", "lr"),
-    "prompts_per_step": ("training", "batch_size"),
-    "samples_per_prompt": ("rl", "num_samples"),
-    "checkpoint_every": ("training", "checkpoint_every"),
-    "env": ("data", "environment"),
-    "data": ("data", "dataset_id"),
-    "out": ("output", "save_dir"),
-}
-"""The settings of a run, and their fields."""
-_SFT = {"steps": "num_steps", "lr": "matrix_lr", "prompts_per_step": "batch_size"}
 
 
 def is_config(tree: object) -> bool:

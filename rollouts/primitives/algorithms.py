@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.author_code import shown
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.primitives.batches import group_numbers, part_batch
-from rollouts.primitives.calls import call
+from rollouts.primitives.batches import group_numbers, ids_at
+from rollouts.primitives.calls import call_given
 from rollouts.primitives.types import Batch
 from rollouts.training.algorithms import calls
 from rollouts.training.algorithms.aggregation import Masks, aggregate, aggregation_function
@@ -44,6 +44,7 @@ from rollouts.training.algorithms.algorithm import (
 )
 from rollouts.training.algorithms.kl import rk3_loss
 from rollouts.training.algorithms.objective import evaluate
+from rollouts.training.algorithms.recipes import DPO, GRPO, built_in
 from rollouts.training.backends.forward import unit_weights
 
 if TYPE_CHECKING:
@@ -125,15 +126,10 @@ clip_high, clip_low, dual_clip, entropy_coef, eps, kl_coef)
 
 
 def _recipe(name: str | Algorithm) -> tuple[Algorithm, str]:
-    from rollouts.training.algorithms import recipes
-
-    known = {key.lower(): value for key, value in vars(recipes).items() if isinstance(value, Algorithm)}
-    known |= {"dapo": recipes.DPO}
-    algorithm, label = (name, function_label(name.terms[0].function)) if isinstance(name, Algorithm) else (None, name)
-    if algorithm is None:
-        if label not in known:
-            raise ConfigError(f"there is no algorithm {label!r}; expected one of {', '.join(sorted(known))}")
-        algorithm = known[label]
+    if isinstance(name, Algorithm):
+        algorithm, label = name, function_label(name.terms[0].function)
+    else:
+        algorithm, label = DPO if name == "dapo" else built_in(name), name
     missing = [field for field in ("mix", "shaping", "filters") if getattr(algorithm, field)]
     if missing:
         what = f"the algorithm {label} has {' and '.join(missing)}, which a batch of primitives does not apply"
@@ -165,7 +161,7 @@ def _estimator(kl_fn: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
     def estimator(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         import torch
 
-        values: Any = call("kl_fn(logprobs, ref_logprobs)", kl_fn, logprobs, ref_logprobs)
+        values: Any = call_given("kl_fn(logprobs, ref_logprobs)", kl_fn, logprobs, ref_logprobs)
         try:
             return torch.as_tensor(values, device=logprobs.device).expand(logprobs.shape)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -198,7 +194,7 @@ def compute_grpo_advantages(batch: Batch, *, advantage_fn: Callable[..., Any] | 
     """
     import torch
 
-    function = advantage_fn or _recipe("grpo")[0].advantage
+    function = advantage_fn or GRPO.advantage
     advantages = torch.zeros(len(batch.rollouts))
     rewards, lengths = _rewards(batch), _lengths(batch)
     for members in _groups(batch):
@@ -258,7 +254,7 @@ def compute_dapo_pairs(batch: Batch, *, pair_selector: Callable[..., Any] | None
     Args:
         pair_selector: of the judged rewards of one group [G], such as `lambda rewards: [(0, 1)]`
     """
-    function = pair_selector or _recipe("dapo")[0].pairs
+    function = pair_selector or DPO.pairs
     assert function is not None, "DPO has pairs"
     rewards, lengths, pairs = _rewards(batch), _lengths(batch), []
     live = {int(number) for number in batch.rollout_index[batch.mask > 0].tolist()}
@@ -464,7 +460,7 @@ def _whole_batch(batch: Batch, config: AlgorithmConfig) -> PPOAdvantages:
 def _values(batch: Batch, value_fn: Callable[[Batch], Tensor]) -> Tensor:
     import torch
 
-    values: Any = call("value_fn(batch)", value_fn, batch)
+    values: Any = call_given("value_fn(batch)", value_fn, batch)
     if not isinstance(values, torch.Tensor) or values.shape != batch.mask.shape:
         given = f"shape {list(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
         raise calls.wrong_result("value_fn", value_fn, given, f"[{len(batch.mask)}], one value per sampled id")
@@ -488,7 +484,7 @@ def _paired(batch: Batch, pairs: Any) -> tuple[Batch, Tensor, Tensor]:
     places = torch.cat([place for place, _, _ in found]) if found else torch.zeros_like(batch.rollout_index[:0])
     signs = torch.cat([torch.full_like(batch.mask[place], sign) for place, sign, _ in found] or [batch.mask[:0]])
     numbers = torch.cat([torch.full_like(place, number) for place, _, number in found] or [places])
-    chosen = part_batch(batch, places)
+    chosen = ids_at(batch, places)
     return chosen, signs * (chosen.mask > 0), numbers
 
 

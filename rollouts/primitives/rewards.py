@@ -16,7 +16,7 @@ from rollouts.author_code import shown
 from rollouts.errors import ConfigError, RewardError, UnknownComponentError
 from rollouts.plugins.index import find_component
 from rollouts.plugins.loading import load_component
-from rollouts.primitives.calls import call
+from rollouts.primitives.calls import call_given
 from rollouts.primitives.types import Rollout
 from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import function_label
@@ -85,7 +85,7 @@ def aggregate_vector_rewards(
     weighted = known if weights is None else [w * r for w, r in zip(weights, known, strict=True)]
     if aggregator is None:
         return math.fsum(weighted)
-    return as_number(call("aggregator(rewards)", aggregator, weighted, error=RewardError), aggregator)
+    return as_number(call_given("aggregator(rewards)", aggregator, weighted, error=RewardError), aggregator)
 
 
 def compute_batch_rewards(
@@ -139,7 +139,7 @@ def normalize_rewards(
     """
     known = [float(each) for each in rewards if each is not None]
     function = normalizer or group_norm
-    returned = call("normalizer(rewards)", function, known, error=RewardError) if known else []
+    returned = call_given("normalizer(rewards)", function, known, error=RewardError) if known else []
     values = iter(check_per_rollout("normalizer", function, returned, len(known)))
     return [None if each is None else next(values) for each in rewards]
 
@@ -158,7 +158,7 @@ def apply_reward_shaping(rollout: Rollout, *, shaping_fn: Callable[[float, Rollo
     def shape(reward: float | None) -> float | None:
         if reward is None:
             return None
-        shaped = call("shaping_fn(reward, rollout)", shaping_fn, reward, rollout, error=RewardError)
+        shaped = call_given("shaping_fn(reward, rollout)", shaping_fn, reward, rollout, error=RewardError)
         return as_number(shaped, shaping_fn)
 
     rewards = rollout.rewards
@@ -195,7 +195,7 @@ def compute_reward_model_score(
     1.0
     """
     scorer = scorer or _of_package("compute_reward_model_score", "scorer=my_scorer")
-    score = call("scorer(reward_model, rollout)", scorer, reward_model, rollout, error=RewardError)
+    score = call_given("scorer(reward_model, rollout)", scorer, reward_model, rollout, error=RewardError)
     return as_number(score, scorer)
 
 
@@ -216,7 +216,7 @@ def _of_package(name: str, argument: str) -> Callable[..., Any]:
 
 
 def _judged(reward_fn: RewardFn, rollout: Rollout) -> Any:
-    return call("reward_fn(rollout)", reward_fn, rollout, error=RewardError)
+    return call_given("reward_fn(rollout)", reward_fn, rollout, error=RewardError)
 
 
 def is_vector(found: Any) -> bool:

@@ -21,14 +21,14 @@ from rollouts.author_code import shown
 from rollouts.errors import ConfigError
 from rollouts.inference.embedded.hf import context_tokens_max
 from rollouts.primitives.batches import sampled_logprobs, turns_of
-from rollouts.primitives.calls import call
+from rollouts.primitives.calls import call_given
 from rollouts.primitives.generation import (
     DEFAULT,
     Generator,
     Prompt,
     ToolParser,
-    as_conversation,
     batch_generate,
+    prompt_conversation,
     read_turn,
     turn_prompt,
 )
@@ -102,7 +102,7 @@ def create_multiturn_rollout(
     >>> [message.role for message in rollout.conversation.messages], rollout.conversation.messages[2].content
     (['user', 'assistant', 'tool', 'assistant'], '5')
     """
-    given = as_conversation(conversation) if isinstance(conversation, str) else conversation
+    given = prompt_conversation(conversation) if isinstance(conversation, str) else conversation
     return create_batch_rollouts(model, tokenizer, [given], gen_config, metadata=[metadata or {}], **options)[0]
 
 
@@ -162,13 +162,7 @@ def create_batch_rollouts(
         kl_fn: `kl_fn(logprobs, ref_logprobs)` replaces the KL
         metadata: one mapping for each prompt, added to the answer and the info of a Task
     """
-    if isinstance(prompts, str | Conversation) or not isinstance(prompts, Sequence):
-        raise ConfigError(f"prompts is {type(prompts).__name__}; expected a list of prompts, such as [prompt]")
-    if samples_per_prompt < 1 or (metadata and len(metadata) != len(prompts)):
-        given = f"{len(prompts)} prompts, {len(metadata)} metadata and samples_per_prompt={samples_per_prompt}"
-        raise ConfigError(f"{given}; give one mapping of metadata for each prompt, and 1 or more samples")
-    if gen_config.max_turns < 1:
-        raise ConfigError(f"max_turns is {gen_config.max_turns}; expected 1 or more replies")
+    _check_prompts(prompts, metadata, samples_per_prompt, gen_config)
     plays = [_opened(prompt, tools) for prompt in prompts for _ in range(samples_per_prompt)]
     answers = _Answers(tool_parser, tool_executor, stop_condition, reply_fn, template_fn)
     _play_all(plays, model, tokenizer, gen_config, generator, answers)
@@ -185,6 +179,18 @@ def create_batch_rollouts(
         divergences = compute_batch_kl(rollouts, kl_fn=kl_fn)
         rollouts = [each._replace(kl_divergence=kl) for each, kl in zip(rollouts, divergences, strict=True)]
     return rollouts if reward_fn is None else compute_batch_rewards(rollouts, reward_fn, aggregator=aggregator)
+
+
+def _check_prompts(
+    prompts: Any, metadata: Sequence[Any], samples_per_prompt: int, gen_config: GenerationConfig
+) -> None:
+    if isinstance(prompts, str | Conversation) or not isinstance(prompts, Sequence):
+        raise ConfigError(f"prompts is {type(prompts).__name__}; expected a list of prompts, such as [prompt]")
+    if samples_per_prompt < 1 or (metadata and len(metadata) != len(prompts)):
+        given = f"{len(prompts)} prompts, {len(metadata)} metadata and samples_per_prompt={samples_per_prompt}"
+        raise ConfigError(f"{given}; give one mapping of metadata for each prompt, and 1 or more samples")
+    if gen_config.max_turns < 1:
+        raise ConfigError(f"max_turns is {gen_config.max_turns}; expected 1 or more replies")
 
 
 # --- tool calls -------------------------------------------------------------------------------------------------------
@@ -227,7 +233,7 @@ def execute_and_track_tools(
     """
     conversation, calls = rollout.conversation, extract_tool_calls(rollout.generation, tool_parser=tool_parser)
     if conversation is None:
-        prompt = as_conversation(rollout.prompt)
+        prompt = prompt_conversation(rollout.prompt)
         reply = Message("assistant", rollout.generation.text)
         conversation = Conversation([*prompt.messages, reply], tools)
     results = execute_tools(calls, tools or conversation.tools, tool_executor=tool_executor) if calls else []
@@ -243,7 +249,7 @@ def _read_calls(rollout: Rollout, tool_parser: ToolParser | None) -> list[ToolCa
 
 def _tracked(rollout: Rollout, calls: Sequence[ToolCall], tool_tracker: ToolTracker | None) -> Rollout:
     rollout = rollout._replace(tool_calls=list(calls))
-    found: Any = call("tool_tracker(rollout)", tool_tracker or _tool_counts, rollout)
+    found: Any = call_given("tool_tracker(rollout)", tool_tracker or _tool_counts, rollout)
     if not isinstance(found, Mapping):
         raise ConfigError(f"the tool_tracker returned {shown(found)}; expected a dict, which is added to the metadata")
     return rollout._replace(metadata={**rollout.metadata, **found})
@@ -297,7 +303,7 @@ class _Play:
         if turn.tool_calls:
             added = execute_tools(turn.tool_calls, self.conversation.tools, tool_executor=answers.tool_executor)
         elif answers.reply_fn is not None:
-            said: Any = call("reply_fn(conversation)", answers.reply_fn, self.conversation)
+            said: Any = call_given("reply_fn(conversation)", answers.reply_fn, self.conversation)
             if said is not None and not isinstance(said, str | Message):
                 raise ConfigError(f"the reply_fn returned {shown(said)}; expected text, a Message, or None to end")
             added = [] if said is None else [Message("user", said) if isinstance(said, str) else said]
@@ -306,7 +312,7 @@ class _Play:
 
     def _stops(self, answers: _Answers) -> bool:
         stop = answers.stop_condition
-        return stop is not None and bool(call("stop_condition(conversation)", stop, self.conversation))
+        return stop is not None and bool(call_given("stop_condition(conversation)", stop, self.conversation))
 
     def rollout(self, prompt: Prompt, metadata: Mapping[str, Any]) -> Rollout:
         """The rollout so far."""
@@ -330,7 +336,7 @@ def _opened(prompt: Prompt, tools: Tools) -> _Play:
     )
     if is_plain:
         return _Play(prompt, None)
-    conversation = as_conversation(prompt)
+    conversation = prompt_conversation(prompt)
     return _Play(prompt, conversation if conversation.tools else conversation._replace(tools=tools))
 
 

@@ -173,15 +173,13 @@ def _() -> None:
 
 
 def loads(name: str, mode: str) -> None:
-    """The file's settings are valid, become a Config and settings again, and compose with rows in place of the hub."""
+    """The file's settings are valid, and compose with rows in place of the hub."""
     from rollouts.config.files import load_file
     from rollouts.config.resolving import resolve
-    from rollouts.training import Config
 
     tree, _ = load_file(ROOT / "configs" / f"{name}.py")
     assert resolve(tree).settings.model == tree["model"] != "tiny"
-    config = Config.from_settings(tree)
-    assert config.mode == mode and config.to_settings()["steps"] == tree["steps"] > 0
+    assert resolve(tree).settings.mode == mode and resolve(tree).settings.steps == tree["steps"] > 0
     if mode == "rl":
         own = rows.write_rows(*({"prompt": f"{number} + 2?", "answer": str(number + 2)} for number in range(99)))
         assert "\nok: " in rows.command("run", str(ROOT / "configs" / f"{name}.py"), "--data", own, "--dry-run")

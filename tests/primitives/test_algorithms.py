@@ -167,7 +167,7 @@ def test_an_algorithm_can_be_an_object_and_its_settings_reach_each_part():
 def refusals():
     batch = batch_of(reference=False)
     bare = batch._replace(logprobs=None)
-    yield lambda: create_algorithm_config("grop"), ConfigError, "no algorithm 'grop'; expected one of cispo, dapo"
+    yield lambda: create_algorithm_config("grop"), ConfigError, "no built-in algorithm 'grop'; did you mean grpo"
     yield lambda: create_algorithm_config("grpo", {"beta": 1.0}), ConfigError, "has no setting 'beta'"
     yield lambda: create_algorithm_config("grpo", {"kl_coef": -1.0}), ConfigError, "kl_coef is -1.0; expected"
     yield lambda: create_algorithm_config("grpo", {"kl_coef": "x"}), ConfigError, "kl_coef is 'x'; expected"

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rollouts.errors import ConfigError, TrainingError, near_misses
+from rollouts.errors import ConfigError, TrainingError
 from rollouts.plugins.signature import call_with, keywords_of
-from rollouts.training.algorithms import recipes
 from rollouts.training.algorithms.algorithm import Algorithm, as_algorithm
 from rollouts.training.algorithms.logprobs import label_logprobs
+from rollouts.training.algorithms.recipes import built_in
 from rollouts.training.backends.futures import TorchThread, on_thread
 from rollouts.training.backends.optimizer import TrainerSettings, check_settings, lr_factor, make_optimizer
 from rollouts.training.backends.optimizer_state import MakeOptimizer
@@ -108,7 +108,7 @@ def create_pytorch_backend(
     """
     from rollouts.training.backends.torch import create_torch_backend
 
-    chosen = _recipe(algorithm) if isinstance(algorithm, str) else as_algorithm(algorithm)
+    chosen = built_in(algorithm) if isinstance(algorithm, str) else as_algorithm(algorithm)
     return create_torch_backend(
         model,
         seed,
@@ -121,19 +121,6 @@ def create_pytorch_backend(
         make_optimizer,
         **keywords_of(create_torch_backend, settings),
     )
-
-
-def _recipe(name: str) -> Algorithm:
-    known = {name.lower(): name for name, each in vars(recipes).items() if isinstance(each, Algorithm)}
-    if name not in known:
-        near = near_misses(name, known)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise ConfigError(
-            f"there is no built-in algorithm {name!r}{hint}\nbuilt-in: {', '.join(sorted(known))}; give any other one "
-            "as a loss function or an Algorithm"
-        )
-    found: Algorithm = getattr(recipes, known[name])
-    return found
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -1,8 +1,9 @@
 """The reinforcement learning loop: generate, train, sync. Read it from top to bottom.
 
-`train_rl` is a function: it changes none of its arguments, and returns the metrics. rl_batch.py makes
-batches of rollouts. If the manager prefetches steps, it samples while the loop trains. It pauses only while the loop
-changes weights, logs, evaluates and saves. Not here: how prefetching works (`rollout_gen.manager`).
+`train_rl` is a function: it returns the metrics. Of its arguments, it changes only the weights of the backend and the
+`policy_version` of the manager. rl_batch.py makes batches of rollouts. If the manager prefetches steps, it samples
+while the loop trains. It pauses only while the loop changes weights, logs, evaluates and saves. Not here: how
+prefetching works (`rollout_gen.manager`).
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ from rollouts.training.rollout_gen.pool import EpisodePool, Job, Play
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics, RolloutStep
 from rollouts.training.rollout_gen.user_functions import filter_group_by, generate, graded, reward_group, sample_group
 from rollouts.training.samples import episode_samples
-from rollouts.training.simple.endpoint import Player
+from rollouts.training.simple.endpoint import EndpointPlayer
 from rollouts.types import Episode, Sample, Task
 
 RewardFn = Callable[[Sample], Any]
@@ -179,7 +179,7 @@ class AsyncRolloutManager:
         if config.reward_fn is not None:
             changes["reward_fn"] = graded(config.reward_fn)
         config = dataclasses.replace(config, **{name: each for name, each in changes.items() if each is not None})
-        self._player = None if config.endpoint is None else Player(config.endpoint, config.environment)
+        self._player = None if config.endpoint is None else EndpointPlayer(config.endpoint, config.environment)
         if self._player is not None:
             play = play or self._player.play
         if (play is None) == (config.generate_fn is None):

@@ -23,10 +23,10 @@ from rollouts.errors import ConfigError, ModelError, TrainingError
 from rollouts.training.datasets.chat_rows import supervised_rows
 from rollouts.types import Sample
 
-Span = tuple[int, int]
+TokenSpan = tuple[int, int]
 """Positions from the first number on, up to but without the second."""
 
-KEYS = ("dataset_id", "split", "num_samples")
+DATASET_KEYS = ("dataset_id", "split", "num_samples")
 """The keys of a dataset that is given as a dict or an object."""
 
 
@@ -35,7 +35,7 @@ def tokenize_conversation(
     tokenizer: Any,
     max_length: int | None = None,
     tools: Sequence[dict[str, Any]] = (),
-) -> tuple[list[int], list[Span]]:
+) -> tuple[list[int], list[TokenSpan]]:
     """The tokens [L] of a conversation, and the spans that are not trained: all that the assistant did not write.
 
     Messages are `rollouts.Message` or dicts with `role` and `content`. `max_length` cuts the tokens off.
@@ -54,7 +54,7 @@ def tokenize_conversation(
     return tokens, [(start, end) for start, end in itertools.pairwise(edges) if mask[start] == 0]
 
 
-def compute_loss_mask(tokens: Sequence[int], user_spans: Iterable[Span]) -> list[float]:
+def compute_loss_mask(tokens: Sequence[int], user_spans: Iterable[TokenSpan]) -> list[float]:
     """0.0 inside of the spans, 1.0 elsewhere [L]. Raises TrainingError for a span outside of the tokens.
 
     >>> compute_loss_mask([5, 6, 7, 8], [(0, 2), (3, 4)])
@@ -134,9 +134,11 @@ def load_rows(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a dataset as dicts, each with its place in words. Raises ConfigError."""
     if not isinstance(dataset, str | Path):
-        given = dataset if isinstance(dataset, Mapping) else {key: getattr(dataset, key, None) for key in KEYS}
-        if not given.get("dataset_id") or not set(given) <= set(KEYS):
-            raise ConfigError(f"{dataset!r} is no dataset: give a file, a name, or a dict with {', '.join(KEYS)}")
+        given = dataset if isinstance(dataset, Mapping) else {key: getattr(dataset, key, None) for key in DATASET_KEYS}
+        if not given.get("dataset_id") or not set(given) <= set(DATASET_KEYS):
+            raise ConfigError(
+                f"{dataset!r} is no dataset: give a file, a name, or a dict with {', '.join(DATASET_KEYS)}"
+            )
         dataset, split = given["dataset_id"], given.get("split") or split
         num_samples = given.get("num_samples") or num_samples
     if num_samples is not None and num_samples < 0:

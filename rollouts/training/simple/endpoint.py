@@ -1,5 +1,6 @@
-"""`Endpoint`: which model plays, and where: in this process, or behind a server's address. `Player`: its episodes of an
-environment, which are those of `rollouts run`.
+"""`Endpoint`: which model plays, and where: in this process, or behind a server's address.
+
+`EndpointPlayer` plays episodes of an environment against it, as `rollouts run` does.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Endpoint:
         return engine, None if chats else load_chat_format(load_tokenizer(self.model))
 
 
-class Player:
+class EndpointPlayer:
     """Plays episodes of an environment, given as an object or a class, against an endpoint.
 
     Raises EnvironmentDefinitionError for an object that is no environment.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rollouts.errors import ConfigError
@@ -22,16 +22,14 @@ from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops import rl
 from rollouts.training.loops.rl_batch import RLSettings
 from rollouts.training.rollout_gen.groups import group_samples
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager, RewardFn
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.training.rollout_gen.user_functions import graded
 from rollouts.training.samples import with_lists
 from rollouts.training.simple.batches import compute_reward
 from rollouts.training.simple.configs import RLTrainingConfig, as_config
-from rollouts.training.simple.progress import CheckpointSync, Progress, set_learning_rate, short_names
+from rollouts.training.simple.progress import CheckpointSync, StepLines, set_learning_rate, short_names
 from rollouts.types import Sample, Task
-
-RewardFn = Callable[[Sample], Any]
 
 
 async def run_rl_training(
@@ -73,7 +71,7 @@ async def run_rl_training(
     manager.connect(backend)
     if inference_engines is None:
         inference_engines = [] if manager.inference is None else [manager.inference]
-    progress = Progress(config, backend)
+    progress = StepLines(config, backend)
     if options.get("syncing") is None and (servers := _checkpoint_servers(inference_engines)):
         options["syncing"] = CheckpointSync(servers, progress.checkpoints, prints=progress.prints)
 
@@ -99,15 +97,17 @@ async def run_rl_training(
 
 
 def _observers(
-    progress: Progress, on_step: rl.OnStep | None, on_logged: rl.OnLogged | None
+    progress: StepLines, on_step: rl.OnStep | None, on_logged: rl.OnLogged | None
 ) -> tuple[rl.OnStep, rl.OnLogged]:
     """The caller's observers, with the short names of metrics, printed lines and checkpoints."""
 
     async def after(report: rl.StepReport) -> dict[str, float]:
         rewards = [each.reward for each in group_samples(report.groups) if each.reward is not None]
         added = {"max_reward": max(rewards), "min_reward": min(rewards)} if rewards else {}
-        report.metrics.update(short_names(report.metrics) | added)
-        return await on_step(report) if on_step is not None else {}
+        added = short_names(report.metrics) | added
+        if on_step is not None:
+            added |= await on_step(report._replace(metrics=report.metrics | added))
+        return added
 
     async def logged(report: rl.StepReport) -> None:
         await progress.step(report.step, report.metrics)

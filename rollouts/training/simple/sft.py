@@ -10,7 +10,7 @@ from rollouts.loggers.base import MetricsLogger
 from rollouts.training.loops import sft
 from rollouts.training.samples import with_lists
 from rollouts.training.simple.configs import SFTTrainingConfig, as_config
-from rollouts.training.simple.progress import Progress, set_learning_rate, short_names
+from rollouts.training.simple.progress import StepLines, set_learning_rate, short_names
 from rollouts.types import Sample
 
 
@@ -37,7 +37,7 @@ async def run_sft_training(
     if not samples:
         raise ConfigError("run_sft_training needs samples to train on; samples is empty")
     set_learning_rate(backend, config.learning_rate)
-    progress = Progress(config, backend)
+    progress = StepLines(config, backend)
     progress.begin("SFT", samples=len(samples), steps=config.num_steps, batch_size=config.batch_size)
 
     async def after(step: int, metrics: dict[str, float]) -> dict[str, float]:
