@@ -5,7 +5,7 @@ algorithms/                      losses, advantages, aggregation, KL: pure funct
 models backends/                 loading models; a model with its optimizer; futures, LoRA
 datasets/ rollout_gen/ loops/    the next task; concurrent rollouts; the training loops
 weights/                         checkpoints, and new weights for engines, with a test that engines serve them
-simple/                          plain calls: samples with tensors, your own model, loss and loop
+simple/                          plain calls: your own model, loss and loop
 estimates                        memory and operations, from shapes
 
 The other modules here have names of these rooms under the module names of the first notes. Names are imported on first
@@ -39,10 +39,15 @@ if TYPE_CHECKING:
     from rollouts.training.batches import TrainBatch as TrainBatch
     from rollouts.training.batches import TrainingBackend as TrainingBackend
     from rollouts.training.datasets.buffer import DataBuffer as DataBuffer
+    from rollouts.training.datasets.dataset_loaders import load_dataset as load_dataset
+    from rollouts.training.datasets.dataset_loaders import load_sft_dataset as load_sft_dataset
+    from rollouts.training.datasets.dataset_loaders import load_sft_samples as load_sft_samples
     from rollouts.training.datasets.mixing import MixedBuffer as MixedBuffer
     from rollouts.training.datasets.mixing import Source as Source
     from rollouts.training.datasets.sft import collate_batch as collate_batch
+    from rollouts.training.datasets.sft import compute_loss_mask as compute_loss_mask
     from rollouts.training.datasets.sft import prepare_sft_batch as prepare_sft_batch
+    from rollouts.training.datasets.sft import tokenize_conversation as tokenize_conversation
     from rollouts.training.filters import check_any_success as check_any_success
     from rollouts.training.filters import check_min_reward as check_min_reward
     from rollouts.training.filters import check_quality_and_diversity as check_quality_and_diversity
@@ -50,6 +55,7 @@ if TYPE_CHECKING:
     from rollouts.training.filters import check_response_diversity as check_response_diversity
     from rollouts.training.filters import check_reward_nonzero_std as check_reward_nonzero_std
     from rollouts.training.models import load_hf_model as load_hf_model
+    from rollouts.training.rollout_gen.endpoint import Endpoint as Endpoint
     from rollouts.training.rollout_gen.manager import AsyncRolloutManager as AsyncRolloutManager
     from rollouts.training.rollout_gen.rollout_generation import RolloutManager as RolloutManager
     from rollouts.training.rollout_gen.rollout_generation import apply_sample_transforms as apply_sample_transforms
@@ -66,12 +72,6 @@ if TYPE_CHECKING:
     from rollouts.training.simple.batches import prepare_grpo_batch as prepare_grpo_batch
     from rollouts.training.simple.configs import RLTrainingConfig as RLTrainingConfig
     from rollouts.training.simple.configs import SFTTrainingConfig as SFTTrainingConfig
-    from rollouts.training.simple.conversations import compute_loss_mask as compute_loss_mask
-    from rollouts.training.simple.conversations import load_dataset as load_dataset
-    from rollouts.training.simple.conversations import load_sft_dataset as load_sft_dataset
-    from rollouts.training.simple.conversations import load_sft_samples as load_sft_samples
-    from rollouts.training.simple.conversations import tokenize_conversation as tokenize_conversation
-    from rollouts.training.simple.endpoint import Endpoint as Endpoint
     from rollouts.training.simple.losses import compute_grpo_loss as compute_grpo_loss
     from rollouts.training.simple.losses import grpo_loss as grpo_loss
     from rollouts.training.simple.losses import ppo_loss as ppo_loss

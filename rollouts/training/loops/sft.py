@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollouts.loggers.base import MetricsLogger
 from rollouts.training.algorithms.algorithm import Stage, stage_at
@@ -16,9 +16,6 @@ from rollouts.training.batches import TrainingBackend, step_metrics
 from rollouts.training.batching import make_batch
 from rollouts.training.datasets.sft import take_batch
 from rollouts.types import Sample
-
-if TYPE_CHECKING:
-    from rollouts.training.backends.pytorch_factory import PyTorchTrainingBackend
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class SFTSettings:
 
 
 async def train_sft(
-    backend: TrainingBackend | PyTorchTrainingBackend,
+    backend: TrainingBackend | Any,
     samples: Sequence[Sample],
     config: SFTSettings,
     metrics_logger: MetricsLogger | None = None,

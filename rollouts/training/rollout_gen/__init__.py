@@ -4,6 +4,7 @@ groups metrics       all rollouts of one prompt: group rewards, filters, samples
 failures pool        retries and the limit on failures; concurrent episodes that can pause and resume
 steps live           the manager's configuration and results; an unfinished group, and its part of a checkpoint
 user_functions       your own generate_fn, reward_fn or filter_fn
+endpoint             which model plays, and where; its episodes of an environment
 manager              AsyncRolloutManager: the groups of a step, and prefetched steps
 rollout_generation   batches from a generate_fn, without a manager
 """

@@ -33,6 +33,7 @@ import trio
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Capabilities, InferenceBackend
 from rollouts.training.datasets.buffer import DataBuffer
+from rollouts.training.rollout_gen.endpoint import EndpointPlayer
 from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import (
     Filter,
@@ -54,7 +55,6 @@ from rollouts.training.rollout_gen.pool import EpisodePool, Job, Play
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics, RolloutStep
 from rollouts.training.rollout_gen.user_functions import filter_group_by, generate, graded, reward_group, sample_group
 from rollouts.training.samples import episode_samples
-from rollouts.training.simple.endpoint import EndpointPlayer
 from rollouts.types import Episode, Sample, Task
 
 RewardFn = Callable[[Sample], Any]

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError
+from rollouts.training.rollout_gen.endpoint import Endpoint
 from rollouts.training.rollout_gen.groups import Group, group_samples
 from rollouts.training.samples import with_tensors
-from rollouts.training.simple.endpoint import Endpoint
 from rollouts.types import Sample
 
 

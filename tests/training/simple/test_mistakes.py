@@ -11,10 +11,11 @@ import trio
 from rollouts.errors import ConfigError, RunError, TrainingError
 from rollouts.primitives import load_tokenizer
 from rollouts.training import DataBuffer
+from rollouts.training.datasets.dataset_loaders import load_sft_dataset
+from rollouts.training.datasets.sft import tokenize_conversation
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.training.simple.configs import RLTrainingConfig, SFTTrainingConfig
-from rollouts.training.simple.conversations import load_sft_dataset, tokenize_conversation
 from rollouts.training.simple.rl import run_rl_training
 from rollouts.training.simple.sft import run_sft_training
 from rollouts.types import Sample

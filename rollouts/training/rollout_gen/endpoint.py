@@ -17,6 +17,7 @@ from rollouts.agent.model import EpisodeLimits
 from rollouts.chat.format import load_chat_format
 from rollouts.env.checks import check_environment
 from rollouts.env.mixing import env_term
+from rollouts.errors import UnknownComponentError
 from rollouts.inference.suspend import SuspendableEngine
 from rollouts.plugins.index import find_component
 from rollouts.plugins.loading import load_component
@@ -117,3 +118,15 @@ class EndpointPlayer:
     def _new_environment(self) -> Any:
         given = self._environment
         return given() if inspect.isclass(given) else copy.deepcopy(given)
+
+
+def load_calculator() -> type[Any]:
+    """The class of the environment `calculator`. Raises UnknownComponentError if its package is not installed."""
+    try:
+        ref = find_component("environments", "calculator")
+    except UnknownComponentError as error:
+        raise UnknownComponentError(
+            "CalculatorEnvironment is in a package of its own\ntype: pip install rollouts-calculator"
+        ) from error
+    found: type[Any] = load_component(ref)
+    return found
