@@ -194,13 +194,10 @@ def compute_grpo_advantages(batch: Batch, *, advantage_fn: Callable[..., Any] | 
     """
     import torch
 
-    function = advantage_fn or GRPO.advantage
     advantages = torch.zeros(len(batch.rollouts))
-    rewards, lengths = _rewards(batch), _lengths(batch)
-    for members in _groups(batch):
-        own = [lengths[rollout] for rollout in members]
-        found = calls.group_advantages(function, [rewards[rollout] for rollout in members], lengths=own)
-        advantages[members] = torch.tensor(found)
+    for group in _groups(batch):
+        found = calls.group_advantages(advantage_fn or GRPO.advantage, group.rewards, lengths=group.lengths)
+        advantages[group.members] = torch.tensor(found)
     return advantages.to(batch.mask.device)
 
 
@@ -254,15 +251,11 @@ def compute_dapo_pairs(batch: Batch, *, pair_selector: Callable[..., Any] | None
     Args:
         pair_selector: of the judged rewards of one group [G], such as `lambda rewards: [(0, 1)]`
     """
-    function = pair_selector or DPO.pairs
+    function, pairs = pair_selector or DPO.pairs, []
     assert function is not None, "DPO has pairs"
-    rewards, lengths, pairs = _rewards(batch), _lengths(batch), []
-    live = {int(number) for number in batch.rollout_index[batch.mask > 0].tolist()}
-    for members in _groups(batch):
-        own = [rewards[rollout] for rollout in members]
-        eligible = [rollout in live for rollout in members]
-        found = calls.paired(function, own, eligible, lengths=[lengths[rollout] for rollout in members])
-        pairs += [(members[chosen], members[rejected]) for chosen, rejected in found]
+    for group in _groups(batch):
+        found = calls.paired(function, group.rewards, group.eligible, lengths=group.lengths)
+        pairs += [(group.members[chosen], group.members[rejected]) for chosen, rejected in found]
     return pairs
 
 
@@ -377,13 +370,10 @@ def select_trained(batch: Batch, config: AlgorithmConfig) -> Batch:
     function = config.algorithm.select
     if function is None:
         return batch
-    rewards, lengths = _rewards(batch), _lengths(batch)
-    live = {int(number) for number in batch.rollout_index[batch.mask > 0].tolist()}
     kept = torch.zeros(len(batch.rollouts), device=batch.mask.device)
-    for members in _groups(batch):
-        own, eligible = [rewards[rollout] for rollout in members], [rollout in live for rollout in members]
-        chosen = calls.selected(function, own, eligible, lengths=[lengths[rollout] for rollout in members])
-        kept[members] = torch.tensor(chosen, dtype=kept.dtype, device=kept.device)
+    for group in _groups(batch):
+        chosen = calls.selected(function, group.rewards, group.eligible, lengths=group.lengths)
+        kept[group.members] = torch.tensor(chosen, dtype=kept.dtype, device=kept.device)
     return batch._replace(mask=batch.mask * kept[batch.rollout_index])
 
 
@@ -516,21 +506,25 @@ def _check_available(config: AlgorithmConfig, available: Mapping[str, Any]) -> N
         raise TrainingError(f"the algorithm {config.name} needs {name}, which this batch does not have; {hint}")
 
 
-def _groups(batch: Batch) -> list[list[int]]:
-    """The rollouts of each group."""
-    groups: dict[int, list[int]] = {}
-    for rollout, group in enumerate(group_numbers(batch.rollouts)):
-        groups.setdefault(group, []).append(rollout)
-    return list(groups.values())
+class _Group(NamedTuple):
+    """The rollouts of a group: their numbers, rewards, numbers of sampled ids, and whether they are trained."""
+
+    members: list[int]
+    rewards: list[float | None]
+    lengths: list[int]
+    eligible: list[bool]
 
 
-def _rewards(batch: Batch) -> list[float | None]:
-    return [None if reward != reward else reward for reward in batch.rewards.tolist()]
-
-
-def _lengths(batch: Batch) -> list[int]:
-    """The number of sampled ids of each rollout."""
+def _groups(batch: Batch) -> list[_Group]:
     import torch
 
-    counted: list[int] = torch.bincount(batch.rollout_index, minlength=len(batch.rollouts)).tolist()
-    return counted
+    rewards = [None if reward != reward else reward for reward in batch.rewards.tolist()]
+    lengths = torch.bincount(batch.rollout_index, minlength=len(batch.rollouts)).tolist()
+    live = {int(number) for number in batch.rollout_index[batch.mask > 0].tolist()}
+    groups: dict[int, _Group] = {}
+    for rollout, number in enumerate(group_numbers(batch.rollouts)):
+        group = groups.setdefault(number, _Group([], [], [], []))
+        values = (rollout, rewards[rollout], lengths[rollout], rollout in live)
+        for column, value in zip(group, values, strict=True):
+            column.append(value)  # type: ignore[attr-defined]
+    return list(groups.values())
