@@ -22,6 +22,7 @@ from rollouts.author_code import shown
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
 from rollouts.config.settings import Settings
+from rollouts.data.source import require_file
 from rollouts.encoding import encode
 from rollouts.env.authoring import roles_of
 from rollouts.env.mixing import FORGOTTEN, RETURNED_NONE
@@ -85,6 +86,8 @@ def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = Fals
     if settings.mode == "sft" and chat is not None:
         words, data = _tried_conversations(plan, held_out, chat)
         lines.append(words)
+    elif settings.mode == "sft" and settings.data not in ("", *plan.resolved.source.objects.rows):
+        require_file(settings.data)  # without the model's tokenizer, no conversation is read
     if settings.mode != "eval" and not without_model:
         with _users_mistake():
             lines += trio.run(_train, plan, groups[0].episodes[0].score if groups else Score(1.0))

@@ -103,10 +103,12 @@ def test_a_preset_says_its_memory(name, files, monkeypatch):
     assert "Hardware: " in text and f"configs/{name}" in text
 
 
-@pytest.mark.parametrize("data", ["math.jsonl", "openwebtext.jsonl"])
+@pytest.mark.parametrize("data", [name for name in ROWS])
 def test_data_that_is_not_there_is_one_error(data, files, capsys):
     Path(data).unlink()
-    name = {"math.jsonl": "rl_math", "openwebtext.jsonl": "sft_openwebtext"}[data]
+    name = {"math": "rl_math", "conversations": "sft_qwen", "openwebtext": "sft_openwebtext"}[
+        data.removesuffix(".jsonl")
+    ]
     given = [f"configs/{name}.py", *FILES_FOR[f"{name}.py"], "--dry-run"]
     assert main(["run" if name == "rl_math" else "sft", *given]) == 2
     error = capsys.readouterr().err
