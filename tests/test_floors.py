@@ -38,8 +38,6 @@ ROOMS = (
 
 MAY_POINT_UP = {
     # what people wrote with the first versions: it moves to a room of its own
-    "rollouts.config": "training",
-    "rollouts.config.files": "training",
     "rollouts.training.simple.sharded": "runs",
 }
 """Modules that import from a room above theirs all the same."""
@@ -272,3 +270,15 @@ def test_the_walk_sees_what_it_should(tmp_path):
     assert cycles_in(whole) == [["rollouts.agent", "rollouts.types", "rollouts.agent"]]
     (house / "chat.py").write_text("def f():\n" + "    pass\n" * 70 + "\n" * 530)
     assert too_long(house) == ["chat.py: 601 lines", "chat.py:1 f: 71 lines"]
+
+
+def test_the_engine_imports_nothing_of_the_plain_calls():
+    """Only lazy faces, the modules with the names of the first notes, and the room itself do."""
+    names = {"rollouts.training", "rollouts.training.types", "rollouts.training.metrics", "rollouts.training.loops"}
+    names |= {
+        f"rollouts.training.{name}" for name in ("rl_loop", "rl_losses", "sft_loop", "loops.rl_loop", "loops.sft_loop")
+    }
+    room = "rollouts.training.simple"
+    for module, imported in import_graph(*PACKAGES, whole=True).items():
+        if module not in names and not module.startswith(room):
+            assert not [each for each in imported if each.startswith(room)], module

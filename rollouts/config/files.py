@@ -25,9 +25,9 @@ from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.importing import beside, import_returns, module_name
 from rollouts.config.objects import NO_OBJECTS, Objects, take_objects
 from rollouts.config.paths import Move, file_base
+from rollouts.config.sections import is_config, read_config
 from rollouts.config.settings import is_secret
 from rollouts.errors import ConfigError, in_lines, said_of, suggestion, where_not_utf8, words_of
-from rollouts.training.simple.config import is_config, read_config
 
 Keys = tuple[str, ...]
 

@@ -168,7 +168,7 @@ def sampled_logprobs(model: Any, rollouts: Sequence[Rollout], *, temperature: fl
     return [each.tolist() for each in torch.split(logprobs, counts)]
 
 
-def part_batch(batch: Batch, chosen: Tensor) -> Batch:
+def ids_at(batch: Batch, chosen: Tensor) -> Batch:
     """The batch with the ids at the positions `chosen` only. Rollouts and rewards stay."""
     fields = ("logprobs", "old_logprobs", "mask", "rollout_index", "group_index", "ref_logprobs", "tokens", "entropy")
     values = {name: getattr(batch, name) for name in fields}

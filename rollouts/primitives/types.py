@@ -92,7 +92,8 @@ class Rollout(NamedTuple):
         tool_calls: the tool calls of all turns, in order
         metadata: anything else, such as the right answer
         turns: all replies of a conversation, in order; empty: `generation` alone
-        group_index: rollouts with the same number are compared; None: rollouts with equal prompts are
+        group_index: rollouts with the same number are compared; None: rollouts with equal prompts are. The functions
+            here leave it None
     """
 
     prompt: str | Sequence[Message]

@@ -340,7 +340,7 @@ def refusals():
     yield lambda: train(state, [], 1, SHORT, kl, reward), ConfigError, "ref_model=create_reference_model"
     yield lambda: training_iteration(state, "Hi", SHORT, GRPO, reward), ConfigError, "prompts is str"
     yield lambda: quick_start_training("tiny", [], reward), ConfigError, "expected a list of prompts"
-    yield lambda: quick_start_training("tiny", ["a"], reward, algorithm="x"), ConfigError, "no algorithm 'x'"
+    yield lambda: quick_start_training("tiny", ["a"], reward, algorithm="x"), ConfigError, "no built-in algorithm 'x'"
     one = lambda: train(new_state(), ["2"], 1, SHORT, GRPO, reward, eval_fn=lambda state: "good", samples_per_prompt=1)  # noqa: E731
     yield one, ConfigError, "eval_fn returned 'good'"
     yield lambda: train(state, None, 1, SHORT, GRPO, reward), ConfigError, "prompts is NoneType; expected a list"

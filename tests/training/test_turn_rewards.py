@@ -18,7 +18,7 @@ from rollouts.plugins.signature import check_signature
 from rollouts.training.algorithms.advantages import group_mean, turn_return
 from rollouts.training.algorithms.calls import group_advantages
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.loops.rl import RLTrainingConfig
+from rollouts.training.loops.rl import RLSettings
 from rollouts.training.loops.rl_batch import prepare_rl_batch
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.samples import episode_samples
@@ -59,7 +59,7 @@ def test_turns_reach_the_advantage_as_the_formula_says() -> None:
     assert [episode.score.turns for episode in episodes] == by_turn
     assert [episode.score.value for episode in episodes] == [4.0, 4.0, 0.0]
     group = Group(0, episodes[0].task, tuple(episodes))
-    batch = prepare_rl_batch([group], GRPO._replace(advantage=discounted), RLTrainingConfig(1), 0)
+    batch = prepare_rl_batch([group], GRPO._replace(advantage=discounted), RLSettings(1), 0)
     returns = [2.0 + 2.0 * GAMMA**2, 2.0 * GAMMA + 2.0 * GAMMA**2, 0.0]
     mean = sum(returns) / 3
     assert batch.advantages == pytest.approx([each - mean for each in returns])
@@ -354,7 +354,7 @@ def test_the_tokens_of_each_turn_get_its_advantage() -> None:
     unjudged = episodes[0]._replace(score=Score(None))
     group = Group(0, episodes[0].task, (*episodes, unjudged))
     algorithm = GRPO._replace(advantage=turn_return)
-    rows = prepare_rl_batch([group], algorithm, RLTrainingConfig(1), 0).batch.rows
+    rows = prepare_rl_batch([group], algorithm, RLSettings(1), 0).batch.rows
     wanted = by_loops([episode.score.turns for episode in episodes], 1.0, True)
     for row, episode, numbers in zip(rows[:2], episodes, wanted, strict=False):
         (segment,) = episode.trajectory.segments

@@ -54,9 +54,9 @@ from rollouts.runs.session import (
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.batches import RankServer, TrainingBackend
-from rollouts.training.loops.rl import LoopState, StepReport, run_rl_training
-from rollouts.training.loops.rl_batch import RLTrainingConfig
-from rollouts.training.loops.sft import SFTTrainingConfig, run_sft_training
+from rollouts.training.loops.rl import LoopState, StepReport, train_rl
+from rollouts.training.loops.rl_batch import RLSettings
+from rollouts.training.loops.sft import SFTSettings, train_sft
 from rollouts.training.rollout_gen.groups import Group, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import environment_metrics
@@ -369,7 +369,7 @@ class Training:
         is_synchronous = settings.over_sampling == settings.sync_every == 1 and settings.staleness == 0
         samples = settings.samples
         is_current = samples and self.inference.capabilities.in_process and is_synchronous
-        config = RLTrainingConfig(
+        config = RLSettings(
             settings.steps,
             settings.sync_every if samples else max(1, settings.steps),  # evaluations get the newest weights themselves
             temperature=settings.temperature,
@@ -379,7 +379,7 @@ class Training:
             record=settings.record == "tokens",
             samples=samples,
         )
-        return run_rl_training(
+        return train_rl(
             self.backend,
             self.tasks.buffer,
             manager,
@@ -415,10 +415,10 @@ class Training:
 
         settings, schedule = self._settings, self.plan.schedule
         self._interrupts.is_held = self._start.step < settings.steps  # a step of this mode is training alone
-        return run_sft_training(
+        return train_sft(
             self.backend,
             self.data.samples,
-            SFTTrainingConfig(settings.steps, settings.prompts_per_step, schedule[0].algorithm.aggregation),
+            SFTSettings(settings.steps, settings.prompts_per_step, schedule[0].algorithm.aggregation),
             self.session.loggers,
             schedule=schedule,
             on_step=on_step,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ from rollouts.env.mixing import (
 )
 from rollouts.error_log import report
 from rollouts.errors import RewardError, RolloutsError, RunError, words_of
+from rollouts.inference.base import GenerateRequest, Generation
 from rollouts.inference.suspend import SuspendedEpisode
 from rollouts.plugins.signature import bind, call_with
 from rollouts.training.datasets.buffer import DataBuffer
@@ -384,6 +386,12 @@ class LiveGroup:
         return any(group.dropped is None for group in self.judged)
 
     @property
+    def spread(self) -> float:
+        """The standard deviation of the rewards; of several roles, the largest one."""
+        rewards = [[reward for reward in group.rewards if reward is not None] for group in self.judged]
+        return max((statistics.pstdev(known) for known in rewards if known), default=0.0)
+
+    @property
     def jobs(self) -> list[Job]:
         """The unfinished jobs."""
         left = (index for index in range(self.size) if index not in self.outcomes)
@@ -394,6 +402,28 @@ def begin_group(data_buffer: DataBuffer, number: int, size: int, step: int) -> L
     """Begin a group with the buffer's next task."""
     task, position = data_buffer.draw(step)
     return LiveGroup(number, task, size, step, position)
+
+
+def pending_sample(prompt: Any, request: GenerateRequest, reply: Generation) -> Sample:
+    """The sample of a reply that is not finished: no reward could judge it yet."""
+    context = len(request.tokens)
+    return Sample(
+        prompt,
+        tokens=[*request.tokens, *reply.tokens],
+        loss_mask=[0.0] * context + [1.0] * len(reply.tokens),
+        reward=None,
+        rollout_log_probs=[0.0] * context + list(reply.logprobs),
+        status=Status.PENDING,
+        policy_versions=[-1] * context + reply.versions,
+        prompt_length=context,
+    )
+
+
+def drop_all_but_best(groups: Sequence[LiveGroup], count: int) -> None:
+    """Drop the kept groups beyond `count`: those whose rewards differ least, and of equal ones the last."""
+    kept = sorted((group for group in groups if group.is_kept), key=lambda group: (-group.spread, group.number))
+    for group in kept[count:]:
+        group.judged = tuple(each._replace(dropped=each.dropped or "not_best") for each in group.judged)
 
 
 def group_state(group: LiveGroup, suspended: Mapping[tuple[int, ...], SuspendedEpisode]) -> dict[str, Any]:

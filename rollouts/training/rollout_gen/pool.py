@@ -31,7 +31,7 @@ import msgspec
 import trio
 
 from rollouts.errors import InferenceError, RolloutsError, RunError, leaves_of
-from rollouts.inference.base import CanAbort, InferenceBackend
+from rollouts.inference.base import CanAbort, GenerateRequest, Generation, InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine, SuspendedEpisode
 from rollouts.types import Episode, Sample, Status, Task
 
@@ -122,6 +122,14 @@ class EpisodePool:
     def suspended(self) -> dict[tuple[int, ...], SuspendedEpisode]:
         """Suspended episodes that a checkpoint can store, by (group, rollout)."""
         return {order: engine.suspended for order, engine in self._engines.items() if engine.suspended is not None}
+
+    @property
+    def waiting(self) -> dict[tuple[int, ...], tuple[GenerateRequest, Generation]]:
+        """The replies that are suspended with at least one token, by (group, rollout): the request, and the reply so
+        far.
+        """
+        waits = {order: engine.waits for order, engine in self._engines.items() if engine.waits is not None}
+        return {order: (request, reply) for order, (request, reply) in waits.items() if reply.tokens}
 
     def add(self, jobs: Iterable[Job]) -> None:
         """Add jobs to the end of the queue."""

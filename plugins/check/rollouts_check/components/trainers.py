@@ -16,7 +16,7 @@ from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import Algorithm, Term
 from rollouts.training.algorithms.losses import reinforce
 from rollouts.training.batches import RankServer, TrainBatch, TrainingBackend, step_metrics
-from rollouts.training.loops.rl_batch import RLTrainingConfig, prepare_rl_batch
+from rollouts.training.loops.rl_batch import RLSettings, prepare_rl_batch
 from rollouts.types import Score
 from rollouts_check.components.common import snapshot
 from rollouts_check.components.subject import Subject, at, need_torch, trying
@@ -183,7 +183,7 @@ def closes(subject: Subject) -> str:
 
 def _batch() -> TrainBatch:
     groups = [invented_group(number, 2, Score(1.0)) for number in range(2)]
-    return prepare_rl_batch(groups, ALGORITHM, RLTrainingConfig(1), 0).batch
+    return prepare_rl_batch(groups, ALGORITHM, RLSettings(1), 0).batch
 
 
 async def _train(backend: Any, count: int) -> None:

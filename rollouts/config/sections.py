@@ -4,8 +4,9 @@
     config.save("config.json")
     rollouts.run(**Config.load("config.json").to_settings())
 
-`rollouts run config.json` reads such a file too, and a .py file that assigns a Config to `config`. Not here: the
-settings themselves (`rollouts.config.settings`), which `Config.settings` may contain.
+`rollouts run config.json` reads such a file too, and a .py file that assigns a Config to `config`. Your own program may
+read every field; as a run, each field acts or is refused (`to_settings`). Not here: the settings themselves
+(`rollouts.config.settings`), which `Config.settings` may contain.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any, TypeVar
 from rollouts.disk import write_whole
 from rollouts.errors import ConfigError, in_lines, suggestion, words_of
 
-MODES = ("sft", "rl", "sft+rl")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+_MODES = ("sft", "rl", "sft+rl")
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 T = TypeVar("T")
 
@@ -38,14 +39,15 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check(self, bool(self.model_id), "model_id", "a path or a name")
-        _check(self, self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+        _check(self, self.dtype in _DTYPES, "dtype", f"one of {', '.join(_DTYPES)}")
 
 
 @dataclass
 class DataConfig:
     """What to train on: rows of a file or of a dataset (`dataset_id`), or the tasks of an `environment`.
 
-    `sft_mixture` and `rl_mixture` are lists of what `load_dataset` takes, for your own program.
+    `split` is that of a dataset on the hub, and `num_samples` the number of its first rows that are used. `sft_mixture`
+    and `rl_mixture` are lists of what `load_dataset` takes, for your own program; a run refuses them.
     """
 
     dataset_id: str = ""
@@ -63,7 +65,8 @@ class DataConfig:
 class TrainingConfig:
     """Steps, samples or prompts of a step, and the learning rate (None: the default of a run).
 
-    `run_sft_training` takes it too: `log_every` and `checkpoint_every` are those of SFTTrainingConfig.
+    `log_every` and `checkpoint_every` are steps between printed lines and between checkpoints. 0: as a run does; none
+    in `run_sft_training`, which takes a TrainingConfig too.
     """
 
     num_steps: int = 100
@@ -85,7 +88,10 @@ class TrainingConfig:
 
 @dataclass
 class DeploymentConfig:
-    """The GPUs of a machine, and the port of a running SGLang server (None: sample in this process)."""
+    """The GPU of this machine, and the port of a running SGLang server (None: sample in this process).
+
+    A run trains on the one GPU of `gpu_ranks`. It refuses several, and a `gpu_type`, because it chooses no machine.
+    """
 
     gpu_ranks: list[int] = field(default_factory=list)
     gpu_type: str = ""
@@ -117,7 +123,9 @@ class GPUConfig:
 
 @dataclass
 class SFTConfig:
-    """The supervised phase. None: the value of TrainingConfig."""
+    """The supervised phase. None: the value of TrainingConfig. `num_epochs` is for your own program; a run refuses more
+    than 1.
+    """
 
     num_steps: int | None = None
     num_epochs: int = 1
@@ -127,7 +135,11 @@ class SFTConfig:
 
 @dataclass
 class RLConfig:
-    """The reinforcement phase. None: the value of TrainingConfig; for `batch_size`, all rollouts of a step."""
+    """The reinforcement phase. None: the value of TrainingConfig.
+
+    `batch_size` are the rollouts of an optimizer step; None: all of a step. `num_epochs` is for your own program; a run
+    refuses more than 1.
+    """
 
     num_steps: int | None = None
     num_epochs: int = 1
@@ -146,7 +158,7 @@ class OutputConfig:
     save_dir: str = ""
 
     def __post_init__(self) -> None:
-        _check(self, self.mode in MODES, "mode", f"one of {', '.join(MODES)}")
+        _check(self, self.mode in _MODES, "mode", f"one of {', '.join(_MODES)}")
 
 
 @dataclass
@@ -199,40 +211,63 @@ class Config:
         return read_config(found, str(path))
 
     def to_settings(self) -> dict[str, Any]:
-        """The settings of `rollouts.run` and of a settings file. `settings` override the other fields."""
-        phase = self.sft if self.mode == "sft" else self.rl
-        prompts = self.sft.batch_size if self.mode == "sft" else self.rl.examples_per_step
+        """The settings of `rollouts.run` and of a settings file. `settings` override the other fields.
+
+        Raises ConfigError for a field that a run has no use for.
+        """
+        self._refuse_unused()
+        is_sft, rl, data = self.mode == "sft", self.rl, self.data
+        phase = self.sft if is_sft else rl
+        prompts = self.sft.batch_size if is_sft else rl.examples_per_step
         found: dict[str, Any] = {"mode": self.mode, "model": self.output.source_checkpoint or self.model.model_id}
         found |= {"steps": phase.num_steps, "lr": phase.matrix_lr, "prompts_per_step": prompts}
-        if self.mode != "sft":
-            found |= {"samples_per_prompt": self.rl.num_samples}
+        if not is_sft:
+            found["samples_per_prompt"] = rl.num_samples
+            minibatches = math.ceil((rl.examples_per_step or 1) * rl.num_samples / (rl.batch_size or 1))
+            found["minibatches"] = minibatches if minibatches > 1 else None
         if self.mode == "sft+rl":
             own = {"steps": self.sft.num_steps, "lr": self.sft.matrix_lr, "prompts_per_step": self.sft.batch_size}
             found["sft"] = {name: value for name, value in own.items() if value is not None}
-        found |= {"env": self.data.environment or ("prompts" if self.data.dataset_id else None)}
-        found |= {"data": self.data.dataset_id or None, "out": self.output.save_dir or None}
-        found |= {"checkpoint_every": self.training.checkpoint_every or None}
-        if self.mode == "sft" and not self.data.environment:
+        rows = {"split": None if data.split == "train" else data.split, "limit": data.num_samples}
+        rows = {name: value for name, value in rows.items() if value is not None}
+        found["env"] = data.environment or ("prompts" if data.dataset_id else None)
+        found["data"] = {"name": data.dataset_id, **rows} if rows else data.dataset_id or None
+        found |= {"out": self.output.save_dir or None, "checkpoint_every": self.training.checkpoint_every or None}
+        if self.training.log_every:
+            found["logger"] = ["jsonl", {"name": "console", "every": self.training.log_every}]
+        if is_sft and not data.environment:
             found["eval_tasks"] = 0  # rows have no reward
-        how = {"dtype": self.model.dtype, "device": self.model.device}
+        device = f"cuda:{self.deployment.gpu_ranks[0]}" if self.deployment.gpu_ranks else self.model.device
+        how = {"dtype": self.model.dtype, "device": device}
         found["training"] = {name: value for name, value in how.items() if value != "auto"} or None
-        if self.deployment.sglang_port is not None and self.mode != "sft":
+        if self.deployment.sglang_port is not None and not is_sft:
             found["inference"] = {"name": "sglang", "url": f"http://127.0.0.1:{self.deployment.sglang_port}"}
         return {name: value for name, value in found.items() if value is not None} | self.settings
 
-    @classmethod
-    def from_settings(cls, settings: Mapping[str, Any]) -> Config:
-        """The Config of settings, such as those of a run's config.toml. `to_settings` gives the same run again."""
-        rest = dict(settings)
-        tables: dict[str, dict[str, Any]] = {name: {} for name in _SECTIONS}
-        for name, (section, place) in _PLACES.items():
-            if isinstance(rest.get(name), str | int | float):
-                tables[section][place] = rest.pop(name)
-        if isinstance(rest.get("sft"), dict):
-            own = dict(rest.pop("sft"))
-            tables["sft"] = {_SFT[name]: own.pop(name) for name in list(own) if name in _SFT}
-            rest |= {"sft": own} if own else {}
-        return _read(cls, tables | {"settings": rest}, "settings")
+    def _refuse_unused(self) -> None:
+        """Raise ConfigError for a field that would have no effect on a run."""
+        data, ranks = self.data, self.deployment.gpu_ranks
+        gpus = ",".join(map(str, ranks))
+        one = "a run reads one dataset: give data.dataset_id, or mix environments with `env` in `settings`"
+        steps = "a run counts steps: give num_steps"
+        unused = {
+            "data.sft_mixture": (data.sft_mixture, one),
+            "data.rl_mixture": (data.rl_mixture, one),
+            "data.split": (data.split != "train" and not data.dataset_id, "it is the split of data.dataset_id"),
+            "data.num_samples": (data.num_samples and not data.dataset_id, "they are the rows of data.dataset_id"),
+            "sft.num_epochs": (self.sft.num_epochs != 1, steps),
+            "rl.num_epochs": (self.rl.num_epochs != 1, steps),
+            "deployment.gpu_type": (self.deployment.gpu_type, "a run takes the GPUs that are here; leave it out"),
+            "deployment.gpu_ranks": (
+                len(ranks) > 1 or (ranks and self.model.device != "auto"),
+                f"give one GPU, without model.device; for several, leave it out and type: CUDA_VISIBLE_DEVICES={gpus} "
+                "rollouts run FILE --training fsdp",
+            ),
+        }
+        for name, (is_given, why) in unused.items():
+            if is_given:
+                section, _, place = name.partition(".")
+                raise ConfigError(f"{name} is {getattr(getattr(self, section), place)!r}, which no run uses: {why}")
 
 
 _SECTIONS: dict[str, type[Any]] = {
@@ -244,20 +279,6 @@ _SECTIONS: dict[str, type[Any]] = {
     "rl": RLConfig,
     "output": OutputConfig,
 }
-_PLACES = {
-    "mode": ("output", "mode"),
-    "model": ("model", "model_id"),
-    "steps": ("training", "num_steps"),
-    "lr": ("training", "lr"),
-    "prompts_per_step": ("training", "batch_size"),
-    "samples_per_prompt": ("rl", "num_samples"),
-    "checkpoint_every": ("training", "checkpoint_every"),
-    "env": ("data", "environment"),
-    "data": ("data", "dataset_id"),
-    "out": ("output", "save_dir"),
-}
-"""The settings of a run, and their fields."""
-_SFT = {"steps": "num_steps", "lr": "matrix_lr", "prompts_per_step": "batch_size"}
 
 
 def is_config(tree: object) -> bool:
