@@ -222,7 +222,7 @@ def generate_with_logprobs(
 def extract_logprobs(
     model: Any,
     generation: Generation,
-    temperature: float,
+    temperature: float | None,
     logprob_extractor: Callable[[Any, Generation], Any] | None,
 ) -> Tensor:
     """The logprobs [K] of a reply under `model`, by the extractor or by `compute_logprobs`, without gradient.
@@ -242,11 +242,13 @@ def extract_logprobs(
     return found
 
 
-def compute_logprobs(model: Any, generations: Sequence[Generation], *, temperature: float = 1.0) -> list[Tensor]:
+def compute_logprobs(
+    model: Any, generations: Sequence[Generation], *, temperature: float | None = None
+) -> list[Tensor]:
     """The logprobs of the sampled ids of each reply, N tensors [K], in one batch and with gradient.
 
-    Prompts that several replies share run once. Use `torch.no_grad()` if you need no gradient. A temperature of 0
-    counts as 1.
+    Prompts that several replies share run once. Use `torch.no_grad()` if you need no gradient. `temperature` None is
+    that of the replies, and 0 counts as 1. Raises TrainingError if it is another one than theirs.
 
     >>> model, tokenizer = load_model("tiny"), load_tokenizer("tiny")
     >>> reply = generate(model, tokenizer, "2 + 3 =", GenerationConfig(max_tokens=4))
@@ -256,7 +258,7 @@ def compute_logprobs(model: Any, generations: Sequence[Generation], *, temperatu
     """
     import torch
 
-    from rollouts.primitives.batches import score_samples
+    from rollouts.primitives.batches import score_samples, temperature_of
 
     counts = [len(each.tokens) for each in generations]
     if not sum(counts):
@@ -270,7 +272,7 @@ def compute_logprobs(model: Any, generations: Sequence[Generation], *, temperatu
         group, start = groups.setdefault(tuple(each.prompt_tokens), len(groups)), len(each.prompt_tokens)
         tokens, mask = [*each.prompt_tokens, *each.tokens], [0.0] * start + [1.0] * len(each.tokens)
         samples.append(Sample("", "", tokens, mask, 0.0, group, rollout_index=number, prompt_length=start))
-    return list(torch.split(score_samples(model, samples, temperature)[0], counts))
+    return list(torch.split(score_samples(model, samples, temperature_of(generations, temperature))[0], counts))
 
 
 def _from_generator(
@@ -281,12 +283,12 @@ def _from_generator(
     form = "generator(model, tokenizer, prompt, config)"
     reply = call_given(form, generator, model, tokenizer, given, config, error=InferenceError)
     if isinstance(reply, Generation):
-        return reply
+        return reply if reply.temperature is not None else reply._replace(temperature=config.temperature)
     if not isinstance(reply, str):
         what = f"the generator {function_label(generator)} returned {shown(reply)}"
         raise ConfigError(f"{what}; expected a Generation, or its text")
     tokens = tokenizer.encode(reply, add_special_tokens=False)
-    return Generation(reply, tokens, prompt_tokens=encode_prompt(tokenizer, given))
+    return Generation(reply, tokens, prompt_tokens=encode_prompt(tokenizer, given), temperature=config.temperature)
 
 
 def sample_replies(
@@ -349,7 +351,8 @@ def _generation(tokenizer: Any, row: Sequence[int], reply: Any, config: Generati
             break
     ends = turn_ends(tokenizer)
     body = tokens[:-1] if tokens and tokens[-1] in ends else tokens
-    return Generation(tokenizer.decode(body), tokens, reply.logprobs[: len(tokens)], finish, list(row))
+    known = reply.logprobs[: len(tokens)]
+    return Generation(tokenizer.decode(body), tokens, known, finish, list(row), config.temperature)
 
 
 def _stop_texts(config: GenerationConfig) -> tuple[str, ...]:

@@ -306,13 +306,13 @@ def get_reference_logprobs(
     ref_model: Any,
     generation: Generation,
     *,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     logprob_extractor: Callable[[Any, Generation], Any] | None = None,
 ) -> Tensor:
     """The reference's logprobs of a reply's sampled ids [K], without gradient.
 
-    Use the temperature of the sampler, so that both are comparable. Raises ConfigError if the extractor does not return
-    K numbers.
+    The temperature is that of the reply, so that both are comparable. Raises TrainingError for another one, and
+    ConfigError if the extractor does not return K numbers.
 
     >>> get_reference_logprobs(None, Generation("5", [9]), logprob_extractor=lambda ref_model, generation: [-1.0])
     tensor([-1.])

@@ -174,7 +174,7 @@ def create_batch_rollouts(
             rollout = _tracked(rollout, play.tool_calls or _read_calls(rollout, tool_parser), tool_tracker)
         rollouts.append(rollout)
     if ref_model is not None and rollouts:
-        known = sampled_logprobs(ref_model, rollouts, temperature=gen_config.temperature)
+        known = sampled_logprobs(ref_model, rollouts)
         rollouts = [each._replace(ref_logprobs=ref) for each, ref in zip(rollouts, known, strict=True)]
         divergences = compute_batch_kl(rollouts, kl_fn=kl_fn)
         rollouts = [each._replace(kl_divergence=kl) for each, kl in zip(rollouts, divergences, strict=True)]

@@ -69,7 +69,7 @@ def training_step(
     rollouts: Sequence[Rollout],
     algorithm_config: AlgorithmConfig,
     *,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     train_truncated: bool = False,
     tokens_per_microbatch: int = 16384,
     optimizer_step_fn: OptimizerStepFn | None = None,
@@ -93,7 +93,7 @@ def training_step(
     (1, True)
 
     Args:
-        temperature: the temperature with which the rollouts were sampled
+        temperature: the sampling temperature; None: that of the rollouts. Raises TrainingError for another one
         train_truncated: also train replies that were cut off at `max_tokens`
         tokens_per_microbatch: how many tokens run at the same time; groups of rollouts stay together
         optimizer_step_fn: `optimizer_step_fn(model, optimizer)` replaces clipping the gradient's norm to 1 and
@@ -173,7 +173,6 @@ def training_iteration(
         state,
         rollouts,
         algorithm_config,
-        temperature=gen_config.temperature,
         train_truncated=train_truncated,
         tokens_per_microbatch=tokens_per_microbatch,
         optimizer_step_fn=optimizer_step_fn,
