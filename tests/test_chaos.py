@@ -204,6 +204,7 @@ def player(env: Any = Chaos, limits: EpisodeLimits = LIMITS) -> Any:
     return play
 
 
+@pytest.mark.nightly
 def test_a_step_of_two_thousand_rollouts_in_chaos() -> None:
     engine, failures = Engine(), Failures(FailurePolicy(retries=2, pause_seconds=0.3))
     buffer = DataBuffer([Task(f"prompt {number}", id=str(number)) for number in range(PROMPTS)], seed=0)

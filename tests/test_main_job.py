@@ -115,12 +115,13 @@ def test_it_learns(here):
     assert summary["evaluation"]["after"]["parts"]["correct"] == after
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "arguments",
     [
+        ["--reward", "./controls.py:coin"],
         ["--loss", "./controls.py:entropy_only"],
-        pytest.param(["--reward", "./controls.py:coin"], marks=pytest.mark.nightly),
-        pytest.param(["--loss", "./controls.py:negative_entropy"], marks=pytest.mark.nightly),
+        ["--loss", "./controls.py:negative_entropy"],
     ],
     ids=lambda arguments: arguments[-1].partition(":")[2],
 )

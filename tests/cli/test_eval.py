@@ -388,6 +388,7 @@ def test_a_run_is_asked_what_it_held_out(here, capsys):
     assert own == "eval_tasks = 512 seed = 5" and "it held out 0 of these 20 tasks" in note
 
 
+@pytest.mark.slow
 def test_what_decided_the_runs_numbers_is_noted_where_it_is_not_used(here, capsys):
     (here / "r.py").write_text("def quick(trajectory):\n    return 1.0\n")
     run = ["--env", "calculator", "--env.digits", "1", "--reward", "env:1", "--reward", "r.py:quick:-0.1"]

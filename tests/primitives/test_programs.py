@@ -14,7 +14,7 @@ def main_of(name):
     return runpy.run_path(str(EXAMPLES / f"primitives_{name}.py"))["main"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_calculator_is_learned():
     assert main_of("calculator")(20, 1) > 0.8
 
@@ -39,6 +39,7 @@ def test_vector_rewards(capsys):
     assert capsys.readouterr().out.startswith("iteration  0  reward 0.")
 
 
+@pytest.mark.slow
 def test_algorithm_switching(capsys):
     assert main_of("algorithm_switching")(3).iteration == 3
     lines = capsys.readouterr().out.splitlines()
@@ -51,6 +52,7 @@ def test_tool_tracking(capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("6 conversations: ")
 
 
+@pytest.mark.slow
 def test_custom_kl():
     moving, fixed = main_of("custom_kl")(2)
     assert moving > 0 and fixed != 0

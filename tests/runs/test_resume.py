@@ -388,8 +388,8 @@ def killed_at(monkeypatch, place, name, number, *arguments):
     return False
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param([], marks=pytest.mark.nightly), SUPERVISED], ids=["rl", "sft"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", [[], SUPERVISED], ids=["rl", "sft"])
 def test_a_kill_as_it_goes_back(kind, monkeypatch, begin):
     """At each step of it: what is gone on with then is a whole run, and the same one."""
     begin("whole", *kind)

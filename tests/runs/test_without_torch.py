@@ -140,6 +140,7 @@ def test_a_model_is_not_exported_without_torch(without_torch, run, tmp_path, typ
     assert [path.name for path in tmp_path.iterdir()] == ["my_env.py"]
 
 
+@pytest.mark.slow
 def test_an_episode_without_a_model_needs_torch_only_for_its_text(without_torch):
     play = ["play", "./my_env.py:MyEnv", "--agent", "scripted"]
     assert without_torch(*play).returncode == 0
@@ -148,6 +149,7 @@ def test_an_episode_without_a_model_needs_torch_only_for_its_text(without_torch)
     assert done.stderr.startswith("error: the tokenizer of tiny needs transformers, which is not installed\ntype: pip")
 
 
+@pytest.mark.slow
 def test_each_missing_package_is_named(without_torch):
     """transformers alone reads a tokenizer, which is all that an engine behind a server needs."""
     evaluation = ["eval", "--env", "./my_env.py:MyEnv", "--out", "out"]

@@ -175,6 +175,7 @@ def test_memory_of_all_processes_together(open_sandbox):
     ).was_killed_for_memory
 
 
+@pytest.mark.slow
 def test_output_file_size_and_cpu(open_sandbox):
     sandbox = open_sandbox(output_kib=2, file_mib=1)
     flood = sandbox.exec("yes & yes >&2", seconds=1.0)

@@ -14,6 +14,7 @@ import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
+import forks
 import pytest
 import torch
 from huggingface_hub import constants
@@ -372,6 +373,7 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_name_that_the_hub_does_not_know_asks_once(tmp_path):
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
@@ -382,6 +384,7 @@ def test_a_name_that_the_hub_does_not_know_asks_once(tmp_path):
     assert [path for path in Hub.asked if "nope" in path] == ["/api/models/models/nope"]
 
 
+@pytest.mark.slow
 def test_a_hub_that_cannot_be_asked(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -454,8 +457,9 @@ def test_a_path_is_never_asked_for(tmp_path, monkeypatch):
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_in_two_threads_are_as_alone(tmp_path):
-    """In a process of its own, because transformers' first import fails in two threads as well."""
+    """In a process of its own, which has imported transformers: its first import fails in two threads."""
     code = """
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -471,7 +475,7 @@ with ThreadPoolExecutor(2) as threads:
     list(threads.map(run, ["one", "two"]))
 run("alone")
 """
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    done = forks.run([sys.executable, "-c", code, str(tmp_path)], timeout=120)
     assert done.returncode == 0, done.stderr
     weights = "checkpoints/step_000001/adapter_model.safetensors"
     alone = load_file(tmp_path / "alone" / weights)

@@ -189,6 +189,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_file_that_is_cut_off_while_it_is_checked_does_not_end_the_process(tmp_path):
     save_tensors(tmp_path / "model.safetensors", {name: torch.zeros(4_000_000) for name in "ab"})
     (tmp_path / "config.json").write_text("{}")

@@ -224,7 +224,7 @@ def test_an_interpreter_that_does_not_exist(empty, capsys):
     assert "python9.9" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_a_killed_installation_leaves_nothing_half(how, links, empty, capsys):
     command = [sys.executable, "-m", "rollouts", "env", "install", "guess-old", NO_INDEX, "--find-links", str(links)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)

@@ -77,8 +77,8 @@ def test_a_shipped_component_passes(ref, tmp_path):
     ("name", "settings", "passed"),
     [
         ("trackio", [], 9),
-        ("wandb", ["--logger.wandb.mode", "offline"], 9),
-        ("mlflow", [], 9),
+        pytest.param("wandb", ["--logger.wandb.mode", "offline"], 9, marks=pytest.mark.nightly),
+        pytest.param("mlflow", [], 9, marks=pytest.mark.nightly),
         ("fsdp", [], 9),
     ],
 )

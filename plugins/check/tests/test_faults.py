@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -89,6 +90,7 @@ def test_exactly_the_expected_check_finds_a_fault(file, monkeypatch, tmp_path):
     assert re.search(CAUSES.get(file.stem, ""), f"{result.seen} {result.change}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wanted", sorted(SLOW))
 def test_an_environment_without_a_mistake_passes(wanted):
     report = report_of(FAULTS / "sums.py", "Sums", wanted=wanted)
@@ -97,12 +99,13 @@ def test_an_environment_without_a_mistake_passes(wanted):
     assert skipped <= {"forged-files", "wheel"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "name"),
     [
         ("choice", "Choice"),  # parts of a score are no second judgment
         ("seeds", "Seeds"),  # equal tasks whose ids say which game it is
-        ("waits", "Waits"),  # waiting in a thread, or with await
+        pytest.param("waits", "Waits", marks=pytest.mark.nightly),  # waiting in a thread, or with await
         ("hints", "Hints"),  # tools with choices, bounds and flags, and codes of something else than the answer
     ],
 )
@@ -137,6 +140,7 @@ def test_a_reply_that_never_ends_the_episode_gets_a_note(tmp_path, turns):
         assert "endless.py, line " in note
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "name", "words"),
     [
@@ -189,6 +193,7 @@ def test_a_failure_names_the_author_s_line():
 def test_a_process_that_does_not_end_is_a_failure_with_a_reason(monkeypatch):
     from rollouts_check.environments import traces
 
+    monkeypatch.setattr(traces, "subprocess", subprocess)  # a new interpreter takes longer than a fork
     monkeypatch.setattr(traces, "CHILD_SECONDS", 0.01)
     seen = "took longer than 0.01 seconds"
     with pytest.raises(traces.FailedError, match=seen):

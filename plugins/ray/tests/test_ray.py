@@ -156,6 +156,7 @@ class TestCluster:
         rollouts.run(env="calculator", loss="grpo", out="ray", worker=worker, **SHORT)
         assert logged("ray") == logged("inline") and len(logged("ray")) == 2
 
+    @pytest.mark.nightly
     def test_a_process_an_actor_and_a_node_die_and_the_run_goes_on(self, cluster):
         ways = ["process", "actor", "node"]
 

@@ -105,7 +105,7 @@ HOSTILE = ["10**10**10**10", "9!!!!!!", r"$\int_0^1 x^{x^{x^{x}}} dx$", r"$9^{9^
 HOSTILE += [r"\boxed{" * 500, r"$\sum_{n=1}^{10^{99}} n^{n}$", "__import__('os').system('touch evil')", "\ud800", "\0"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_hostile_mathematics_takes_no_more_than_its_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scored(math_equal, said("1", "1"))  # the imports

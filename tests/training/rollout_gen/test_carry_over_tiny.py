@@ -93,6 +93,7 @@ def play_steps(parts: Any, factor: float, steps: int) -> tuple[dict[tuple[int, i
     return found
 
 
+@pytest.mark.slow
 def test_streams_are_those_of_an_unbroken_generation(parts):
     carried, offsets = play_steps(parts, 2.0, 5)
     whole, none = play_steps(parts, 1.0, 8)
