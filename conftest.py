@@ -84,8 +84,7 @@ def quick_collections(request):
 def forked_checks():
     """The processes in which `rollouts check` draws and plays start as forks, with their hash seed."""
     import hash_seeds
-
-    from rollouts.check.environments import traces
+    from rollouts_check.environments import traces
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traces, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": hash_seeds.popen}))

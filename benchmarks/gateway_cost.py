@@ -27,7 +27,7 @@ from rollouts.agent.model import EpisodeLimits
 from rollouts.chat import load_chat_format
 from rollouts.env.mixing import env_term
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, VersionSpan
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 from rollouts.types import Message, Status
 
 PATHS = {

@@ -5,7 +5,7 @@
 
 Both sides take the same steps: 8 calculator tasks x 8 rollouts with one tool, sampled at temperature 1 up to the same
 number of tokens, one optimizer step per batch, no KL, fp32, full weights, one thread; no logs, evaluation or
-checkpoints. TRL generates with transformers and runs its tool loop. Our side is the real loop (`run_rl_training`) with
+checkpoints. TRL generates with transformers and runs its tool loop. Our side is the real loop (`train_rl`) with
 the embedded engine and the torch backend. A block of our steps follows each block of TRL's, so that a busy machine
 affects both; the first block is warm-up. CPU seconds include all threads of the process. The learning rate is so small
 that both sides sample alike to the end: compare the printed tokens per reply.
@@ -50,12 +50,12 @@ from rollouts.chat.format import load_chat_format
 from rollouts.env.mixing import env_term
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.embedded.hf import HFInference, create_hf_inference
+from rollouts.models.loading import TINY_PATH
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.loops.rl import StepReport, run_rl_training
-from rollouts.training.loops.rl_batch import RLTrainingConfig
-from rollouts.training.models import TINY_PATH
+from rollouts.training.loops.rl import StepReport, train_rl
+from rollouts.training.loops.rl_batch import RLSettings
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.pool import Job
 from rollouts.training.rollout_gen.steps import RolloutConfig
@@ -140,12 +140,12 @@ class Ours:
         async def run() -> None:
             async with self.inference:
                 clock.read()
-                await run_rl_training(
+                await train_rl(
                     self.backend,
                     self.buffer,
                     self.manager,
                     [self.inference],
-                    RLTrainingConfig(count),
+                    RLSettings(count),
                     algorithm=GRPO,
                     on_step=on_step,
                 )

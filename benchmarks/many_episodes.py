@@ -33,7 +33,7 @@ from rollouts.env.authoring import tools_of
 from rollouts.env.mixing import env_term
 from rollouts.env.tools import run_tool
 from rollouts.inference.base import Capabilities, Generation, VersionSpan
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 from rollouts.training.rollout_gen.pool import Job, run_episodes
 from rollouts.types import Message, Status, ToolCall
 

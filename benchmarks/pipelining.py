@@ -24,12 +24,12 @@ import trio
 from carry_over import MEMBERS, PROMPTS, SleepingEngine, play
 
 from rollouts.inference.base import WeightUpdate
+from rollouts.models.futures import TorchThread
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.backends.futures import TorchThread
 from rollouts.training.batches import StepResult, TrainBatch
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.loops.rl import run_rl_training
-from rollouts.training.loops.rl_batch import RLTrainingConfig
+from rollouts.training.loops.rl import train_rl
+from rollouts.training.loops.rl_batch import RLSettings
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig
 
@@ -70,9 +70,9 @@ async def measure(staleness: int, factor: float, options: argparse.Namespace) ->
     buffer = DataBuffer([f"task {number}" for number in range(1000)])
     config = RolloutConfig(PROMPTS, MEMBERS, factor, concurrency=4 * PROMPTS * MEMBERS, staleness=staleness)
     manager = AsyncRolloutManager(buffer, config, play=play, inference=engine)  # type: ignore[arg-type]
-    loop = RLTrainingConfig(options.steps + 1, staleness=staleness)
+    loop = RLSettings(options.steps + 1, staleness=staleness)
     async with manager:
-        history = await run_rl_training(trainer, buffer, manager, [engine], loop, algorithm=GRPO)  # type: ignore
+        history = await train_rl(trainer, buffer, manager, [engine], loop, algorithm=GRPO)  # type: ignore
     trainer.thread.close()
     lines = history[1:]
     step, generate = (statistics.fmean(line[f"time/{name}"] for line in lines) for name in ("step", "generate"))

@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false python benchmarks/prepare_conversations.py
     OMP_NUM_THREADS=1 python benchmarks/prepare_conversations.py --rows 200000 --processes 8
+    OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false python benchmarks/prepare_conversations.py --check --rows 100000
 
 First, conversations of four turns with a tool call and about 370 tokens: how many per CPU second the tokenizer alone
 encodes of the rendered text (one at a time, and in batches without offsets), the chat template and tokenizer of
@@ -12,12 +13,15 @@ Then, from trajectories: samples per CPU second beside a plain
 concatenation of lists. Then a file of a million short conversations (`--rows`), whose preparation is killed half-way
 and continues: seconds, the peak of the process's memory above what it had before, the peak of a process that tokenizes,
 and the size of the index in memory.
+With `--check`: the share of the check of masks in the whole preparation of a file of 51 shapes of messages, with 40 and
+100 words in a message. The check's CPU time is taken within the preparation, so that a busy machine slows both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import resource
 import signal
 import subprocess
@@ -33,9 +37,9 @@ from rollouts.chat import ChatFormat, load_chat_format
 from rollouts.chat.masks import encode_rows
 from rollouts.data.conversations import read_conversation
 from rollouts.data.source import open_rows
-from rollouts.training.datasets.chat_rows import ChatOptions, plan_rows
+from rollouts.models.loading import load_tokenizer
+from rollouts.training.datasets.chat_rows import ChatOptions, Planned, plan_rows
 from rollouts.training.datasets.prepared import Preparer, prepare
-from rollouts.training.models import load_tokenizer
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Score, Segment, Status, Task, Trajectory
 
@@ -178,6 +182,60 @@ def from_trajectories(count: int) -> None:
     print(f"samples of a trajectory {live:9.0f} per CPU second, plain concatenation {joined:9.0f}: {live / joined:.2f}")
 
 
+def shaped(number: int, words: int) -> dict[str, Any]:
+    """A conversation of one to six messages: with or without a system message, thoughts, and calls of four forms."""
+    rng = random.Random(number)
+    has_system, form, of_call, thinks = number % 2, number // 2 % 4, number // 8 % 4, number // 32 % 2
+
+    def said(role: str, **more: Any) -> dict[str, Any]:
+        return {"role": role, "content": " ".join(rng.choices(WORDS, k=words)), **more}
+
+    def reply() -> dict[str, Any]:
+        return said("assistant", reasoning_content=said("")["content"]) if thinks else said("assistant")
+
+    def called(count: int) -> list[dict[str, Any]]:
+        text, a, b = said("")["content"], rng.randrange(99), rng.random()
+        arguments = ({"text": text}, {"a": a, "b": a}, {"text": text, "tags": ["x"], "exact": True}, {"b": b})[of_call]
+        calls = [
+            {"id": f"call{n:05d}", "function": {"name": "calculator", "arguments": arguments}} for n in range(count)
+        ]
+        return [said("assistant", tool_calls=calls), *(said("tool", tool_call_id=call["id"]) for call in calls)]
+
+    turns = ([], [reply(), said("user")], called(1), called(2))[form]
+    return {"messages": [*[said("system")][:has_system], said("user"), *turns, reply()]}
+
+
+def share_of_check(count: int, model: str) -> None:
+    check, seconds = Planned.check, 0.0
+
+    def timed(*given: Any) -> list[str]:
+        nonlocal seconds
+        start = time.thread_time()
+        found = check(*given)
+        seconds += time.thread_time() - start
+        return found
+
+    for words in (40, 100):
+        chat, seconds = load_chat_format(load_tokenizer(model)), 0.0
+        with tempfile.TemporaryDirectory() as folder:
+            file, Planned.check = Path(folder) / "chat.jsonl", timed  # type: ignore[method-assign]
+            with file.open("w") as out:
+                out.writelines(json.dumps(shaped(number, words)) + "\n" for number in range(count))
+            start = time.process_time()
+            prepare(
+                open_rows(str(file)),
+                Preparer(chat.tokenizer, {}, ChatOptions(), chat),
+                processes=1,
+                folder=Path(folder),
+            )
+            whole = time.process_time() - start
+        print(
+            f"{words} words: the check takes {seconds / count * 1e6:.0f} of {whole / count * 1e6:.0f} microseconds "
+            f"a row ({seconds / (whole - seconds):.1%} of the rest); {len(chat.shapes)} shapes",
+            flush=True,
+        )
+
+
 def prepare_file(file: str, cache: str, processes: int) -> None:
     chat = load_chat_format(load_tokenizer("tiny"))
     preparer = Preparer(chat.tokenizer, {}, ChatOptions(), chat)
@@ -222,7 +280,11 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--file", default="")
     parser.add_argument("--cache", default="")
+    parser.add_argument("--check", action="store_true")
     given = parser.parse_args()
+    if given.check:
+        share_of_check(given.rows, given.model)
+        return
     if given.file:
         prepare_file(given.file, given.cache, given.processes)
         return

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from rollouts.training.models import TINY_PATH
+from rollouts.models.loading import TINY_PATH
 
 __all__ = ["save_random_qwen3"]
 

@@ -26,7 +26,7 @@ from rollouts_reward_model import load_reward_model, reward_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from rollouts import Message, Task, Trajectory
-from rollouts.training.models import TINY_PATH
+from rollouts.models.loading import TINY_PATH
 
 WORDS = "the answer of this sum is easy to find with a calculator so I use it and then I say what it gave me".split()
 SHAPES = {"a step, 16 groups of 8": (16, 8), "an evaluation, 128 groups of 1": (128, 1)}

@@ -225,7 +225,7 @@ def _rollouts(
     from rollouts.inference.servers.checks import ServerSetup
     from rollouts.inference.servers.server import Server
     from rollouts.inference.servers.vllm import VLLM
-    from rollouts.training.models import load_tokenizer
+    from rollouts.models.loading import load_tokenizer
     from rollouts.training.rollout_gen.pool import Job, run_episodes
     from rollouts.types import Episode
 

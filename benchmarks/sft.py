@@ -11,7 +11,7 @@ the same tokens. The sides take turns, in another order for each block, and the 
 trained on; with `--trained-share`, only the last part of each row, like a reply after a prompt. The figures count all
 tokens of the rows, trained on or not, without padding, per CPU second of all threads (`time.process_time`). The sides:
 
-- ours, packed: `run_sft_training` with the torch backend, rows in buckets of similar length, or packed;
+- ours, packed: `train_sft` with the torch backend, rows in buckets of similar length, or packed;
 - bare sorted: a torch loop that sorts the epoch by length and fills each pass with rows of nearly equal length;
 - bare blocks: a torch loop over all tokens end to end, cut into full blocks without padding and without regard to rows.
   The length of a block is the one at which attention costs as much as in the rows;
@@ -57,7 +57,7 @@ from trl import SFTConfig, SFTTrainer
 from rollouts.training.algorithms.recipes import SFT
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
-from rollouts.training.loops.sft import SFTTrainingConfig, run_sft_training
+from rollouts.training.loops.sft import SFTSettings, train_sft
 from rollouts.types import Sample
 
 LEARNING_RATE = 1e-6
@@ -110,14 +110,14 @@ def load(model: str, lora_rank: int) -> Any:
 
 
 class Ours:
-    """rollouts: `run_sft_training` over the torch backend."""
+    """rollouts: `train_sft` over the torch backend."""
 
     def __init__(self, model: str, rows: Rows, options: argparse.Namespace, layout: str) -> None:
         masks = [[float(label != IGNORED) for label in row.labels] for row in rows]
         self.samples = [
             Sample(tokens=row.ids, loss_mask=mask, reward=0.0) for row, mask in zip(rows, masks, strict=True)
         ]
-        self.config = SFTTrainingConfig(len(rows) // options.batch, options.batch)
+        self.config = SFTSettings(len(rows) // options.batch, options.batch)
         self.tokens = sum(map(len, rows))
         self.backend = create_torch_backend(
             model,
@@ -135,7 +135,7 @@ class Ours:
     def block(self) -> float:
         """Train one epoch; CPU seconds."""
         start = time.process_time()
-        self.history = trio.run(run_sft_training, self.backend, self.samples, self.config)
+        self.history = trio.run(train_sft, self.backend, self.samples, self.config)
         return time.process_time() - start
 
     def loss(self) -> float:

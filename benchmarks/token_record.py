@@ -35,8 +35,8 @@ from rollouts.runs.jobs.step_files import step_records
 from rollouts.runs.token_files import token_table
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends import torch as torch_backend
+from rollouts.training.backends.metric_sums import TokenRecord
 from rollouts.training.backends.optimizer import TorchSettings
-from rollouts.training.backends.token_record import TokenRecord
 from rollouts.training.backends.torch import TorchBackend, create_torch_backend
 from rollouts.training.batching import make_batch
 from rollouts.training.loops.rl import LoopState, StepReport

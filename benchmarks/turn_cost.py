@@ -27,8 +27,8 @@ from rollouts.agent.model import EpisodeLimits
 from rollouts.chat import load_chat_format, tokenize_supervised
 from rollouts.env.mixing import env_term
 from rollouts.inference.base import Capabilities, Generation, VersionSpan
+from rollouts.models.loading import load_tokenizer
 from rollouts.training.batching import make_batch
-from rollouts.training.models import load_tokenizer
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Message, Status, ToolCall
 

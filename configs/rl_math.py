@@ -1,9 +1,10 @@
 """Reinforcement on math questions: Qwen3-0.6B with LoRA on one GPU. A vLLM server samples on the same GPU.
 
-    rollouts run configs/rl_math.py --data math.jsonl --dry-run
-    rollouts run configs/rl_math.py --data math.jsonl --inference.python ~/venvs/vllm
+    rollouts run configs/rl_math.py --dry-run
+    rollouts run configs/rl_math.py --inference.python ~/venvs/vllm
+    rollouts run configs/rl_math.py --data math.jsonl
 
-The data is a local file: rows from a hub have to be written to it first. A row has a prompt, and a number as answer:
+The data is GSM8K on the hub. `--data` takes any other dataset or file whose answers end in a number:
 
     {"prompt": "A box holds 12 eggs. How many eggs are in 7 boxes?", "answer": "84"}
 
@@ -18,15 +19,17 @@ from rollouts import Task, Trajectory
 
 
 def correct(task: Task, trajectory: Trajectory) -> float:
-    """1 if the last number of the reply is the answer, else 0."""
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", trajectory.last_text.replace(",", ""))
-    return float(bool(numbers) and float(numbers[-1]) == float(str(task.answer).replace(",", "")))
+    """1 if the last number of the reply is the last number of the answer, else 0."""
+    said, right = (
+        re.findall(r"-?\d+(?:\.\d+)?", str(text).replace(",", "")) for text in (trajectory.last_text, task.answer)
+    )
+    return float(bool(said) and float(said[-1]) == float(right[-1]))
 
 
 model = "Qwen/Qwen3-0.6B"
 lora_rank = 32
 env = "prompts"
-data = "math.jsonl"
+data = {"name": "openai/gsm8k", "config": "main", "prompt": "question"}
 system = "Think step by step. End your reply with the answer, as a number."
 template = {"enable_thinking": False}
 reward = [correct]

@@ -1,9 +1,10 @@
 """Training on plain text, such as OpenWebText: all weights of SmolLM2-135M, on one GPU.
 
-    rollouts sft configs/sft_openwebtext.py --env.data openwebtext.jsonl --dry-run
-    rollouts sft configs/sft_openwebtext.py --env.data openwebtext.jsonl
+    rollouts sft configs/sft_openwebtext.py --dry-run
+    rollouts sft configs/sft_openwebtext.py --env.data texts.jsonl
 
-The data is a local file: rows from a hub have to be written to it first. A row is a text:
+The data are the first texts of OpenWebText on the hub. `--env.data` takes what `--data` takes, such as a file with rows
+of the form
 
     {"text": "The town lies on the river, between two hills. ..."}
 
@@ -14,21 +15,20 @@ Memory of training, estimated: 6.40 GiB.
 Not run on this hardware yet.
 """
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from rollouts import Message, Task
-from rollouts.errors import ConfigError
+from rollouts.data.source import open_rows
 
 
 @dataclass
 class Texts:
-    """Texts from the rows of a file."""
+    """Texts from the rows of a dataset."""
 
-    data: str = "openwebtext.jsonl"  # a .jsonl file
+    data: str = "Skylion007/openwebtext"  # a file, or a dataset on the hub
+    count: int = 32_000  # how many texts
     words: int = 16  # the first words of a text, which are given
     words_max: int = 700  # longer texts are cut
 
@@ -36,10 +36,8 @@ class Texts:
         return [Task(conversation[0].text) for conversation in self.demonstrations(split, rng)]
 
     def demonstrations(self, split: str, rng: random.Random) -> Iterator[list[Message]]:
-        if not Path(self.data).is_file():
-            raise ConfigError(f"--env.data {self.data}: there is no such file; give a .jsonl file of texts")
-        for row in Path(self.data).read_text(encoding="utf-8").splitlines():
-            words = json.loads(row)["text"].split(" ")[: self.words_max]
+        for row in open_rows({"name": self.data, "limit": self.count, "streaming": True}):
+            words = row.value["text"].split(" ")[: self.words_max]
             given, rest = " ".join(words[: self.words]), " ".join(words[self.words :])
             if rest:
                 yield [Message("user", f"Continue: {given}"), Message("assistant", rest)]

@@ -1,9 +1,10 @@
 """Supervised training of Qwen3-0.6B on conversations, all weights, on one GPU.
 
-    rollouts sft configs/sft_qwen.py --env.data conversations.jsonl --dry-run
-    rollouts sft configs/sft_qwen.py --env.data conversations.jsonl
+    rollouts sft configs/sft_qwen.py --dry-run
+    rollouts sft configs/sft_qwen.py --data conversations.jsonl
 
-The data is a local file: rows from a hub have to be written to it first. A row is a conversation:
+The data is `no_robots` on the hub: 9,500 conversations by people. `--data` takes any other dataset or file of
+conversations, such as rows of the form
 
     {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hello, what can I do?"}]}
 
@@ -13,36 +14,11 @@ Memory of training, estimated: 15.71 GiB.
 Not run on this hardware yet.
 """
 
-import json
-import random
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from rollouts import Task
-from rollouts.errors import ConfigError
-
-
-@dataclass
-class Conversations:
-    """Conversations from the rows of a file."""
-
-    data: str = "conversations.jsonl"  # a .jsonl file
-
-    def tasks(self, split: str, rng: random.Random) -> list[Task]:
-        return [Task(conversation[0]["content"]) for conversation in self.demonstrations(split, rng)]
-
-    def demonstrations(self, split: str, rng: random.Random) -> list[Any]:
-        if not Path(self.data).is_file():
-            raise ConfigError(f"--env.data {self.data}: there is no such file; give a .jsonl file of conversations")
-        rows = Path(self.data).read_text(encoding="utf-8").splitlines()
-        return [json.loads(row)["messages"] for row in rows]
-
-
 mode = "sft"
 loss = "sft"
 model = "Qwen/Qwen3-0.6B"
-env = Conversations
+env = "prompts"
+data = "HuggingFaceH4/no_robots"
 template = {"enable_thinking": False}
 
 steps = 500

@@ -30,15 +30,13 @@ import rollouts
 
 def main(steps: int = 45, out: str = "") -> dict[str, Any]:
     out = out or tempfile.mkdtemp()
-    third = steps // 3
+    third = max(1, steps // 3)
+    changes = [{"step": third, "kl": "none"}, {"step": 2 * third, "loss": {"name": "cispo", "clip_high": 3.0}}]
     summary = rollouts.run(
         env="calculator",
         loss="grpo",
         kl={"name": "rk3_loss", "coef": 0.2},
-        schedule=[
-            {"step": third, "kl": "none"},
-            {"step": 2 * third, "loss": {"name": "cispo", "clip_high": 3.0}},
-        ],
+        schedule=[change for change in changes if change["step"] < steps],
         steps=steps,
         eval_tasks=0,
         out=out,

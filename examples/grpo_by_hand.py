@@ -28,9 +28,9 @@ from rollouts.chat import ChatFormat, load_chat_format
 from rollouts.env.mixing import env_term
 from rollouts.inference.base import InferenceBackend, WeightUpdate
 from rollouts.inference.embedded.hf import create_hf_inference
+from rollouts.models.loading import load_tokenizer
 from rollouts.training import create_pytorch_backend
 from rollouts.training.batching import make_batch
-from rollouts.training.models import load_tokenizer
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Task
 

@@ -24,6 +24,7 @@ import re
 import torch
 
 from rollouts import Sample
+from rollouts.models.loading import load_tokenizer
 from rollouts.training import (
     DataBuffer,
     RolloutBatch,
@@ -32,7 +33,6 @@ from rollouts.training import (
     generate_rollout_batches,
     load_hf_model,
 )
-from rollouts.training.models import load_tokenizer
 
 
 def main(steps: int = 3) -> list[RolloutBatch]:

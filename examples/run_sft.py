@@ -26,6 +26,7 @@ import tempfile
 import torch
 import trio
 
+from rollouts.models.loading import load_tokenizer
 from rollouts.training import (
     PyTorchTrainingBackend,
     Sample,
@@ -36,7 +37,6 @@ from rollouts.training import (
     run_sft_training,
     tokenize_conversation,
 )
-from rollouts.training.models import load_tokenizer
 
 CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Kenya": "Nairobi", "Peru": "Lima", "Norway": "Oslo", "Cuba": "Havana"}
 

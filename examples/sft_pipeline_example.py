@@ -24,6 +24,7 @@ import trio
 
 from rollouts import Message, Sample
 from rollouts.chat import load_chat_format, tokenize_supervised
+from rollouts.models.loading import load_tokenizer
 from rollouts.training import (
     DataBuffer,
     PyTorchTrainingBackend,
@@ -35,7 +36,6 @@ from rollouts.training import (
     load_hf_model,
     prepare_sft_batch,
 )
-from rollouts.training.models import load_tokenizer
 
 
 def batches(batch_size: int) -> Iterator[RolloutBatch]:

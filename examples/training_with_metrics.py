@@ -23,8 +23,8 @@ import trio
 from rollouts import Message, Sample
 from rollouts.chat import load_chat_format, tokenize_supervised
 from rollouts.loggers import JSONLLogger, MetricsLogger
+from rollouts.models.loading import load_tokenizer
 from rollouts.training import SFTTrainingConfig, create_pytorch_backend, run_sft_training
-from rollouts.training.models import load_tokenizer
 
 
 class Printer:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rollouts.env.authoring import tool as tool
     from rollouts.env.task_tools import Tool as Tool
     from rollouts.plugins.hookspecs import hookimpl as hookimpl
-    from rollouts.training.simple.endpoint import Endpoint as Endpoint
+    from rollouts.training.rollout_gen.endpoint import Endpoint as Endpoint
     from rollouts.types import Message as Message
     from rollouts.types import Role as Role
     from rollouts.types import Sample as Sample
@@ -54,7 +54,7 @@ _load, __dir__ = lazy_face(__name__)
 
 def __getattr__(name: str) -> Any:
     if name == "CalculatorEnvironment":  # not in __all__, because another package has it
-        from rollouts.training.simple.environments import load_calculator
+        from rollouts.training.rollout_gen.endpoint import load_calculator
 
         return load_calculator()
     return _load(name)

@@ -25,10 +25,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from rollouts.doors import HOMES
+
 CHARACTERS_MAX = 200  # the longest value in an error message
 LINE_CHARACTERS_MAX = 120  # the longest line of an author's file in an error message
 RAISE = dis.opmap["RAISE_VARARGS"]
-CORE = f"{Path(__file__).parent}/"
+CORE = tuple(f"{home / package}/" for package, home in HOMES.items())
 STANDARD_LIBRARY = f"{Path(os.__file__).parent}/"
 DECORATOR_LINES_MAX = 20
 INSTALLED = ("/site-packages/", "/dist-packages/")
@@ -98,7 +100,7 @@ def _is_from_statement(error: BaseException) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     module = str(trace.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
-    return module not in ("trio", "rollouts") and trace.tb_frame.f_code.co_code[trace.tb_lasti] == RAISE
+    return module not in ("trio", *HOMES) and trace.tb_frame.f_code.co_code[trace.tb_lasti] == RAISE
 
 
 def as_exception(error: BaseException, passes: Callable[[BaseException], bool] = is_from_outside) -> BaseException:
@@ -159,7 +161,7 @@ def passed_through(error: BaseException, owner: object) -> bool:
     """Whether a line of the file that defines the class of `owner` took part in the error. False for a class of the
     core.
     """
-    file = str(getattr(sys.modules.get(type(owner).__module__), "__file__", "") or CORE)
+    file = str(getattr(sys.modules.get(type(owner).__module__), "__file__", "") or CORE[0])
     return not file.startswith(CORE) and any(each == file for each, _ in _frames(error))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -48,8 +49,8 @@ def excess(value: Any, characters_max: float = math.inf) -> str:
     """
     with contextlib.suppress(Exception):  # an object that JSON cannot represent, or one that is nested too deep
         encoded = msgspec.json.encode(value)
-        if len(encoded) <= characters_max and encoded.count(b"[") + encoded.count(b"{") <= DEPTH_MAX:
-            return ""  # as most rows and calls, in a tenth of the time
+        if len(encoded) <= characters_max:  # as most rows and calls, in a tenth of the time
+            return f"nested more than {DEPTH_MAX} levels deep" if _is_deep(encoded) else ""
     level, length = [value], 0
     for _ in range(DEPTH_MAX):
         parts = [each for around in level for each in _parts(around)]
@@ -89,6 +90,21 @@ def call_arguments(raw: Any) -> dict[str, Any] | str:
         return '"arguments" must be a JSON object'
     problem = excess(raw)
     return f'"arguments" is {problem}' if problem else dict(raw)
+
+
+_JSON_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"')
+_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_OTHERS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def _is_deep(encoded: bytes) -> bool:
+    """Whether JSON has more than `DEPTH_MAX` levels. Each turn removes the innermost one."""
+    if encoded.count(b"[") + encoded.count(b"{") <= DEPTH_MAX:
+        return False
+    brackets = _JSON_TEXT.sub(b"", encoded).translate(_BRACKETS, _OTHERS)
+    for _ in range(DEPTH_MAX):
+        brackets = brackets.replace(b"[]", b"")
+    return bool(brackets)
 
 
 _SCALARS = frozenset({str, int, float, bool, type(None)})

@@ -12,10 +12,12 @@ the package to find the names.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 IMPORT = re.compile(r"^    from (rollouts[\w.]*) import (?:\(\s*)?(\w+) as \2\b", re.MULTILINE)
@@ -43,6 +45,21 @@ def lazy_face(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str
         return sorted({*vars(face), *home_of})
 
     return load, names
+
+
+def moved_modules(package: str, homes: Mapping[str, str]) -> None:
+    """Let `package.name` be imported for each name of `homes`: a module with the names of its new home, which is
+    imported on first use. Packages that were published before the move need it.
+    """
+    for name, home in homes.items():
+        module = ModuleType(f"{package}.{name}", f"The names of {home}, at their earlier place.")
+        module.__dict__["__getattr__"] = functools.partial(_at_home, home)
+        sys.modules[module.__name__] = module
+        setattr(sys.modules[package], name, module)
+
+
+def _at_home(home: str, name: str) -> Any:
+    return getattr(importlib.import_module(home), name)
 
 
 def _source_of(file: str) -> str:

@@ -1,10 +1,11 @@
-"""Text for terminals: without characters that a terminal obeys, and numbers as a curve of bars."""
+"""Text for terminals: without characters that a terminal obeys, numbers as a curve of bars, and tables."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
+import sys
 from collections.abc import Sequence
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -50,3 +51,42 @@ def binned(values: Sequence[float], width: int) -> list[float]:
     bounds = [place * len(values) // max(count, 1) for place in range(count + 1)]
     parts = [[value for value in values[a:b] if math.isfinite(value)] for a, b in itertools.pairwise(bounds)]
     return [math.fsum(part) / len(part) if part else math.nan for part in parts]
+
+
+_NUMBERS = ("steps", "reward", "size", "number")  # the columns that are aligned to the right
+_PIPE_WIDTH = 10_000  # nothing is cut that goes to a file or another program
+
+
+def number(value: float | None) -> str:
+    """A number with three decimals, or in the scientific notation if it is small.
+
+    >>> number(0.5), number(3e-4), number(0), number(None)
+    ('0.500', '3.0e-04', '0.000', '–')
+    """
+    if value is None:
+        return "–"
+    return f"{value:.1e}" if 0 < abs(value) < 0.001 else f"{value:.3f}"
+
+
+def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], spare: Sequence[str] = ()) -> None:
+    """Print a table. Columns without a value are left out; in a terminal that is too narrow, also those of `spare`, one
+    after the other, until the table fits.
+    """
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(file=sys.stdout, highlight=False, width=None if is_terminal else _PIPE_WIDTH)
+    columns = [[name, *(visible(row[index]) for row in rows)] for index, name in enumerate(head)]
+    columns = [column for column in columns if any(column[1:])]
+    for name in spare:
+        if sum(max(map(cell_len, column)) + 2 for column in columns) > console.width:
+            columns = [column for column in columns if column[0] != name]
+    table = Table(title=title or None, title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name, *_ in columns:
+        table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
+    for row in zip(*(column[1:] for column in columns), strict=True):
+        table.add_row(*map(Text, row))
+    console.print(table)

@@ -15,11 +15,15 @@ import operator
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
 from rollouts.encoding import encode
+from rollouts.errors import TrainingError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Status(enum.StrEnum):
@@ -315,7 +319,11 @@ def mean_score(roles: Sequence[RoleResult]) -> Score:
     return Score(statistics.fmean(values) if values else None, {}, why)
 
 
-@dataclass
+IGNORED = -100
+"""A label of this value is not trained, as in transformers."""
+
+
+@dataclass(init=False)
 class Sample:
     """One row of training data. Rollouts produce samples, and the trainer consumes them.
 
@@ -327,6 +335,14 @@ class Sample:
     baseline. Rows of one rollout share `rollout_index`; rollouts of one prompt share `group_index`. `prompt_length` is
     the number of leading tokens that all rollouts of the group share (0 if unknown). `turns` has (turn, first token) of
     each reply, for advantages with a number for each turn of the rollout; without it, all tokens are of the first turn.
+    `advantages` is the sample's advantage, or that of each token, for `compute_grpo_loss`.
+
+    A sample may be made of tensors [L]: `input_ids`, and optionally `labels` and `loss_mask`. Labels are the token ids,
+    not shifted; a label of -100 means a mask of 0; without a mask, all other tokens are trained. Such a sample has a
+    tensor as `loss_mask`. Raises TrainingError if labels differ from the token ids, or if the lengths differ.
+
+    >>> Sample(input_ids=[5, 6, 7], labels=[-100, 6, 7]).loss_mask
+    tensor([0., 1., 1.])
     """
 
     prompt: str | list[Any] = ""
@@ -343,6 +359,52 @@ class Sample:
     prompt_length: int = 0
     parts: dict[str, float | None] = field(default_factory=dict)
     turns: list[tuple[int, int]] = field(default_factory=list)
+    advantages: Any = None
+
+    def __init__(
+        self,
+        prompt: str | list[Any] = "",
+        response: str = "",
+        tokens: list[int] | None = None,
+        loss_mask: Any = None,
+        reward: float | None = 0.0,
+        group_index: int | None = None,
+        rollout_log_probs: Any = None,
+        metadata: dict[str, Any] | None = None,
+        status: Status = Status.PENDING,
+        policy_versions: list[int] | None = None,
+        rollout_index: int | None = None,
+        prompt_length: int = 0,
+        parts: dict[str, float | None] | None = None,
+        turns: list[tuple[int, int]] | None = None,
+        advantages: Any = None,
+        *,
+        input_ids: Any = None,
+        labels: Any = None,
+    ) -> None:
+        if input_ids is not None:
+            tokens, loss_mask = _of_tensors(input_ids, labels, loss_mask)
+        self.prompt, self.response, self.reward, self.status = prompt, response, reward, status
+        self.tokens = [] if tokens is None else tokens
+        self.loss_mask = [] if loss_mask is None else loss_mask
+        self.rollout_log_probs, self.policy_versions = rollout_log_probs, policy_versions
+        self.group_index, self.rollout_index, self.prompt_length = group_index, rollout_index, prompt_length
+        self.metadata = {} if metadata is None else metadata
+        self.parts = {} if parts is None else parts
+        self.turns = [] if turns is None else turns
+        self.advantages = advantages
+
+    @property
+    def input_ids(self) -> Tensor:
+        """The tokens [L] int64."""
+        import torch
+
+        return torch.tensor(self.tokens, dtype=torch.int64)
+
+    @property
+    def labels(self) -> Tensor:
+        """The same as `input_ids`: a loss of this package shifts them itself."""
+        return self.input_ids
 
     def check(self) -> None:
         """Assert that the lists have one length, that sampled tokens have finite logprobs <= 0, and other tokens 0."""
@@ -360,6 +422,25 @@ class Sample:
                 assert math.isfinite(logprob) and logprob <= 0, f"token {index}: sampled logprob {logprob}"
             elif versions is not None and versions[index] == -1:
                 assert logprob == 0.0, f"token {index} was not sampled but has logprob {logprob}"
+
+
+def _of_tensors(input_ids: Any, labels: Any, loss_mask: Any) -> tuple[list[int], Any]:
+    """The tokens [L] and the mask [L] as a tensor. Raises TrainingError."""
+    import torch
+
+    ids = torch.as_tensor(input_ids)
+    targets = ids if labels is None else torch.as_tensor(labels)
+    mask = torch.ones(ids.shape) if loss_mask is None else torch.as_tensor(loss_mask, dtype=torch.float32)
+    if ids.dim() != 1 or not ids.shape == targets.shape == mask.shape:
+        shapes = f"input_ids {list(ids.shape)}, labels {list(targets.shape)}, loss_mask {list(mask.shape)}"
+        raise TrainingError(f"a sample has one number for each token, all [L]; got {shapes}")
+    mask = mask * (targets != IGNORED)
+    wrong = ((targets != ids) & (mask > 0)).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        differ = f"label {at} is {int(targets[at])} and input_ids {at} is {int(ids[at])}"
+        raise TrainingError(f"{differ}; labels are the token ids, not shifted, or {IGNORED} where nothing is trained")
+    return ids.tolist(), mask
 
 
 def are_whole_streams(mask: Sequence[float], logprobs: Sequence[float], versions: Sequence[int] | None) -> bool:

@@ -5,9 +5,11 @@
     python scripts/audit_first_notes.py --faults       # only rows that are not there, with the reason
 
 Each row has a function in `first_notes/`. It imports the name as the notes do, calls it, and checks what the notes say
-of it. States: there; partly (it is there, and does less); absent (it cannot be imported); exception (the notes
-contradict each other: docs/first-notes.md has the decision, and the function checks it); later (another part of the
-project, and why). The exit code is 1 if a row is absent or partly.
+of it. States: there; partly (it is there, and does less); absent (it cannot be imported); needs (a package that is not
+installed, and the line to install it); exception (the notes contradict each other: docs/first-notes.md has the
+decision, and the function checks it); later (it is not built yet). The exit code is 1 if a row is absent or partly.
+
+Needs what the README's first command installs: `pip install -r requirements.txt`. Uses a CPU, and no network.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ NOTES = {
     "004": note_004.ROWS,
     "packages": packages.ROWS,
 }
-STATES = ("there", "exception", "later", "partly", "absent")
+STATES = ("there", "exception", "needs", "later", "partly", "absent")
 
 
 def audit(notes: list[str]) -> list[Result]:

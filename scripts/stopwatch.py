@@ -31,7 +31,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollouts.env.wheels import base_wheel
+from rollouts.env.installing import base_wheel
 
 NAME, TASKS = "till", 8
 PATCH = '''

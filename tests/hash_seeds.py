@@ -20,9 +20,10 @@ __all__ = ["popen", "servers"]
 SERVE = """
 import gc, json, os, sys
 import trio
-import rollouts.check.environments.child
-import rollouts.check.environments.processes
-import rollouts.check.environments.subject
+import rollouts.check  # opens the door
+import rollouts_check.environments.child
+import rollouts_check.environments.processes
+import rollouts_check.environments.subject
 gc.freeze()
 for line in sys.stdin:
     request = json.loads(line)

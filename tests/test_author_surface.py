@@ -279,7 +279,7 @@ def test_a_name_of_a_megabyte_is_cut_and_a_reply_of_ten_is_not_encoded():
 
 @pytest.mark.parametrize("state", ["\ud800", [10**5000], {"at": object()}], ids=["surrogate", "integer", "object"])
 def test_a_state_that_a_checkpoint_cannot_hold_is_one_clear_error(state):
-    from rollouts.env.returned import plain_state
+    from rollouts.env.methods import plain_state
     from rollouts.errors import EnvironmentDefinitionError
 
     with pytest.raises(

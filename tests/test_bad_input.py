@@ -222,7 +222,7 @@ def test_before_the_run(capsys, arguments, words):
 
 def save_model(folder, template):
     """The tiny model with another chat template."""
-    from rollouts.training.models import load_hf_model, load_tokenizer, no_progress_bars
+    from rollouts.models.loading import load_hf_model, load_tokenizer, no_progress_bars
 
     tokenizer = load_tokenizer("tiny")
     tokenizer.chat_template = template

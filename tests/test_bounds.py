@@ -12,7 +12,7 @@ import trio
 from agent_fakes import FakeEngine, Quiz, play
 
 from rollouts import tool
-from rollouts.bounds import ROW_CHARACTERS_MAX
+from rollouts.bounds import ROW_CHARACTERS_MAX, excess
 from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.chat.token_texts import densities, least_tokens
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, parse_reply
@@ -26,7 +26,7 @@ from rollouts.errors import ConfigError, EnvironmentDefinitionError
 from rollouts.gateway import anthropic_messages, chat_completions, responses
 from rollouts.inference.base import Generation, VersionSpan
 from rollouts.inference.suspend import EMPTY, SuspendableEngine, SuspendedEpisode
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
 
 LEVELS = (65, 500, 900, 5000)
@@ -96,6 +96,25 @@ def test_every_format_bounds_its_calls(name: str) -> None:
         text = f"<tool_call><function=double><parameter=n>{value}</parameter></function></tool_call>"
     for call in parse_reply(text, TOOL_CALL_FORMATS[name], [TOOL]).message.tool_calls:
         assert call.error is not None or call.arguments == {"n": "[" * 500 + "]" * 500}
+
+
+DEEP = "nested more than 64 levels deep"
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ([[] for _ in range(100)], ""),
+        ([{"a": 1} for _ in range(100)], ""),
+        (['[{"\\' * 100, {'"[[': "]"}] * 100, ""),
+        ([nested(63), {"a": nested(62)}] * 10, ""),
+        ([*([[]] * 100), nested(64)], DEEP),
+        ([{"a": {"]": nested(63)}}, *([{}] * 100)], DEEP),
+        ([2**70, nested(64)], DEEP),
+    ],
+)
+def test_levels_are_counted_of_wide_data_too(value: Any, problem: str) -> None:
+    assert excess(value) == problem
 
 
 def test_a_call_of_a_tool_parser_is_bounded() -> None:

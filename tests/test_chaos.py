@@ -32,11 +32,10 @@ from rollouts.inference.servers.http import Retries
 from rollouts.inference.servers.server import Server
 from rollouts.inference.servers.vllm import VLLM
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import group_samples
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import rollout_metrics
-from rollouts.training.rollout_gen.pool import Job, run_episodes
+from rollouts.training.rollout_gen.pool import FailurePolicy, Failures, Job, run_episodes
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Status, ToolCall
 

@@ -21,7 +21,7 @@ from rollouts.config.resolving import resolve
 from rollouts.env.advice import CONTRACT
 from rollouts.env.authoring import tools_of
 from rollouts.env.checks import METHODS
-from rollouts.env.inputs import INPUTS
+from rollouts.env.methods import INPUTS
 from rollouts.env.mixing import env_term
 from rollouts.env.shared import shared_values
 from rollouts.env.tools import run_tool

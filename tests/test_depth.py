@@ -20,7 +20,7 @@ import stack  # noqa: E402
 from fake_engines import started  # noqa: E402
 
 from rollouts.cli import main  # noqa: E402
-from rollouts.training.models import TINY_PATH  # noqa: E402
+from rollouts.models.loading import TINY_PATH  # noqa: E402
 
 LIMITS = {"optimizer step": 12, "forward pass": 23, "generate request": 24, "new weights": 19}
 """Frames at most. Each is 60 % of what it was before the rooms were rebuilt."""

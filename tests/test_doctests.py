@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import doctest
-import importlib
-from pathlib import Path
 
 import pytest
 
-import rollouts
+from rollouts.doors import HOMES, open_module
 
-ROOT = Path(rollouts.__file__).parent
 MODULES = sorted(
-    ".".join(("rollouts", *path.relative_to(ROOT).with_suffix("").parts))
-    for path in ROOT.rglob("*.py")
+    ".".join(path.relative_to(home).with_suffix("").parts)
+    for package, home in HOMES.items()
+    for path in (home / package).rglob("*.py")
     if ">>> " in path.read_text(encoding="utf-8")
 )
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
-    result = doctest.testmod(importlib.import_module(name))
+    result = doctest.testmod(open_module(name))
     assert result.attempted and not result.failed

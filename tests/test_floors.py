@@ -1,7 +1,8 @@
-"""Imports point down: every module imports only from its own floor or floors below it (docs/design.md), in no cycle.
+"""Imports point down: a room imports only from rooms below it (docs/design.md), and no module in a cycle.
 
-Every import of the package counts, those inside functions and for type checkers too. Of other people's packages what
-counts is what a module imports when it is imported itself. Functions and modules stay short as well.
+A room is an entry of rollouts/. Every import of the package counts, those inside functions and for type checkers too.
+Of other people's packages what counts is what a module imports when it is imported itself. Functions and modules stay
+short as well.
 """
 
 from __future__ import annotations
@@ -14,113 +15,95 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "rollouts"
+from rollouts.doors import HOMES
 
-FLOORS = {
-    # 0: shapes, errors, settings, plugins; standard library, msgspec and pluggy
-    "rollouts.author_code": 0,
-    "rollouts.bounds": 0,
-    "rollouts.encoding": 0,
-    "rollouts.types": 0,
-    "rollouts.errors": 0,
-    "rollouts.error_log": 0,
-    "rollouts.disk": 0,
-    "rollouts.lazy": 0,
-    "rollouts.version": 0,
-    "rollouts.child_environment": 0,
-    "rollouts.supervisor": 0,
-    "rollouts.terminal_text": 0,
-    "rollouts.spending": 0,
-    "rollouts.revisions": 0,
-    "rollouts.config": 0,
-    "rollouts.plugins": 0,
-    # 1: pure functions
-    "rollouts.data": 1,
-    "rollouts.reducers": 1,
-    "rollouts.env": 1,
-    "rollouts.env.agent": 2,  # it holds a sandbox
-    "rollouts.env.workers": 2,
-    "rollouts.chat": 1,
-    "rollouts.scaffold": 1,
-    "rollouts.training.batches": 1,
-    "rollouts.training.samples": 1,
-    "rollouts.training.simple.config": 0,  # dataclasses; a settings file may hold them
-    "rollouts.training.simple.conversations": 2,
-    "rollouts.training.simple.samples": 1,
-    "rollouts.training.simple.sharded": 4,
-    "rollouts.training.filters": 1,
-    "rollouts.training.batching": 1,
-    "rollouts.training.algorithms": 1,
-    "rollouts.training.backends.futures": 1,  # a handle on work under way, standard library: the Protocols name it
-    # 2: state that deserves a class
-    "rollouts.inference": 2,
-    "rollouts.training.weights": 2,
-    "rollouts.training.hub": 2,
-    "rollouts.training.models": 2,
-    "rollouts.training.estimates": 2,  # it puts adapters into a model without memory, as the backends do
-    "rollouts.training.backends": 2,
-    "rollouts.training.datasets": 2,
-    "rollouts.loggers": 2,
-    "rollouts.sandboxes": 2,
-    "rollouts.gateway": 2,
-    # 3: loops
-    "rollouts.agent": 3,
-    "rollouts.training.rollout_gen": 3,
-    "rollouts.training.loops": 3,
-    "rollouts.training.simple": 3,
-    "rollouts.evaluate": 3,
-    # 4: the top, where names become functions
-    "rollouts.training": 4,  # the lazy face of its rooms
-    **{  # names under the module names of the first notes
-        f"rollouts.training.{name}": 4
-        for name in (
-            "agent_integration async_rollout_manager data_buffer dataset_loaders distributed_utils metrics rl_losses "
-            "rl_loop rollout_generation rollout_manager sample_prep sft sft_loop types weight_sync"
-        ).split()
-    },
-    "rollouts.runs": 4,
-    "rollouts.api": 4,
-    "rollouts.check": 4,
-    "rollouts.primitives": 4,
-    "rollouts.view": 4,
-    "rollouts.cli": 4,
-    "rollouts.providers": 4,
-    "rollouts.__main__": 4,
-    "rollouts": 4,  # the lazy face of everything
+PACKAGES = [home / package for package, home in HOMES.items()]
+
+ROOMS = (
+    # shapes, errors, files
+    *"doors author_code lazy version errors encoding types bounds disk error_log child_environment supervisor".split(),
+    *"terminal_text spending reducers".split(),
+    # settings and components
+    *"config plugins".split(),
+    # what an episode and a step need
+    *"chat models data loggers sandboxes inference gateway env".split(),
+    # loops
+    *"agent training evaluate".split(),
+    # names become functions
+    *"providers runs api primitives cli __main__".split(),
+    # on top of the core, which opens their doors and imports none of them
+    *"rollouts_check rollouts_view check".split(),
+)
+"""From the ground up. A room imports only from itself and from those before it."""
+
+MAY_POINT_UP = {
+    # what people wrote with the first versions: it moves to a room of its own
+    "rollouts.training.simple.sharded": "runs",
 }
-"""Room -> floor. The longest prefix of a module's name decides."""
+"""Modules that import from a room above theirs all the same."""
+
+TOP_LEVEL = {
+    "rollouts.agent": "trio",
+    "rollouts.chat": "jinja2",
+    "rollouts.cli": "click",
+    "rollouts.env.background": "trio",
+    "rollouts.env.calls": "trio",
+    "rollouts.env.clashes": "packaging",
+    "rollouts.env.processes": "trio",
+    "rollouts.env.shared": "trio",
+    "rollouts.env.threads": "outcome trio",
+    "rollouts.env.workers": "outcome trio",
+    "rollouts.gateway": "h11 trio",
+    "rollouts.inference.embedded": "numpy torch transformers trio",
+    "rollouts.inference.servers": "h11 trio",
+    "rollouts.inference.suspend": "trio",
+    "rollouts.models.futures": "trio",
+    "rollouts.models.lora": "torch",
+    "rollouts.runs": "click outcome trio",
+    "rollouts.training.algorithms.logprobs": "torch",  # it defines a torch.autograd.Function
+    "rollouts.training.backends": "numpy torch",
+    "rollouts.training.rollout_gen": "trio",
+    "rollouts.training.simple.losses": "torch",
+    "rollouts.training.weights": "torch trio",
+    "rollouts_check": "click outcome pytest trio",
+    "rollouts_view": "click trio",
+}
+"""What a module imports at its top level beside the standard library, msgspec and pluggy. The longest prefix counts."""
 
 HEAVY = {"torch", "transformers", "numpy", "peft", "datasets"}
-ASYNC = {"trio", "httpx"}
-MAY_IMPORT_TORCH = {"rollouts.training.algorithms.logprobs"}  # it defines a torch.autograd.Function
-MAY_IMPORT_TRIO = {
-    "rollouts.env.background",
-    "rollouts.env.calls",
-    "rollouts.env.checks",
-    "rollouts.env.processes",
-    "rollouts.env.shared",
-    "rollouts.env.threads",
-    "rollouts.training.backends.futures",
+LOADS_TORCH = {
+    "rollouts.inference.embedded",
+    "rollouts.models.lora",
+    "rollouts.primitives",
+    "rollouts.training.algorithms.logprobs",
+    "rollouts.training.backends",
+    "rollouts.training.distributed_utils",
+    "rollouts.training.rl_losses",
+    "rollouts.training.simple.losses",
+    "rollouts.training.weights.checkpoint",
 }
-MAY_POINT_UP: dict[tuple[str, str], str] = {}
-"""Imports that point up all the same, five at most, and why."""
+"""The rooms, or parts of them, that load torch when they are imported."""
 
 FUNCTION_LINES_MAX, MODULE_LINES_MAX = 70, 600
 
-GROUND = {"rollouts", "msgspec", "pluggy", *sys.stdlib_module_names}
+GROUND = {*HOMES, "msgspec", "pluggy", *sys.stdlib_module_names}
 
 
-def floor_of(module: str) -> int:
-    prefix = module
-    while prefix not in FLOORS:
-        prefix = prefix.rpartition(".")[0]
-    return FLOORS[prefix]
+def room_of(module: str) -> str:
+    """The room of a module: an entry of rollouts/, or a package beside it; "" for the lazy face of everything."""
+    package, _, rest = module.partition(".")
+    return rest.partition(".")[0] if package == "rollouts" else package
 
 
-def modules_under(package: Path) -> dict[str, Path]:
+def prefix_of(module: str, prefixes: Iterable[str]) -> str:
+    """The longest of these prefixes of a module's name; "" if there is none."""
+    return max((each for each in prefixes if f"{module}.".startswith(f"{each}.")), key=len, default="")
+
+
+def modules_under(*packages: Path) -> dict[str, Path]:
     found = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package.parent).with_suffix("").parts
+    for home, path in ((package.parent, path) for package in packages for path in sorted(package.rglob("*.py"))):
+        parts = path.relative_to(home).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found
 
@@ -154,31 +137,29 @@ def imported(nodes: Iterable[ast.AST], module: str, known: Mapping[str, Path]) -
     return found
 
 
-def import_graph(package: Path, *, whole: bool = False) -> dict[str, set[str]]:
+def import_graph(*packages: Path, whole: bool = False) -> dict[str, set[str]]:
     """What every module imports at its top level; `whole`: what of the package it imports anywhere."""
-    known = modules_under(package)
+    known = modules_under(*packages)
     graph = {}
     for module, path in known.items():
         tree = ast.parse(path.read_text())
         found = imported(ast.walk(tree) if whole else top_level(tree.body), module, known)
-        graph[module] = {each for each in found if each.partition(".")[0] == "rollouts"} if whole else found
+        graph[module] = {each for each in found if each.partition(".")[0] in HOMES} if whole else found
     return graph
 
 
 def faults_in(graph: Mapping[str, set[str]]) -> list[str]:
-    """Every import that points up, and every third-party import that a floor may not have."""
+    """Every import that points up, and every third-party import that a module may not have."""
+    height = {room: place for place, room in enumerate((*ROOMS, ""))}  # the face of everything is the roof
     faults = []
     for module, imported in graph.items():
-        floor = floor_of(module)
+        room, allowed = room_of(module), TOP_LEVEL.get(prefix_of(module, TOP_LEVEL), "").split()
         for other in sorted(imported):
-            root = other.partition(".")[0]
-            if root == "rollouts" and floor_of(other) > floor and (module, other) not in MAY_POINT_UP:
-                faults.append(f"{module} (floor {floor}) imports {other} (floor {floor_of(other)})")
-            heavy = root in HEAVY and not (root == "torch" and module in MAY_IMPORT_TORCH)
-            if floor <= 1 and (heavy or (root in ASYNC and module not in MAY_IMPORT_TRIO)):
-                faults.append(f"{module} (floor {floor}) imports {root} at its top level")
-            elif floor == 0 and root not in GROUND:
-                faults.append(f"{module} (floor 0) imports {root}, which the ground floor does without")
+            root, above = other.partition(".")[0], room_of(other)
+            if root in HOMES and height[above] > height[room] and MAY_POINT_UP.get(module) != above:
+                faults.append(f"{module} imports {other}, whose room is above")
+            if root not in GROUND and root not in allowed:
+                faults.append(f"{module} imports {root} at its top level")
     return faults
 
 
@@ -202,10 +183,10 @@ def cycles_in(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def too_long(package: Path) -> list[str]:
+def too_long(*packages: Path) -> list[str]:
     """Functions and modules that do not fit."""
     found = []
-    for path in sorted(package.rglob("*.py")):
+    for path in modules_under(*packages).values():
         source = path.read_text()
         lines = len(source.splitlines())
         found += [f"{path.name}: {lines} lines"] if lines > MODULE_LINES_MAX else []
@@ -218,36 +199,30 @@ def too_long(package: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def graph() -> dict[str, set[str]]:
-    return import_graph(PACKAGE)
-
-
-def test_every_room_has_a_floor(graph):
-    """A new room must be given a floor: falling through to the floor of `rollouts` would let it import anything."""
-    faces = {"rollouts", "rollouts.training"}
-    fallen = [module for module in graph if module not in faces and _room(module) in faces]
-    assert fallen == []
-
-
-def _room(module: str) -> str:
-    while module not in FLOORS:
-        module = module.rpartition(".")[0]
-    return module
-
-
-def test_every_floor_has_a_room(graph):
-    unknown = [room for room in FLOORS if room not in graph]
-    assert unknown == []
+    return import_graph(*PACKAGES)
 
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, set[str]]:
-    return import_graph(PACKAGE, whole=True)
+    return import_graph(*PACKAGES, whole=True)
+
+
+def test_every_room_has_its_place(graph):
+    assert sorted({room_of(module) for module in graph} - {""}) == sorted(ROOMS)
+    assert [prefix for prefix in LOADS_TORCH if prefix not in graph] == []
+
+
+def test_no_permission_is_left_over(graph, whole):
+    assert all(room in map(room_of, whole[module]) for module, room in MAY_POINT_UP.items())
+    used: dict[str, set[str]] = {prefix: set() for prefix in TOP_LEVEL}
+    for module, imported in graph.items():
+        used.get(prefix_of(module, TOP_LEVEL), set()).update(other.partition(".")[0] for other in imported)
+    assert {prefix: " ".join(sorted(found - GROUND)) for prefix, found in used.items()} == TOP_LEVEL
 
 
 def test_imports_point_down(graph, whole):
     assert faults_in(graph) == []
     assert faults_in(whole) == []
-    assert len(MAY_POINT_UP) <= 5 and all(other in whole[module] for module, other in MAY_POINT_UP)
 
 
 def test_there_is_no_cycle(whole):
@@ -256,12 +231,12 @@ def test_there_is_no_cycle(whole):
 
 @pytest.mark.slow
 def test_functions_and_modules_are_short():
-    assert too_long(PACKAGE) == []
+    assert too_long(*PACKAGES) == []
 
 
-def test_the_lower_floors_load_no_torch(graph):
+def test_the_other_rooms_load_no_torch(graph):
     """Also not through what they import in turn."""
-    light = [module for module in graph if floor_of(module) <= 1 and module not in MAY_IMPORT_TORCH]
+    light = [module for module in graph if not prefix_of(module, LOADS_TORCH)]
     code = f"import sys, {', '.join(light)}\nprint({HEAVY!r} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
@@ -282,16 +257,28 @@ def test_the_walk_sees_what_it_should(tmp_path):
     (house / "env" / "schema.py").write_text("import trio\n")
     (house / "env" / "calls.py").write_text("import trio\n")
     assert faults_in(import_graph(house)) == [
-        "rollouts.env (floor 1) imports torch at its top level",
-        "rollouts.env.schema (floor 1) imports trio at its top level",
-        "rollouts.types (floor 0) imports click, which the ground floor does without",
-        "rollouts.types (floor 0) imports rollouts.agent (floor 3)",
+        "rollouts.env imports torch at its top level",
+        "rollouts.env.schema imports trio at its top level",
+        "rollouts.types imports click at its top level",
+        "rollouts.types imports rollouts.agent, whose room is above",
     ]
     whole = import_graph(house, whole=True)
     assert faults_in(whole) == [
-        "rollouts.errors (floor 0) imports rollouts.agent (floor 3)",
-        "rollouts.types (floor 0) imports rollouts.agent (floor 3)",
+        "rollouts.errors imports rollouts.agent, whose room is above",
+        "rollouts.types imports rollouts.agent, whose room is above",
     ]
     assert cycles_in(whole) == [["rollouts.agent", "rollouts.types", "rollouts.agent"]]
     (house / "chat.py").write_text("def f():\n" + "    pass\n" * 70 + "\n" * 530)
     assert too_long(house) == ["chat.py: 601 lines", "chat.py:1 f: 71 lines"]
+
+
+def test_the_engine_imports_nothing_of_the_plain_calls():
+    """Only lazy faces, the modules with the names of the first notes, and the room itself do."""
+    names = {"rollouts.training", "rollouts.training.types", "rollouts.training.metrics", "rollouts.training.loops"}
+    names |= {
+        f"rollouts.training.{name}" for name in ("rl_loop", "rl_losses", "sft_loop", "loops.rl_loop", "loops.sft_loop")
+    }
+    room = "rollouts.training.simple"
+    for module, imported in import_graph(*PACKAGES, whole=True).items():
+        if module not in names and not module.startswith(room):
+            assert not [each for each in imported if each.startswith(room)], module

@@ -202,7 +202,7 @@ def folder(tmp_path_factory):
 
 
 def test_trained_ids_are_sampled_ids(folder):
-    from rollouts.training.models import load_tokenizer
+    from rollouts.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer("tiny")
     records = records_of(folder)
@@ -250,7 +250,7 @@ def test_the_checkpoint_loads_in_transformers(folder):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from rollouts.training.models import TINY_PATH
+    from rollouts.models.loading import TINY_PATH
 
     path = folder / summary_of(folder)["checkpoint"]
     tokens = AutoTokenizer.from_pretrained(path).apply_chat_template(

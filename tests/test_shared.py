@@ -18,7 +18,7 @@ import rollouts
 from rollouts.cli import main
 from rollouts.env.advice import EnvironmentWarning, warn_about
 from rollouts.env.checks import check_environment
-from rollouts.env.inputs import with_inputs
+from rollouts.env.methods import with_inputs
 from rollouts.env.shared import SharedValue, shared_value, shared_values
 from rollouts.errors import EnvironmentDefinitionError
 from rollouts.types import Status, Task

@@ -18,10 +18,10 @@ from rollouts.cli import main
 from rollouts.config.resolving import resolve
 from rollouts.env.schema import read_arguments, schema_of
 from rollouts.errors import EnvironmentDefinitionError
+from rollouts.models.loading import load_tokenizer
 from rollouts.runs.jobs.demonstrations import demonstration_samples
 from rollouts.runs.plan import make_plan
 from rollouts.runs.session import load_chat
-from rollouts.training.models import load_tokenizer
 from rollouts.types import Status
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError
-from rollouts.training.models import TINY_PATH
-from rollouts.training.weights.checkpoint import read_tensors, saved_keys, write_tensors
+from rollouts.models.loading import TINY_PATH
+from rollouts.training.weights.checkpoint import read_trainer_tensors, saved_keys, write_tensors
 from rollouts.training.weights.store import check_folder, manifest_crc
 
 RUN = ["--env", "calculator", "--mode", "sft", "--steps", "1", "--prompts-per-step", "1", "--eval-tasks", "0"]
@@ -85,7 +85,7 @@ def test_the_index_of_every_type_is_read(tmp_path, dtype, protocol):
     path = tmp_path / "trainer" / ".metadata"
     path.write_bytes(pickle.dumps(FileSystemReader(tmp_path / "trainer").read_metadata(), protocol))
     found = {"optimizer": {name: torch.zeros_like(each) for name, each in tensors["optimizer"].items()}}
-    read_tensors(tmp_path, found, alone=True)
+    read_trainer_tensors(tmp_path, found, alone=True)
     assert all(torch.equal(found["optimizer"][name], each) for name, each in tensors["optimizer"].items())
     path.write_bytes(pickle.dumps(Call(print, "hello"), protocol))
     with pytest.raises(ConfigError, match="no part of a checkpoint's index"):

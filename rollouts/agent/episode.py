@@ -34,10 +34,9 @@ from rollouts.env.authoring import (
     tools_of,
 )
 from rollouts.env.checks import line_of
-from rollouts.env.inputs import names_input, with_inputs
+from rollouts.env.methods import names_input, plain_state, reply_messages, with_inputs
 from rollouts.env.mixing import InvalidPolicy, RewardTerm
 from rollouts.env.processes import ProcessError
-from rollouts.env.returned import plain_state, reply_messages
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
 from rollouts.env.task_tools import read_tools
@@ -61,7 +60,7 @@ from rollouts.errors import (
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine
 from rollouts.sandboxes.base import Sandboxes
-from rollouts.sandboxes.lease import Lease
+from rollouts.sandboxes.opening import Lease
 from rollouts.types import (
     COUNTS,
     Episode,

@@ -19,12 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import msgspec
 import trio
 
-from rollouts.agent.messages import readable_message
 from rollouts.agent.records import (
     NO_WISHES,
     EpisodeOver,
-    ModelState,
     OpenTrajectory,
+    SavedConversations,
     TakenTurn,
     TurnRequest,
     Wishes,
@@ -32,6 +31,7 @@ from rollouts.agent.records import (
     check_generation,
     check_sampled,
     generate_with,
+    readable_message,
     stopped,
     turn_seed,
 )
@@ -111,7 +111,7 @@ class ChatModel:
     _role: Role = NO_ROLE
     _turns: Turns = field(default_factory=Turns)
     _roles: Mapping[str, ChatModel] = field(default_factory=dict)
-    _state: ModelState = field(default_factory=ModelState)
+    _state: SavedConversations = field(default_factory=SavedConversations)
     _served: ServedTurns = field(default_factory=ServedTurns)
 
     @property
@@ -580,7 +580,7 @@ class ChatModel:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict`. Call it before the first turn."""
         assert not self._state.conversations, "the model has replied already"
-        self._state = msgspec.convert(dict(state), ModelState)
+        self._state = msgspec.convert(dict(state), SavedConversations)
         self._state.conversations = [each.with_task(self._task) for each in self._state.conversations]
         for messages in (self._state.last_messages, *(each.messages for each in self.trajectories)):
             messages[:] = map(readable_message, messages)

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.agent.messages import readable_message
-from rollouts.agent.records import EpisodeOver, OpenTrajectory
+from rollouts.agent.records import EpisodeOver, OpenTrajectory, readable_message
 from rollouts.env.results import AnswerAs, answers_of
 from rollouts.gateway.exchange import APIError
 from rollouts.types import COUNTS, Message, Segment, Trajectory

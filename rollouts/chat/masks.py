@@ -82,11 +82,29 @@ def tokenize_supervised(
     ModelError if the template refuses the conversation, or if its mask cannot be shown to be right
     (`rollouts.chat.shown`).
     """
-    trained = trained_turns(messages, weights)
+    messages, trained = thoughts_apart(messages, chat), trained_turns(messages, weights)
     texts = supervised_texts(messages, tools, chat, trained)
     rows = encode_rows(texts, chat)
     check_masks(messages, tools, chat, trained, texts, rows)
     return [row.masked(weights) for row in rows]
+
+
+def thoughts_apart(messages: list[Message], chat: ChatFormat) -> list[Message]:
+    """The messages, with a thought at the start of a reply's text in its own field, if the template finds it there
+    only. A text with more than one thought stays as it is.
+    """
+    form = chat.thoughts._replace(prompt="")
+    if form.is_split:
+        return messages
+    found = []
+    for message in messages:
+        text = message.content if message.role == "assistant" and not message.reasoning else ""
+        if isinstance(text, str) and text.lstrip().startswith(form.opens) and text.count(form.closes) == 1:
+            content, thought = form.split(text)
+            if form.opens not in content + thought:
+                message = msgspec.structs.replace(message, content=content, reasoning=thought or None)
+        found.append(message)
+    return found
 
 
 def trained_turns(messages: Sequence[Message], weights: Sequence[float] | None = None) -> list[int]:
@@ -151,16 +169,16 @@ def check_masks(
         return []
     messages = messages[: trained[-1] + 1]
     found = shapes(messages, tools, chat, trained)
-    new = {place for place, shape in enumerate(found) if shape not in chat.shapes}
-    suspects = {place for place in trained if new & {place - 1, place, place + 1}}
+    known = [chat.shapes.get(shape) for shape in found]
+    new = {place for place, fields in enumerate(known) if fields is None}
+    suspects = {place for place in trained if new & {place - 1, place, place + 1}} if new else new
     replies = {turn.place: plain(turn.reply) for text in texts for turn in text.turns}
     lost = check_rows(rows, messages, tools, trained, chat, suspects, replies)
     if new and len(chat.shapes) < SHAPES_MAX:
         fields = _lost_in_shapes(messages, tools, chat, trained, suspects)
         for place in new if fields is not None else ():
-            chat.shapes[found[place]] = [field.name for field in fields or () if field.place == place]
-    known = [name for shape in found for name in chat.shapes.get(shape, ())]
-    return known + [name for place, name in lost if found[place] not in chat.shapes]
+            known[place] = chat.shapes[found[place]] = [field.name for field in fields or () if field.place == place]
+    return [name for names in known for name in names or ()] + [name for place, name in lost if known[place] is None]
 
 
 def _lost_in_shapes(

@@ -35,6 +35,8 @@ THOUGHT, TEXT, CUT_PROMPT = "the thought", "the text", "the opening tag of a tho
 SHAPES_MAX = 4096
 """How many shapes of messages are remembered. Messages of further shapes are checked in full each time."""
 
+_WHOLE = re.compile(r"\.0(?!\d)")  # some templates write 1.0 as 1
+_NO_TEXT = re.compile(r"\.0(?!\d)|\de|null|true|false")  # in XML, the tool's schema decides how these are read
 _BLANKS = re.compile(r"\A(\s*)\S(?:.*\S)?(\s*)\Z", re.DOTALL)  # a text that is not blank, and the blanks around it
 
 
@@ -64,7 +66,7 @@ def check_rows(
     `suspects` are the turns that are checked in full; None: all. The others have known shapes, and are read back only
     if their texts could be taken for something else. `replies` are their texts.
     """
-    places = sorted(place for _, turns in rows for *_, place in turns)
+    places = sorted([place for _, turns in rows for _, _, place in turns])
     if places != sorted(trained):
         raise Unshown(f"the messages {_numbers(trained)} are to be trained, the rows train {_numbers(places)}")
     lost = list[Field]()
@@ -96,15 +98,25 @@ def _is_plain(tokens: Sequence[int], start: int, end: int, message: Message, rep
     calls, and has no text that could be taken for a call or a thought.
     """
     text = message.text.strip()
-    arguments = json.dumps([call.arguments for call in message.tool_calls]) if message.tool_calls else ""
-    said = f"{text}\n{message.reasoning}\n{arguments}" if message.reasoning or arguments else text
-    if any(map(said.__contains__, chat.marks)) or text.startswith(("{", "[")) or ".0" in arguments:
+    said, arguments = text, ""
+    if message.tool_calls:
+        try:
+            arguments = msgspec.json.encode([call.arguments for call in message.tool_calls]).decode()
+        except (OverflowError, UnicodeEncodeError):  # of a number of many digits, or of half a surrogate pair
+            return False
+        said += arguments
+    if message.reasoning:
+        said += message.reasoning
+    if (_NO_TEXT if chat.tool_call_format == "xml" else _WHOLE).search(arguments):
         return False
-    if tokens[end - 1] not in chat.stop_ids or not chat.stops.isdisjoint(tokens[start : end - 1]):
+    if text.startswith(("{", "[")) or any(map(said.__contains__, chat.marks)):
+        return False
+    if tokens[end - 1] not in chat.stops or not chat.stops.isdisjoint(tokens[start : end - 1]):
         return False
     begin = chat.text_of(tokens[start]).strip(" \n\ufffd") if start < end - 1 else ""
-    is_whole = text in reply and (not arguments or all(call.name in reply for call in message.tool_calls))
-    return is_whole and reply.lstrip().startswith(begin)
+    if text not in reply or not reply.lstrip().startswith(begin):
+        return False
+    return not arguments or all(call.name in reply for call in message.tool_calls)
 
 
 def _check_prompt(
@@ -252,7 +264,7 @@ def shapes(
     messages: Sequence[Message], tools: Sequence[Any], chat: ChatFormat, trained: Collection[int] = ()
 ) -> list[Shape]:
     """What a template can see of each message beside its words: the kinds of the message and its neighbors."""
-    found = [(*_kind(message, chat.literals), place in trained) for place, message in enumerate(messages)]
+    found = [(_kind(message, chat.literals), place in trained) for place, message in enumerate(messages)]
     if len(chat.kinds) > SHAPES_MAX:  # the numbers begin anew, so what was shown with them is forgotten
         for known in (chat.kinds, chat.shapes, chat.sampled_shapes):
             known.clear()
@@ -263,11 +275,13 @@ def shapes(
 def _kind(message: Message, literals: Sequence[str]) -> tuple[Any, ...]:
     text = message.text
     said = text + message.reasoning if message.reasoning else text
-    calls = tuple((len(call.arguments), *map(type, call.arguments.values())) for call in message.tool_calls)
     found = tuple(filter(said.__contains__, literals))
+    usual = (message.role, type(message.content), bool(text), message.name is None)
+    if not (found or message.reasoning or message.tool_calls):
+        return usual
     edges = tuple((said.startswith(literal), said.endswith(literal)) for literal in found)
-    fields = (type(message.content), bool(text), bool(message.reasoning), message.name is None)
-    return message.role, *fields, calls, found, edges
+    calls = tuple((len(call.arguments), *map(type, call.arguments.values())) for call in message.tool_calls)
+    return usual, bool(message.reasoning), calls, found, edges
 
 
 def sentinels(messages: Sequence[Message], literals: Sequence[str]) -> tuple[list[Message], dict[str, Field]]:

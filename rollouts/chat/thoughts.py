@@ -27,6 +27,7 @@ class ThoughtForm(NamedTuple):
         header: the text before the content of a reply without a thought.
         prompt: the part of the generation prompt that opens a thought and leaves it open (`<think>\\n`), or "".
         is_read: whether a thought that the template shows is read back.
+        is_split: whether the template takes a thought out of a message's text. If not, it has to be in its own field.
     """
 
     opens: str
@@ -35,6 +36,7 @@ class ThoughtForm(NamedTuple):
     header: str = ""
     prompt: str = ""
     is_read: bool = True
+    is_split: bool = True
 
     def split(self, text: str) -> tuple[str, str]:
         """The content of a reply's text, and its thought.
@@ -104,11 +106,18 @@ def find_thoughts(probe: Prober) -> ThoughtForm:
     turn = prompt.removeprefix(probe(USER) or "")
     opened = turn[turn.rfind(form.opens) :] if form.opens and form.opens in turn else ""
     form = form._replace(header=header, prompt="" if form.closes in opened else opened)
-    whole = probe(USER, said[0]) or ""
+    both = (PROBE_TEXT, PROBE_THOUGHT)
+    inline = Message("assistant", f"{form.opens}\n{PROBE_THOUGHT}\n{form.closes}\n\n{PROBE_TEXT}")
+    read, read_inline = (_read_back(form, prompt, probe(USER, each) or "") for each in (said[0], inline))
+    is_key = probe.style.thought == "key" and bool(form.opens) and read == both
+    is_read = form.is_read and read in (None, both)
+    return form._replace(is_read=is_read, is_split=not is_key or read_inline in (None, both))
+
+
+def _read_back(form: ThoughtForm, prompt: str, whole: str) -> tuple[str, str] | None:
+    """What is read of the reply in a rendered conversation; None if it does not show the thought behind the prompt."""
     reply = whole[len(prompt) :].partition(PROBE_TEXT)[0] + PROBE_TEXT
-    if PROBE_THOUGHT in reply and whole.startswith(prompt) and form.split(reply) != (PROBE_TEXT, PROBE_THOUGHT):
-        return form._replace(is_read=False)
-    return form
+    return form.split(reply) if PROBE_THOUGHT in reply and whole.startswith(prompt) else None
 
 
 def _surroundings(shown: str, mark: str, prompt: str, bare: str) -> ThoughtForm | None:

@@ -17,13 +17,14 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
 
 from rollouts.bounds import call_arguments
+from rollouts.chat.arguments import typed_arguments
 from rollouts.chat.thoughts import THINK_TAGS, ThoughtForm
-from rollouts.env.schema import typed_arguments
 from rollouts.types import Message, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
@@ -48,6 +49,7 @@ class ToolCallFormat(NamedTuple):
     example: str
     tokens: str
     needs_tools: bool = False  # a call looks like plain text, so calls are read only if tools were offered
+    words: Mapping[str, bool | None] = MappingProxyType({})  # texts of arguments that stand for a value
 
 
 class Parsed(NamedTuple):
@@ -318,6 +320,10 @@ _FORMATS = (
         lambda text, tools: _find_tagged(text, _xml_call),
         "<tool_call>\n<function=tool_name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>",
         _OPEN + _CLOSE,
+        # Templates write values as JSON does, or as Python does.
+        words=MappingProxyType(
+            {"null": None, "true": True, "false": False, "None": None, "True": True, "False": False}
+        ),
     ),
     ToolCallFormat("mistral", _find_mistral, f"[TOOL_CALLS][{_EXAMPLE % 'arguments'}]", "[TOOL_CALLS]"),
     ToolCallFormat("llama3", _find_bare, _EXAMPLE % "parameters", "<|python_tag|>", needs_tools=True),
@@ -369,7 +375,7 @@ def parse_reply(
     calls = [call for each in found for call in each.calls]
     if found and not calls:
         calls = [ToolCall("", error="the call is empty")]
-    calls = typed(with_ids(calls, visible), tools)
+    calls = typed(with_ids(calls, visible), tools, call_format.words)
     # A text without a call keeps its white space. A text with a malformed one stays as the model wrote it.
     if not calls or any(call.error for call in calls):
         calls = [_explained(call, call_format.example) for call in calls]
@@ -401,8 +407,11 @@ def _from_response(parsed: Any, visible: str, found: Sequence[Found], tools: Too
     return Parsed(message, in_order and all(map(_plainly_spelt, raw_calls)))
 
 
-def typed(calls: Sequence[ToolCall], tools: Tools) -> list[ToolCall]:
-    """The calls, whose arguments that are text have the types of the tools' schemas: XML has only text.
+def typed(
+    calls: Sequence[ToolCall], tools: Tools, words: Mapping[str, bool | None] = MappingProxyType({})
+) -> list[ToolCall]:
+    """The calls, whose arguments that are text have the types of the tools' schemas: XML has only text, and some
+    `words` stand for values.
 
     >>> parameters = {"properties": {"a": {"type": "integer"}}}
     >>> typed([ToolCall("add", {"a": "3"})], [{"function": {"name": "add", "parameters": parameters}}])[0].arguments
@@ -410,7 +419,7 @@ def typed(calls: Sequence[ToolCall], tools: Tools) -> list[ToolCall]:
     """
     schemas = {str(each.get("name")): each.get("parameters") for each in map(_function, tools)}
     return [
-        msgspec.structs.replace(call, arguments=typed_arguments(schemas.get(call.name), call.arguments))
+        msgspec.structs.replace(call, arguments=typed_arguments(schemas.get(call.name), call.arguments, words))
         if any(isinstance(value, str) for value in call.arguments.values())
         else call
         for call in calls

@@ -1,7 +1,7 @@
 """The group of commands. A command is imported when it is called. A mistake of the user gives one message.
 
 Installed packages add commands through the entry-point group `rollouts.commands`. These are searched if a command is
-not one of the core's. `--help` reads no metadata, so it does not list them: `rollouts plugins list --kind commands`
+not in COMMANDS. `--help` reads no metadata, so it does not list them: `rollouts plugins list --kind commands`
 does.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import importlib
 import itertools
 import os
 import re
@@ -24,6 +23,7 @@ import click
 from rollouts.author_code import innermost_place, message_of, place_of
 from rollouts.cli.ending import interrupted_by_signals
 from rollouts.cli.stray import stray_errors_in_words
+from rollouts.doors import MissingPackageError, open_module
 from rollouts.errors import RolloutsError, UserError, in_lines, leaves_of, near_misses, words_of
 from rollouts.runs.streams import silent_when_closed
 from rollouts.version import __version__
@@ -34,20 +34,20 @@ COMMANDS = {
     "eval": ("rollouts.cli.run:evaluate", "Evaluate a model on held-out tasks of an environment."),
     "resume": ("rollouts.cli.run:resume", "Resume a run, or make it longer."),
     "rescore": ("rollouts.cli.rescore:rescore", "Judge the saved trajectories of a run again."),
-    "runs": ("rollouts.cli.runs:runs", "List, compare, label and clean the runs on the disk."),
-    "view": ("rollouts.cli.view:view", "Look at runs in a browser, from a curve down to one token."),
+    "runs": ("rollouts_view.runs_command:runs", "List, compare, label and clean the runs on the disk."),
+    "view": ("rollouts_view.command:view", "Look at runs in a browser, from a curve down to one token."),
     "data": ("rollouts.cli.data:data", "Look at training data: tokens, masks and lengths."),
     "export": ("rollouts.cli.export:export", "Export a run's model for transformers, vLLM and SGLang."),
     "chat": ("rollouts.cli.chat:chat", "Talk to a run's model, with the tools of its environment."),
     "play": ("rollouts.cli.play:play", "Take the model's place in an environment."),
     "serve": ("rollouts.cli.serve:serve", "Serve a run's model at an address that speaks OpenAI's API."),
-    "check": ("rollouts.cli.check:check", "Check whether a component keeps the contract of its kind."),
+    "check": ("rollouts_check.command:check", "Check whether a component keeps the contract of its kind."),
     "config": ("rollouts.cli.config:config", "Print a complete settings file."),
     "env": ("rollouts.cli.env:env", "Install environments in virtual environments of their own."),
-    "new": ("rollouts.cli.new:new", "Make a package, ready to publish: an environment, a reward, a loss, ..."),
+    "new": ("rollouts_check.command:new", "Make a package, ready to publish: an environment, a reward, a loss, ..."),
     "plugins": ("rollouts.cli.plugins:plugins", "List, show and check installed plugins."),
 }
-"""The core's commands: where each is defined, and its line in the help. The help imports no command."""
+"""The commands of this distribution: where each is defined, and its line in the help. The help imports no command."""
 
 INTERRUPTED = 130
 """The exit code after Ctrl-C, 128 + SIGINT, as in a shell."""
@@ -101,14 +101,17 @@ class RolloutsGroup(NamedGroup):
     """Commands by name, imported on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The core's commands in the order of the help."""
+        """The commands of this distribution in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import a command of the core, else find and import one of an installed package."""
+        """Import a command of this distribution, else find and import one of an installed package."""
         if cmd_name in COMMANDS:
             module, _, attribute = COMMANDS[cmd_name][0].partition(":")
-            command = getattr(importlib.import_module(module), attribute)
+            try:
+                command = getattr(open_module(module), attribute)
+            except MissingPackageError as error:
+                raise UserError(f"`rollouts {cmd_name}`: {error}") from None
             assert isinstance(command, click.Command), f"{cmd_name} is a {type(command).__name__}"
             return command
         from rollouts.plugins.index import installed_components
@@ -136,7 +139,7 @@ class RolloutsGroup(NamedGroup):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the core's commands without importing them."""
+        """List the commands of this distribution without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 

@@ -32,10 +32,10 @@ def _explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict
 
     Default components are not imported. A setting without a default may be missing here.
     """
-    from rollouts.config.convert import complete_settings, convert_settings
     from rollouts.config.merging import settings_path
     from rollouts.config.settings import REQUIRED
     from rollouts.plugins.manager import PluginManager
+    from rollouts.plugins.settings import complete_settings, convert_settings
     from rollouts.plugins.signature import Signature
 
     manager = PluginManager(resolved.source.objects.components)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rollouts.runs.inspecting import Inspection
 
-SETTINGS = ("model", "trust_remote_code", "system", "template")
+SETTINGS = ("model", "trust_remote_code", "system", "template", "tool_parser")
 TRAINED, LESS_TRAINED, SHOWN = ("green", "bold green"), ("yellow", "bold yellow"), ("dim", "")
 BAR = 40
 

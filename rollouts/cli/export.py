@@ -41,11 +41,11 @@ def export(
 ) -> int:
     """Export the model, and with `--push` upload it. Prints what was done. Returns the exit code."""
     from rollouts.errors import ConfigError
+    from rollouts.models.loading import remote_code
     from rollouts.runs.export import export as write
     from rollouts.runs.export import model_of_role
     from rollouts.runs.publish import check_push
     from rollouts.runs.publish import push as upload
-    from rollouts.training.models import remote_code
 
     if push is not None:
         check_push(push)

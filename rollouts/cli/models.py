@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollouts.cli.options import read_settings
-from rollouts.cli.runs import number, paired_words, print_table
 from rollouts.errors import UserError
 from rollouts.runs.progress import reduced_words
+from rollouts.terminal_text import number, print_table
 
 if TYPE_CHECKING:
     from rollouts.runs.comparing import Evaluation
@@ -89,7 +89,7 @@ def show(runs: ModelRuns) -> None:
             click.echo(f"note: {error}", err=True)
             break
         if paired is not None:
-            click.echo(paired_words(model, best_model, paired))
+            click.echo(paired.words(model, best_model))
     click.echo(f"to look at them: rollouts view {runs.parent}")
 
 

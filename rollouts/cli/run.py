@@ -71,7 +71,7 @@ def _refuse_missing_model(given: str) -> None:
     """Raise ConfigError if a run's folder or a checkpoint was meant: the word is a path, and no settings file's."""
     from rollouts.config.files import SUFFIXES, runs_inside
     from rollouts.errors import ConfigError, in_lines, suggestion
-    from rollouts.training.weights.store import nearest_checkpoints
+    from rollouts.models.folders import nearest_checkpoints
 
     path = Path(given)
     if near := nearest_checkpoints(path):

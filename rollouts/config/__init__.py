@@ -2,6 +2,8 @@
 
     settings.py   the core's settings, with their documentation, defaults and bounds
     hints.py      type hints and documentation of parameters
+    names.py      the grammar of the names of components
+    importing.py  imports authors' files
     flags.py      parses dotted flags of the command line
     files.py      reads .toml, .json and .py files; finds the line of a setting
     convert.py    converts values to types, and a component's settings by its signature
@@ -21,14 +23,14 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
-    from rollouts.training.simple.config import Config as Config
-    from rollouts.training.simple.config import DataConfig as DataConfig
-    from rollouts.training.simple.config import DeploymentConfig as DeploymentConfig
-    from rollouts.training.simple.config import GPUConfig as GPUConfig
-    from rollouts.training.simple.config import ModelConfig as ModelConfig
-    from rollouts.training.simple.config import OutputConfig as OutputConfig
-    from rollouts.training.simple.config import RLConfig as RLConfig
-    from rollouts.training.simple.config import SFTConfig as SFTConfig
-    from rollouts.training.simple.config import TrainingConfig as TrainingConfig
+    from rollouts.config.sections import Config as Config
+    from rollouts.config.sections import DataConfig as DataConfig
+    from rollouts.config.sections import DeploymentConfig as DeploymentConfig
+    from rollouts.config.sections import GPUConfig as GPUConfig
+    from rollouts.config.sections import ModelConfig as ModelConfig
+    from rollouts.config.sections import OutputConfig as OutputConfig
+    from rollouts.config.sections import RLConfig as RLConfig
+    from rollouts.config.sections import SFTConfig as SFTConfig
+    from rollouts.config.sections import TrainingConfig as TrainingConfig
 
 __getattr__, __dir__ = lazy_face(__name__)

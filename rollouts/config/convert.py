@@ -7,7 +7,6 @@ of the flag is its value. TOML has no null: if a setting allows None, `none` mea
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import enum
@@ -18,18 +17,14 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
 from rollouts.config.flags import Flag, flag_name
-from rollouts.config.foreign import misplaced_hint
-from rollouts.config.settings import Setting, is_secret, setting_infos, without_secrets
-from rollouts.errors import ConfigError, in_lines, suggestion
-
-if TYPE_CHECKING:
-    from rollouts.plugins.signature import Signature
+from rollouts.config.settings import Setting, is_secret, without_secrets
+from rollouts.errors import ConfigError, suggestion
 
 Path = tuple[str, ...]
 SHOWN_MAX = 200  # characters of a wrong value that an error shows
@@ -45,7 +40,7 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def plain(value: Any) -> Any:
+def unflagged(value: Any) -> Any:
     """The value with every `Flag` in it replaced by its parsed value."""
     return _map_flags(value, lambda flag: flag.value)
 
@@ -69,7 +64,7 @@ def convert_value(value: Any, hint: Any, path: Path, source: Source = NOWHERE) -
     _check_keys(value, hint, path, source)
     texts = _map_flags(value, lambda flag: flag.text)
     refusal: Exception | None = None
-    for candidate, strict in ((plain(value), True), (texts, isinstance(value, Flag) or texts == value)):
+    for candidate, strict in ((unflagged(value), True), (texts, isinstance(value, Flag) or texts == value)):
         try:
             return msgspec.convert(candidate, hint, strict=strict, dec_hook=_convert_other)
         except msgspec.ValidationError as error:
@@ -96,7 +91,7 @@ def _convert_other(hint: Any, value: Any) -> Any:
 
 def _convert_unknown(candidate: Any, hint: Any, path: Path, value: Any, source: Source) -> Any:
     """Convert to a type that msgspec does not support. Without choices to check, return the value unchanged."""
-    for member in members_of(hint):
+    for member in union_members(hint):
         if isinstance(member, type) and issubclass(member, enum.Enum):
             found = [choice for choice in member if candidate in (choice, choice.value)]
             if found:
@@ -107,7 +102,7 @@ def _convert_unknown(candidate: Any, hint: Any, path: Path, value: Any, source: 
 
 
 def _mistyped(value: Any, hint: Any, path: Path, source: Source, detail: str) -> ConfigError:
-    given = value.text if isinstance(value, Flag) and isinstance(value.value, str) else plain(value)
+    given = value.text if isinstance(value, Flag) and isinstance(value.value, str) else unflagged(value)
     hidden = without_secrets(given, path[-1])
     try:
         shown = toml_value(hidden) if hidden is not None else "none"
@@ -127,7 +122,7 @@ def _mistyped(value: Any, hint: Any, path: Path, source: Source, detail: str) ->
 
 def _example(hint: Any) -> str:
     """An example of a valid value, as typed in a shell; empty if there is none."""
-    member = members_of(hint)[0]
+    member = union_members(hint)[0]
     origin = typing.get_origin(member) or member
     examples = {int: "3", float: "0.5", bool: "true", dict: "'{ key = 1 }'"}
     if origin in (list, tuple, set):
@@ -138,7 +133,7 @@ def _example(hint: Any) -> str:
 
 def _check_keys(value: Any, hint: Any, path: Path, source: Source) -> None:
     """Raise ConfigError for unknown keys of a table, at every depth. For a dataclass, msgspec would ignore them."""
-    for member in members_of(hint):
+    for member in union_members(hint):
         arguments = typing.get_args(member)
         if isinstance(value, dict):
             known = _record_fields(member)
@@ -173,34 +168,6 @@ def _record_fields(hint: Any) -> dict[str, Any] | None:
     return {name: hints.get(name, Any) for name in names}
 
 
-def convert_settings(
-    signature: Signature, given: Mapping[str, Any], label: str, source: Source = NOWHERE, path: Path = ()
-) -> dict[str, Any]:
-    """Convert the given settings of a component by its signature. Defaults are not added.
-
-    `label` names the component in errors ("environment calculator"). `path` is the path of its settings: ("env",) or
-    ("reward", alias). Raises ConfigError for an unknown setting, a wrong type, and a missing setting without default.
-    """
-    known = {setting.name: setting for setting in signature.settings}
-    for key, value in given.items():
-        if key not in known:
-            listing = ", ".join(
-                f"{each.name} ({describe_type(each.type)}; {default_text(each)})" for each in signature.settings
-            )
-            hint = misplaced_hint(key, [info.name for info in setting_infos()])
-            problem = in_lines(f"{label} has no setting {key!r}", hint)
-            raise unknown_key((*path, key), value, source, problem, known, f"its settings: {listing or 'none'}")
-    missing = [name for name, setting in known.items() if setting.is_required and name not in given]
-    if missing:
-        table = ".".join(path)
-        raise ConfigError(
-            f"{label} needs {', '.join(f'`{name}` ({describe_type(known[name].type)})' for name in missing)}\n"
-            f"type: {' '.join(f'{flag_name((*path, name))} VALUE' for name in missing)}"
-            + (f", or write it under [{table}] in the file" if table else "")
-        )
-    return {key: convert_value(value, known[key].type, (*path, key), source) for key, value in given.items()}
-
-
 def default_text(setting: Setting) -> str:
     """The default as TOML, or in Python's form if TOML cannot represent it; or "no default"."""
     if setting.is_required:
@@ -227,23 +194,6 @@ def default_fault(setting: Setting) -> str:
         hint = re.sub(r"[\w.]+\.(?=[A-Za-z_])", "", inspect.formatannotation(setting.type))  # without modules
         return f"the default {text} is not {describe_type(setting.type)}, but its hint is {hint}"
     return ""
-
-
-def complete_settings(signature: Signature, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with all defaults added, in the order of the signature, for the settings file of a run.
-
-    Defaults that TOML cannot represent, and defaults of secrets, are not added. A setting without a value gets its
-    default again.
-    """
-    complete: dict[str, Any] = {}
-    for setting in signature.settings:
-        if setting.name in settings:
-            complete[setting.name] = settings[setting.name]
-        elif not setting.is_required and not is_secret(setting.name):
-            with contextlib.suppress(TypeError):
-                toml_value(setting.default)
-                complete[setting.name] = setting.default
-    return complete
 
 
 def toml_key(key: str) -> str:
@@ -288,12 +238,12 @@ def _toml(value: Any) -> str:
     raise TypeError(f"TOML cannot hold {value!r}")
 
 
-def members_of(hint: Any) -> tuple[Any, ...]:
+def union_members(hint: Any) -> tuple[Any, ...]:
     """The member types of a union, without `Annotated`. Any other type is its own only member."""
     if typing.get_origin(hint) is typing.Annotated:
-        return members_of(typing.get_args(hint)[0])
+        return union_members(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return tuple(inner for member in typing.get_args(hint) for inner in members_of(member))
+        return tuple(inner for member in typing.get_args(hint) for inner in union_members(member))
     return (hint,)
 
 
@@ -302,14 +252,14 @@ def admits_none(hint: Any) -> bool:
     return any(
         member in (None, type(None), Any, object)
         or (typing.get_origin(member) is typing.Literal and None in typing.get_args(member))
-        for member in members_of(hint)
+        for member in union_members(hint)
     )
 
 
 def choices_of(hint: Any) -> list[Any]:
     """The allowed values of a `Literal` or enum, without None; empty if the type also allows other values."""
     found: list[Any] = []
-    for member in members_of(hint):
+    for member in union_members(hint):
         if typing.get_origin(member) is typing.Literal:
             found += [choice for choice in typing.get_args(member) if choice is not None]
         elif isinstance(member, type) and issubclass(member, enum.Enum):
@@ -331,7 +281,7 @@ def describe_type(hint: Any) -> str:
     if choices:
         words = [str(choice) for choice in choices] + (["none"] if admits_none(hint) else [])
         return "one of: " + ", ".join(words)
-    return " or ".join(dict.fromkeys(_describe_member(member) for member in members_of(hint))) + _describe_bounds(hint)
+    return " or ".join(dict.fromkeys(map(_describe_member, union_members(hint)))) + _describe_bounds(hint)
 
 
 def _describe_bounds(hint: Any) -> str:

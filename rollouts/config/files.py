@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.machinery
 import json
+import os
 import re
 import shlex
 import sys
@@ -21,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.config.flags import Flag, Tree, flag_name
+from rollouts.config.importing import beside, import_returns, module_name
 from rollouts.config.objects import NO_OBJECTS, Objects, take_objects
+from rollouts.config.paths import Move, file_base
+from rollouts.config.sections import is_config, read_config
 from rollouts.config.settings import is_secret
 from rollouts.errors import ConfigError, in_lines, said_of, suggestion, where_not_utf8, words_of
-from rollouts.plugins.importing import import_returns
-from rollouts.plugins.loading import beside, module_name
-from rollouts.training.simple.config import is_config, read_config
 
 Keys = tuple[str, ...]
 
@@ -103,14 +104,38 @@ def _flag_inside(path: tuple[str, ...], value: Any) -> str | None:
     return None
 
 
-def load_file(path: str | Path) -> tuple[Tree, Source]:
-    """Read a settings file. Returns its tree of settings, and its Source for later errors.
+def load_file(path: str | Path, home: Path | None = None) -> tuple[Tree, Source]:
+    """Read a settings file. Returns its tree of settings, and its Source for later errors. The paths in the tree begin
+    at `home` (None: the working directory), see `rollouts.config.paths`.
 
     A `.py` file assigns a dict to `config`, or assigns the settings to names; names that begin with an underscore are
     not settings. A function or class in it gets a name: see `rollouts.config.objects`. The file may also hold a
     `rollouts.training.Config`. Raises ConfigError with file and line.
     """
-    path = Path(path)
+    there = os.path.abspath(home or Path.cwd())  # the file's own code may change the working directory
+    tree, source = _read(Path(path))
+    base = file_base(source.path, there)
+    if not os.path.samefile(base, there):
+        tree = Move(base, there).tree(tree)
+    return _with_names(tree, source)
+
+
+def load_as_written(path: str | Path) -> tuple[Tree, Source]:
+    """The same, with the paths as they are in the file."""
+    return _with_names(*_read(Path(path)))
+
+
+def _with_names(tree: Tree, source: Source) -> tuple[Tree, Source]:
+    """The settings of a `.py` file with names in place of its objects."""
+    if not source.path.endswith(".py"):
+        return tree, source
+    with said_of(source.path):
+        tree, objects = take_objects(tree)
+    return tree, source.with_objects(objects)
+
+
+def _read(path: Path) -> tuple[Tree, Source]:
+    """The settings in a file, with its objects and its paths as they are."""
     reader = {".toml": _read_toml, ".json": _read_json, ".py": _read_py}.get(path.suffix)
     if reader is None or not path.is_file():
         raise _no_such_file(path)
@@ -137,10 +162,6 @@ def load_file(path: str | Path) -> tuple[Tree, Source]:
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
         raise ConfigError(f"{path}: expected a table of settings, got {type(tree).__name__}")
     check_tree(tree, source)
-    if path.suffix == ".py":
-        with said_of(str(path)):
-            tree, objects = take_objects(tree)
-        source = source.with_objects(objects)
     return tree, source
 
 
@@ -209,9 +230,9 @@ def _no_such_file(path: Path) -> ConfigError:
 
 def _environment_hint(given: str) -> str:
     """What to type if an environment was meant: its name, if it is installed or a path; else similar names."""
-    from rollouts.plugins.index import installed_components
+    from importlib.metadata import entry_points
 
-    names = [ref.name for ref in installed_components("environments")]
+    names = sorted(entry_points(group="rollouts.environments").names)
     if "/" in given or given in names:
         return f"to choose an environment, type `--env {given}`"
     if Path(f"{given}.py").is_file():
@@ -299,7 +320,7 @@ def _read_py(source: Source) -> Any:
         module = ast.parse(source.text, source.path)
         running = types.ModuleType(name)
         namespace = vars(running)
-        namespace["__file__"] = source.path
+        namespace["__file__"] = os.path.abspath(source.path)  # a path that is made of it is not moved
         running.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=source.path)
         sys.modules[name] = running  # here its functions and classes are found again
         beside(Path(source.path))

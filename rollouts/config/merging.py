@@ -23,14 +23,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from rollouts.config.convert import convert_value, plain, toml_value
+from rollouts.config.convert import convert_value, toml_value, unflagged
 from rollouts.config.files import NOWHERE, Source, refusal, where
 from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.foreign import foreign_hint
+from rollouts.config.names import names_module
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, WEIGHTED, without_secrets
 from rollouts.config.workers import worker_table
 from rollouts.errors import ConfigError, suggestion
-from rollouts.plugins.index import names_module
 
 Path = tuple[str, ...]
 
@@ -225,7 +225,7 @@ def _entry(key: str, entry: Any) -> tuple[str, Tree, bool]:
     if isinstance(entry, dict):
         table = _table(entry, (key,))
         if not isinstance(table.get("name"), str):
-            raise ConfigError(f"{key}: an entry of the list needs a `name`; got {without_secrets(plain(entry))!r}")
+            raise ConfigError(f"{key}: an entry of the list needs a `name`; got {without_secrets(unflagged(entry))!r}")
         component = parse_component("filter", table["name"])
         return str(table.pop("alias", component.alias)).replace("-", "_"), table, "alias" in entry
     name = _name(entry, (key,))
@@ -258,7 +258,7 @@ def _name(value: Any, path: Path) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        given = without_secrets(plain(value))
+        given = without_secrets(unflagged(value))
         raise ConfigError(f"{'.'.join(path)}: expected the name of a component, as text; got {given!r}")
     return "" if value.lower() == "none" else value
 
@@ -324,7 +324,7 @@ def _several(key: str, alias: str, name: str, table: Tree, source: Source, place
 
 def _env_weight(value: Any, path: Path, source: Source) -> EnvWeight:
     """The weight of one of several environments, checked as far as possible without an import."""
-    given = plain(value)
+    given = unflagged(value)
     if isinstance(given, str):
         return {"name": given}
     if isinstance(given, dict) and isinstance(given.get("name"), str):

@@ -20,10 +20,10 @@ from typing import Any, NamedTuple
 
 from rollouts.author_code import place_of_function, shown, unwrapped
 from rollouts.config.flags import Flag, Tree
+from rollouts.config.names import HELD
 from rollouts.config.rows import rows_of
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, WEIGHTED
 from rollouts.errors import ConfigError
-from rollouts.plugins.index import HELD
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -263,7 +263,7 @@ def import_name(value: Any) -> str:
         found = getattr(found, part, None)
     if found is not value or getattr(module, "__spec__", None) is None:
         return ""
-    file = str(getattr(module, "__file__", ""))
+    file = str(module.__spec__.origin if module.__spec__ else "")
     if module.__name__.startswith("rollouts_file_"):
         return f"{file if '/' in file else f'./{file}'}:{qualname}"
     return f"{module.__name__}:{qualname}" if _can_be_found(module) else ""

@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollouts.config.convert import convert_value, plain
-from rollouts.config.files import NOWHERE, Source, check_tree, load_file, refusal, unknown_key, walk, where
+from rollouts.config.convert import convert_value, unflagged
+from rollouts.config.files import NOWHERE, Source, check_tree, load_file, refusal, runs_inside, unknown_key, walk, where
 from rollouts.config.flags import Flag, Tree
 from rollouts.config.foreign import foreign_hint
 from rollouts.config.merging import Component, component_names, components_of, merge
-from rollouts.config.saved import with_settings_of_saved
+from rollouts.config.paths import CONFIG, Move
 from rollouts.config.schedule import check_schedule, scheduled_parts
 from rollouts.config.secrets import (
     components_without_secrets,
@@ -42,6 +42,10 @@ from rollouts.errors import ConfigError, in_lines, near_misses
 
 EXPORTED = "rollouts.toml"
 """The file in an exported model's folder with the settings of its run."""
+
+
+OWN_ONLY = ("mode", "inference", "logger", "out")
+"""The settings of an evaluation that a run with `--from` does not take from the run that it reads."""
 
 HOLDING_OUT = ("seed", "eval_tasks")
 """The settings that determine which tasks are held out. The evaluation of a run takes them from that run."""
@@ -69,13 +73,28 @@ class Resolved(NamedTuple):
         return self._replace(settings=settings, components=components)
 
 
+def moved(resolved: Resolved, move: Move) -> Resolved:
+    """The same settings with other paths."""
+    core = {each.name: getattr(resolved.settings, each.name) for each in dataclasses.fields(Settings)}
+    components = {
+        key: [
+            each._replace(
+                **{name: move.value((key, name), getattr(each, name)) for name in ("name", "weight")}
+            )._replace(settings=move.value((key,), each.settings))
+            for each in chosen
+        ]
+        for key, chosen in resolved.components.items()
+    }
+    return resolved._replace(settings=Settings(**move.tree(core)), components=components)
+
+
 def merge_over_file(file: Tree, *given: Tree, source: Source = NOWHERE) -> Tree:
     """The `given` settings, merged over those of a file. An evaluation does not take SAMPLING from the file of a
     training run: its numbers are then those of the run's own evaluations.
     """
     merged, mode = merge(file, *given, source=source), file.get("mode")
     is_of_training = mode != "eval" and (mode is not None or not file.keys() <= set(EVAL))
-    if plain(merged.get("mode")) == "eval" and is_of_training:
+    if unflagged(merged.get("mode")) == "eval" and is_of_training:
         return merge({key: value for key, value in file.items() if key not in SAMPLING}, *given)
     return merged
 
@@ -94,11 +113,11 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     check_tree(tree, source)
     infos = {info.name: info for info in setting_infos()}
     _refuse_unknown(tree, infos, source)
-    mode = plain(tree["mode"]) if tree.get("mode") is not None else "rl"
+    mode = unflagged(tree["mode"]) if tree.get("mode") is not None else "rl"
     if mode == "eval":
         tree = _with_settings_of_run(_of_evaluation(tree, source))
         infos["temperature"] = infos["temperature"]._replace(minimum=0.0, above=-math.inf)  # 0: greedy
-    elif plain(tree.get("from_run")) and not allow_left_out:  # its file has all settings, also if that run is gone
+    elif unflagged(tree.get("from_run")) and not allow_left_out:  # its file has all settings, also if that run is gone
         tree = _from_saved(tree, mode, source)
     tree = with_secrets_of_run(tree)
     if not allow_left_out:
@@ -145,7 +164,7 @@ def _with_own_logger(loggers: Tree) -> Tree:
     """
     (own,) = Settings.logger
     if not any("name" in table for table in loggers.values()) or any(
-        plain(t.get("name")) == own for t in loggers.values()
+        unflagged(t.get("name")) == own for t in loggers.values()
     ):
         return loggers
     return {own: {"name": own, **loggers.get(own, {})}} | {key: each for key, each in loggers.items() if key != own}
@@ -172,7 +191,7 @@ def _from_saved(tree: Tree, mode: Any, source: Source) -> Tree:
         again = "leave one of them out; to train on the good rollouts alone, type: --loss rft"
         raise refusal(("from_run",), tree["from_run"], source, f"a run of mode {mode} reads no trajectories", again)
     for name in ("over_sampling", "refill", "staleness"):
-        if plain(tree.get(name)) not in (None, getattr(Settings, name)):
+        if unflagged(tree.get(name)) not in (None, getattr(Settings, name)):
             raise refusal((name,), tree[name], source, "with --from nothing is sampled; leave it out")
     return with_settings_of_saved(tree)
 
@@ -207,9 +226,9 @@ def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...
             return _sft(value, source)
         for name, inner in value.items() if info.name == "role" else ():
             if not isinstance(inner, dict):
-                hint = f"type: --role.{name}.model {plain(inner)}"
+                hint = f"type: --role.{name}.model {unflagged(inner)}"
                 raise refusal((*path, name), inner, source, "expected the settings of a role", hint)
-        return {key: inner for key, inner in plain(value).items() if inner is not None}  # None means: not set
+        return {key: inner for key, inner in unflagged(value).items() if inner is not None}  # None means: not set
     if isinstance(value, dict):
         hint = _hint_inside(value) or f"type: {info.flag} VALUE"
         raise refusal(path, value, source, f"expected one value; `{info.name}` has no settings of its own", hint)
@@ -220,14 +239,14 @@ def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...
     converted = convert_value(value, info.type, path, source)
     fault = _fault_of_number(info, converted) if isinstance(converted, int | float) else ""
     if fault:
-        raise refusal(path, value, source, f"must be {fault}; got {plain(value)}")
+        raise refusal(path, value, source, f"must be {fault}; got {unflagged(value)}")
     return converted
 
 
 def _list_of_rules(value: Any) -> Any:
     """One rule as a list of one; `none` as an empty list."""
     listed = value if isinstance(value, list | tuple) else [value]
-    return [] if [plain(each) for each in listed] in ([None], ["none"]) else listed
+    return [] if [unflagged(each) for each in listed] in ([None], ["none"]) else listed
 
 
 def _check_metrics(values: Tree, tree: Tree, source: Source) -> None:
@@ -325,8 +344,49 @@ def _with_settings_of_run(tree: Tree) -> Tree:
 
     Raises ConfigError if the settings of the run cannot be read.
     """
-    file = run_settings_file(plain(tree.get("model")))
+    file = run_settings_file(unflagged(tree.get("model")))
     if file is None or all(name in tree for name in HOLDING_OUT):
         return tree
     run, _ = load_file(file)
     return {name: run[name] for name in HOLDING_OUT if run.get(name) and name not in tree} | tree
+
+
+# --- the run that `--from` names --------------------------------------------------------------------------------------
+
+
+def saved_folder(run: str) -> Path:
+    """The folder of the run whose trajectories are meant, as an absolute path: of a run of mode sft+rl, its
+    reinforcement. Raises ConfigError if there is no run, or if it is an evaluation or was trained on demonstrations.
+    """
+    folder = Path(run).expanduser().absolute()
+    if (folder / "rl" / CONFIG).is_file():
+        folder = folder / "rl"
+    if not (folder / CONFIG).is_file():
+        inside = runs_inside(Path(run).expanduser())
+        hint = f"\ndid you mean: {', '.join(inside[-3:])}?" if inside else "\ngive the folder that a run has written"
+        raise ConfigError(f"{run} holds no run: it has no {CONFIG}{hint}")
+    mode = load_file(folder / CONFIG)[0].get("mode", "rl")
+    if mode != "rl":
+        why = {
+            "eval": "an evaluation, whose tasks are held out",
+            "sft": "a run of mode sft, which saves no trajectories",
+        }.get(mode, f"a run of mode {mode} that has not begun to reinforce")
+        raise ConfigError(f"{run} holds {why}: give a run of mode rl")
+    return folder
+
+
+def with_settings_of_saved(tree: Tree) -> Tree:
+    """The tree with the environment, the model, the template and all other settings of episodes from the first run of
+    `from_run`, unless they are given. The folders become absolute. Raises ConfigError.
+    """
+    runs = [str(saved_folder(run)) for run in _listed(tree["from_run"])]
+    run, _ = load_file(Path(runs[0]) / CONFIG)
+    return merge({key: run[key] for key in run if key in EVAL and key not in OWN_ONLY}, tree | {"from_run": runs})
+
+
+def _listed(given: Any) -> list[str]:
+    values = [unflagged(each) for each in given] if isinstance(given, list | tuple) else [unflagged(given)]
+    for value in values:
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"--from {value}: expected the folder of a run")
+    return values

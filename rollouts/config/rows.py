@@ -12,6 +12,9 @@ from rollouts.author_code import authors_code, shown, why_no_list
 from rollouts.errors import ConfigError, RolloutsError, words_of
 from rollouts.types import Message, Task
 
+GIVEN_ROWS = "code/prompts_"
+"""How the name of a file of such rows begins, in the folder of a run."""
+
 OWN_KEYS = ("prompt", "answer", "id")
 """The keys of a row that do not become the task's `info`."""
 
@@ -38,7 +41,7 @@ def rows_of(prompts: Any) -> tuple[str, bytes]:
         raise ConfigError(f"prompts: got an empty list, so the run has no task\n{_EXPECTED}")
     lines = [_line(f"prompts[{number}]", prompt) for number, prompt in enumerate(given)]
     content = b"".join(line + b"\n" for line in lines)
-    return f"code/prompts_{hashlib.sha256(content).hexdigest()[:8]}.jsonl", content
+    return f"{GIVEN_ROWS}{hashlib.sha256(content).hexdigest()[:8]}.jsonl", content
 
 
 def _line(where: str, prompt: Any) -> bytes:

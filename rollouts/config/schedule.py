@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollouts.config.convert import plain
+from rollouts.config.convert import unflagged
 from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
 from rollouts.config.flags import Tree
 from rollouts.config.merging import Component, component_tables, components_of, merge
@@ -61,7 +61,7 @@ def check_schedule(value: Any, source: Source = NOWHERE) -> tuple[dict[str, Any]
             twice = f"two tables have step {step}; write their settings into one table"
             raise refusal((*path, "step"), step, source, twice)
         steps.append(step)
-    return tuple(plain(table) for table in value)
+    return tuple(unflagged(table) for table in value)
 
 
 def scheduled_parts(

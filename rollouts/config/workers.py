@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollouts.config.convert import convert_value, plain
+from rollouts.config.convert import convert_value, unflagged
 from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
 from rollouts.config.flags import Flag
 from rollouts.config.hints import argument_docs
@@ -95,12 +95,12 @@ def worker_table(value: Any) -> Table:
     if isinstance(value, dict):
         of_aliases = {name for name in value if name not in _FIELDS}
         return {
-            name: {"kind": each} if name in of_aliases and isinstance(plain(each), str) else each
+            name: {"kind": each} if name in of_aliases and isinstance(unflagged(each), str) else each
             for name, each in value.items()
         }
     table: Table = {}
     for each in value if isinstance(value, list | tuple) else [value]:
-        text = plain(each)
+        text = unflagged(each)
         if text is None:
             text = INLINE
         if not isinstance(text, str):
@@ -125,7 +125,7 @@ def read_workers(value: Any, source: Source = NOWHERE) -> Table:
         if isinstance(each, dict) and not (_is_component(kind) and _is_text_setting(each, kind)):
             checked[name] = _checked(each, ("worker", name), source, kind)
         elif _is_component(kind):
-            checked[name] = plain(each["kind"] if isinstance(each, dict) else each)
+            checked[name] = unflagged(each["kind"] if isinstance(each, dict) else each)
         else:
             raise _unknown(("worker", name), each, source)
     return checked
@@ -133,7 +133,7 @@ def read_workers(value: Any, source: Source = NOWHERE) -> Table:
 
 def _is_text_setting(table: Table, kind: str) -> bool:
     """Whether `worker_table` took a text for the kind of an alias, and it is a setting of the package's kind."""
-    text = plain(table.get("kind"))
+    text = unflagged(table.get("kind"))
     return table.keys() == {"kind"} and isinstance(text, str) and _is_component(text) and text != kind
 
 
@@ -146,11 +146,11 @@ def _unknown(path: tuple[str, ...], value: Any, source: Source) -> ConfigError:
 def _checked(table: Table, path: tuple[str, ...], source: Source, common: str = INLINE) -> Table:
     """A checked table. `common` is the kind of workers of an alias that has none of its own."""
     hints, found = typing.get_type_hints(WorkerSettings), Table()
-    kind = plain(table.get("kind", common))
+    kind = unflagged(table.get("kind", common))
     for name, value in table.items():
         place = (*path, name)
         if name not in _FIELDS and isinstance(kind, str) and _is_component(kind):
-            found[name] = plain(value)
+            found[name] = unflagged(value)
             continue
         if name not in _FIELDS:
             raise _unknown(place, value, source)

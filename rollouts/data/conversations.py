@@ -23,8 +23,8 @@ from rollouts.data.messages import (
     match_results,
     read_json,
     read_message,
-    read_tools,
     results_from_text,
+    tools_of_row,
 )
 from rollouts.data.messages import BadRowError as BadRowError
 from rollouts.errors import counted
@@ -94,7 +94,7 @@ def read_conversation(row: Any, *, keeps_parts: bool = False) -> Conversation:
         read = KEYS if mark and not is_reply else _READ  # only replies are trained
         if not isinstance(turn, Message) and not turn.keys() <= read:
             unread |= {f"{column}[].{key}" for key in turn.keys() - read if turn[key] is not None}
-    tools = read_tools(row.get("tools"))
+    tools = tools_of_row(row.get("tools"))
     messages, weights = _with_calls(messages, weights, bool(tools))
     match_results(messages)
     if not messages:

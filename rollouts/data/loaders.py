@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollouts import revisions
 from rollouts.bounds import ROW_CHARACTERS_MAX, excess
 from rollouts.errors import ConfigError, first_line, in_lines, suggestion, where_not_utf8
+from rollouts.models import revisions
 
 SAMPLE_CHARACTERS = 80
 HUB_SECONDS = 5.0  # for the request for the newest commit
@@ -39,7 +39,7 @@ def jsonl(source: str) -> Iterator[Any]:
         with opener(source, "rt", encoding="utf-8-sig", newline="\n") as lines:
             yield from json_lines(lines)
     except OSError as error:
-        raise unreadable(source, error) from error
+        raise unreadable_source(source, error) from error
     except UnicodeDecodeError as error:
         raise _not_utf8(source, opener) from error
 
@@ -49,7 +49,7 @@ def json(source: str) -> Iterator[Any]:
     try:
         text = Path(source).read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise unreadable(source, error) from error
+        raise unreadable_source(source, error) from error
     except UnicodeDecodeError as error:
         raise _not_utf8(source) from error
     if not text.strip():
@@ -125,7 +125,7 @@ def hub(source: str, streaming: bool, *, split: str = "train", config: str = "",
 
 
 def load_hub(source: str, config: str = "", *, split: str, revision: str = "", streaming: bool = False) -> Any:
-    """A dataset of the hub, at one commit in a run (`rollouts.revisions`), or a folder of data files.
+    """A dataset of the hub, at one commit in a run (`rollouts.models.revisions`), or a folder of data files.
 
     Raises ConfigError if the run needs another commit than the one that is on this machine, and what the library
     datasets raises.
@@ -209,7 +209,7 @@ def _file(form: str, source: str, **options: Any) -> Iterator[Any]:
     import datasets
 
     if not Path(source).is_file():
-        raise unreadable(source)
+        raise unreadable_source(source)
     try:
         rows = datasets.load_dataset(form, data_files=source, split="train", streaming=True, **options)
         for row in rows:
@@ -225,7 +225,7 @@ OF_FILES = (jsonl, json, csv, parquet)
 """The loaders whose source is a file on this machine."""
 
 
-def unreadable(source: str, error: OSError | None = None) -> ConfigError:
+def unreadable_source(source: str, error: OSError | None = None) -> ConfigError:
     """The error for a file that the system does not read; without one, for a file that is not there."""
     why = "No such file or directory" if error is None else error.strerror or error
     return ConfigError(f"{source} cannot be read: {why}; type --data PATH-OF-ROWS")

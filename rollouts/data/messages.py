@@ -184,7 +184,7 @@ def _call(value: Any) -> ToolCall:
     return ToolCall(function["name"], arguments, str(value.get("id") or ""))
 
 
-def read_tools(value: Any) -> list[dict[str, Any]]:
+def tools_of_row(value: Any) -> list[dict[str, Any]]:
     """The tools of a row as schemas. Raises BadRowError."""
     if isinstance(value, str):
         value = read_json(value, "the column tools") if value.strip() else []

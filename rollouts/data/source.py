@@ -19,9 +19,10 @@ from typing import Any, Literal, NamedTuple
 
 from rollouts.author_code import authors_code, why_no_list
 from rollouts.config.files import NOWHERE
-from rollouts.data.loaders import OF_FILES, NotARow, bounded_row, json_lines, unreadable
+from rollouts.config.names import names_file, names_module, normalize
+from rollouts.data.loaders import OF_FILES, NotARow, bounded_row, json_lines, unreadable_source
 from rollouts.errors import ConfigError, RolloutsError, SignatureError, first_line, in_lines, suggestion, words_of
-from rollouts.plugins.index import ComponentRef, names_file, names_module, normalize
+from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.loading import install_hint
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.settings import converted
@@ -181,7 +182,7 @@ def require_file(data: str | Mapping[str, Any]) -> None:
     """Raise ConfigError if the loader of this data reads a file, and there is none. Nothing is read."""
     loader = choose_loader(PluginManager(), data)
     if loader.component in OF_FILES and not Path(loader.source).exists():
-        raise unreadable(loader.source)
+        raise unreadable_source(loader.source)
 
 
 def open_rows(

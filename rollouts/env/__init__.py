@@ -1,26 +1,23 @@
 """What an environment author writes with: `@tool`, `@reward`, `@metric`.
 
 authoring      the marks `@tool`, `@reward`, `@metric`, and how they are collected from a class
-added_tools    a function as a tool that a run adds to those of its environments
 toolsets       a class of tools that a run adds to those of its environments
 background     a trio loop for connections that outlive single calls
 services       a server that an environment plays on: its address, and what it offers
 json_schemas   names and argument schemas of tools that another system describes
-task_tools     the tools of one task, and `Tool`, which has a schema of its own
+task_tools     functions as tools: those of one task, those that a run adds, `Tool` with a schema of its own
 schema         a tool's JSON schema, and the conversion of the model's arguments
 checks         finds an environment that cannot work, before a model loads
 advice         warns about an environment that works, but probably not as intended
-inputs         what a method may name besides its arguments, such as `shared`
 shared         what all episodes of a process use, made once
 calls          run a plain, trio or asyncio function under a deadline
-threads        worker threads for plain functions
-author_thread  one thread for code that is called again and again, such as a generator of tasks
+threads        worker threads for plain functions, and one thread for code that is called again and again
 isolated       which functions can run in another process, and how that process finds them
 processes      the pool of processes for isolated tools
 worker         the program that runs in each of these processes
 tools          runs a tool call of the model
 results        a tool's result as text for the model
-returned       what an environment's other methods return, checked
+methods        what an environment's methods take and return, checked
 workers        environments that run in another process
 mixing         several rewards, mixed into one score
 rewards        the core's own reward functions

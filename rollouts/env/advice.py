@@ -13,7 +13,7 @@ from typing import Any
 
 from rollouts.author_code import Place, place_of_function
 from rollouts.env.authoring import METRIC_MARK, REWARD_MARK, TOOL_MARK, Remote, environment_name, mark_of, tools_of
-from rollouts.env.inputs import INPUTS, names_input
+from rollouts.env.methods import INPUTS, names_input
 from rollouts.env.schema import schema_of
 
 CONTRACT = ("tasks", "demonstrations", "shared", "setup", "tools", "close", "reply", "rollout", "state", "restore")

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollouts.env import relay
 from rollouts.env.prompts import Prompts
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
+from rollouts.gateway import relay
 from rollouts.sandboxes.base import LocalSandbox
 from rollouts.types import Task, Trajectory
 

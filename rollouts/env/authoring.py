@@ -94,13 +94,17 @@ class Remote:
         """Raise the error of `check_environment` in the other process."""
         raise NotImplementedError
 
+    def remote_check_data(self) -> None:
+        """Raise ConfigError if the environment reads rows that are not there."""
+        raise NotImplementedError
+
     def remote_warnings(self) -> list[tuple[str, int, str]]:
         """The warnings of `advice` in the other process: file, line, words."""
         raise NotImplementedError
 
     def remote_lease(self, sandboxes: Any) -> Any:
-        """The sandbox of an episode in the other process, with the methods of `rollouts.sandboxes.lease.Lease`; None if
-        `setup` names none. `sandboxes` are those that the run has for this environment.
+        """The sandbox of an episode in the other process, with the methods of `rollouts.sandboxes.opening.Lease`; None
+        if `setup` names none. `sandboxes` are those that the run has for this environment.
         """
         raise NotImplementedError
 

@@ -30,7 +30,7 @@ from rollouts.env.authoring import (
     tools_of,
 )
 from rollouts.env.calls import UNDER_TRIO, RemoteCall, async_library_of
-from rollouts.env.inputs import inputs_of, names_input, with_inputs
+from rollouts.env.methods import inputs_of, names_input, with_inputs
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.prompts import Prompts
 from rollouts.env.schema import check_tool
@@ -75,8 +75,11 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
         _check_class(env)
     if rewards is None or (rewards and (rewards_of(env) or any(term.function is not None for term in rewards))):
         return
-    if isinstance(env, Prompts):
-        env.check_data()  # without its rows, what is said of rewards leads nowhere
+    # Without its rows, what is said of rewards leads nowhere.
+    if isinstance(env, Remote):
+        env.remote_check_data()
+    elif isinstance(env, Prompts):
+        env.check_data()
     label = environment_name(env)
     if not rewards:
         raise EnvironmentDefinitionError(f"no reward was named; type --reward env:1 for the rewards of {label} itself")

@@ -14,6 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
+from rollouts.config.names import normalize
 from rollouts.env.installs import all_installed, package_of
 from rollouts.plugins import index
 from rollouts.plugins.contract import CORE
@@ -79,16 +80,16 @@ def _packages() -> list[_Package]:
 
     here: dict[str, tuple[str, list[str]]] = {}
     for ref in index.scan().components:
-        is_core = index.normalize(ref.distribution) == CORE
+        is_core = normalize(ref.distribution) == CORE
         if ref.kind == "environments" and not is_core and index.is_installed(ref.distribution):
             lines = distribution(ref.distribution).requires or []
-            here.setdefault(index.normalize(ref.distribution), (ref.name, lines))
+            here.setdefault(normalize(ref.distribution), (ref.name, lines))
     own: dict[str, tuple[str, list[str]]] = {}
     for each in all_installed():
-        name = index.normalize(each.install.package)
+        name = normalize(each.install.package)
         sites = each.venv.glob("lib/python*/site-packages")
         for found in distributions(path=[str(site) for site in sites]):
-            if each.install.environments and index.normalize(found.metadata["Name"] or "") == name:
+            if each.install.environments and normalize(found.metadata["Name"] or "") == name:
                 own[name] = (each.install.environments[0], found.requires or [])
     return [
         _Package(name, environment, _requirements(lines), name in here, name in own)
@@ -105,7 +106,7 @@ def _requirements(lines: list[str]) -> dict[str, SpecifierSet]:
         except InvalidRequirement:  # pip refuses to install such a package, so it was put there in another way
             continue
         if parsed.url is None and (parsed.marker is None or parsed.marker.evaluate({"extra": ""})):
-            name = index.normalize(parsed.name)
+            name = normalize(parsed.name)
             found[name] = found.get(name, SpecifierSet()) & parsed.specifier
     return found
 

@@ -2,12 +2,14 @@
 
 The virtual environment has the package, what it requires, and the light base of rollouts, which has no torch. `uv`
 installs it if it is on PATH, else pip. The installation is complete when its record is written (`installs`); one that
-fails or is killed leaves an earlier one as it was.
+fails or is killed leaves an earlier one as it was. Wheels of the base, and of its dependencies here, are made for it.
 """
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import importlib.util
 import os
 import re
@@ -17,13 +19,16 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Callable, Sequence
-from importlib.metadata import Distribution, distributions
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 
+from rollouts.config.names import normalize
+from rollouts.doors import HOMES
 from rollouts.env.installs import (
     LOCK,
     VENV,
@@ -35,9 +40,8 @@ from rollouts.env.installs import (
     python_of,
     write_record,
 )
-from rollouts.env.wheels import BASE, base_wheel, dependency_wheels
 from rollouts.errors import PluginError, in_lines
-from rollouts.plugins.index import is_installed, normalize, scan
+from rollouts.plugins.index import is_installed, scan
 from rollouts.supervisor import supervised
 
 LAST_LINES = 12  # how many lines of an installer's output an error shows
@@ -295,3 +299,86 @@ def _locked(package: Distribution, wanted: Wanted) -> str:
         with contextlib.suppress(msgspec.MsgspecError):
             origin = str(msgspec.json.decode(package.read_text("direct_url.json") or "{}").get("url", ""))
     return f"{package.metadata['Name']}=={package.version}" + (f"  # from {origin}" if origin else "")
+
+
+# --- wheels -----------------------------------------------------------------------------------------------------------
+
+
+BASE = "rollouts-rl"
+METADATA = ("METADATA", "WHEEL", "entry_points.txt", "top_level.txt")  # what a wheel keeps of an installation
+
+
+def base_wheel(folder: Path) -> Path:
+    """Write the wheel of the rollouts that runs. Raises PluginError if rollouts is not installed."""
+    try:
+        base = distribution(BASE)
+    except PackageNotFoundError:
+        raise PluginError(
+            "rollouts itself is not installed, so it cannot be copied into a virtual environment\n"
+            "type, in its folder: pip install -e ."
+        ) from None
+    code = dict[str, Path]()
+    for package, home in HOMES.items():
+        code |= {file.relative_to(home).as_posix(): file for file in (home / package).rglob("*") if _is_code(file)}
+    return _write_wheel(base, code, folder)
+
+
+def dependency_wheels(folder: Path) -> None:
+    """Write wheels of the packages that the base of rollouts depends on, if they are installed here."""
+    waiting, seen = list(_requirements(distribution(BASE))), set[str]()
+    while waiting:
+        name = normalize(waiting.pop())
+        if name in seen:
+            continue
+        seen.add(name)
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:  # a requirement of another system, such as colorama; the resolver says what lacks
+            continue
+        waiting += _requirements(found)
+        _write_wheel(found, _recorded(found), folder)
+
+
+def _requirements(package: Distribution) -> Iterator[str]:
+    """The names of the packages that it requires without an extra."""
+    for line in package.requires or ():
+        requirement, _, marker = line.partition(";")
+        if not re.search(r"\bextra\b", marker):
+            yield re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0]
+
+
+def _recorded(package: Distribution) -> dict[str, Path]:
+    """The files that its installation wrote, without metadata and scripts, which an installer writes."""
+    files = {}
+    for path in package.files or ():
+        parts = path.parts
+        if ".." not in parts and not path.is_absolute() and not parts[0].endswith(".dist-info"):
+            if _is_code(file := Path(str(path.locate()))):
+                files[path.as_posix()] = file
+    return files
+
+
+def _is_code(file: Path) -> bool:
+    return file.is_file() and "__pycache__" not in file.parts and file.suffix != ".pyc"
+
+
+def _write_wheel(package: Distribution, files: dict[str, Path], folder: Path) -> Path:
+    name, version = normalize(package.metadata["Name"]).replace("-", "_"), package.version
+    tags = re.findall(r"^Tag: *(\S+)-(\S+)-(\S+)", package.read_text("WHEEL") or "", re.MULTILINE)
+    tag = "-".join(".".join(sorted(set(each))) for each in zip(*tags, strict=True)) or "py3-none-any"
+    contents = {inside: file.read_bytes() for inside, file in sorted(files.items())}
+    info = f"{name}-{version}.dist-info"
+    for each in METADATA:
+        if (text := package.read_text(each)) is not None:
+            contents[f"{info}/{each}"] = text.encode()
+    record = "".join(f"{inside},sha256={_digest(data)},{len(data)}\n" for inside, data in contents.items())
+    contents[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
+    path = folder / f"{name}-{version}-{tag}.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as wheel:
+        for inside, data in contents.items():
+            wheel.writestr(inside, data)
+    return path
+
+
+def _digest(data: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip("=")

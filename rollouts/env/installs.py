@@ -20,9 +20,9 @@ from typing import IO, NamedTuple
 
 import msgspec
 
+from rollouts.config.names import normalize
 from rollouts.disk import HIDDEN_NAME, remove_folder, write_whole
 from rollouts.errors import PluginError, UnknownComponentError, in_lines, suggestion
-from rollouts.plugins.index import normalize
 
 NAMES_MAX = 8  # a collection such as `gym/...` has a thousand
 RECORD, LOCK, VENV = "install.json", "rollouts.lock", "venv-"
@@ -140,7 +140,8 @@ def package_of(name: str) -> str:
     """
     from importlib.metadata import distribution
 
-    from rollouts.plugins.index import find_component, names_file, names_module
+    from rollouts.config.names import names_file, names_module
+    from rollouts.plugins.index import find_component
 
     if names_file(name) or names_module(name):
         return ""

@@ -12,15 +12,14 @@ import copy
 import functools
 import inspect
 import itertools
-import math
 import re
 from collections.abc import Callable, Mapping
-from types import GenericAlias, NoneType
-from typing import Any, Literal, NamedTuple, Union
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rollouts.author_code import authors_code, message_of, printable, shown, with_place
+from rollouts.chat.arguments import converted_argument, hint_of_schema
 from rollouts.config.hints import argument_docs
 from rollouts.encoding import plain as plain_json
 from rollouts.env.authoring import ToolMethod
@@ -117,38 +116,6 @@ def read_arguments(tool: ToolMethod, arguments: Mapping[str, Any]) -> dict[str, 
     return found if isinstance(found, str) else {**found, **others}
 
 
-def typed_arguments(schema: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, in which a text has the type that a tool's JSON schema gives it. A text that the schema allows, or
-    that does not fit, stays as it is.
-
-    >>> typed_arguments({"properties": {"a": {"type": "integer"}}}, {"a": "3", "b": "3"})
-    {'a': 3, 'b': '3'}
-    """
-    properties = schema.get("properties") if isinstance(schema, Mapping) else None
-    if not isinstance(properties, Mapping):
-        return dict(arguments)
-    return {
-        key: _typed(value, properties[key]) if isinstance(value, str) and key in properties else value
-        for key, value in arguments.items()
-    }
-
-
-def _typed(text: str, schema: Any) -> Any:
-    try:
-        hint = _encoded_hint(msgspec.json.encode(schema))
-        with contextlib.suppress(msgspec.ValidationError):
-            return msgspec.convert(text, hint)
-        value = _converted(text, hint)
-        return text if isinstance(value, float) and not math.isfinite(value) else value  # JSON has no such number
-    except (ValueError, TypeError, RecursionError):  # it does not fit, or a client's schema is none
-        return text
-
-
-@functools.lru_cache(maxsize=1024)
-def _encoded_hint(schema: bytes) -> Any:
-    return _hint_of(msgspec.json.decode(schema))
-
-
 def _validated(parameters: Mapping[str, _Parameter], arguments: Mapping[str, Any], label: str) -> dict[str, Any] | str:
     for given in arguments:
         if given not in parameters:
@@ -164,28 +131,10 @@ def _validated(parameters: Mapping[str, _Parameter], arguments: Mapping[str, Any
         parameter = parameters[given]
         try:
             with authors_code():
-                converted[given] = _converted(value, parameter.hint)
+                converted[given] = converted_argument(value, parameter.hint)
         except Exception as error:  # ValidationError, or an error of a dataclass's __post_init__
             return f"argument {given!r} of {label} must be {_type_words(parameter.schema)}: {message_of(error)}"
     return converted
-
-
-def _converted(value: Any, hint: Any) -> Any:
-    """The value as its type. A text that does not fit may be a list or an object as JSON, or a template's None: XML
-    formats of calls have only text.
-    """
-    try:
-        return msgspec.convert(value, hint, strict=False)
-    except msgspec.ValidationError:
-        if value == "None":
-            return msgspec.convert(None, hint)
-        if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
-            raise
-        try:
-            data = msgspec.json.decode(value)
-        except msgspec.DecodeError:
-            data = value
-        return msgspec.convert(data, hint, strict=False)
 
 
 # --- reading a function ---------------------------------------------------------------------------------------------
@@ -285,39 +234,9 @@ def _parameters_of_schema(encoded: bytes) -> dict[str, _Parameter]:
     """The parameters of an encoded `plain_parameters`, by name."""
     schema = msgspec.json.decode(encoded)
     return {
-        name: _Parameter(name, _hint_of(each), each, name in schema["required"])
+        name: _Parameter(name, hint_of_schema(each), each, name in schema["required"])
         for name, each in schema["properties"].items()
     }
-
-
-def _hint_of(schema: Any) -> Any:
-    """The type of the values that a JSON schema describes, as far as it is simple. Any: it is not checked."""
-    if not isinstance(schema, dict) or "$ref" in schema or "allOf" in schema:
-        return Any
-    choices, kinds = schema.get("enum"), schema.get("type")
-    options = schema.get("anyOf") or schema.get("oneOf")
-    found: list[Any]
-    if isinstance(choices, list) and choices:
-        found = [Literal[tuple(choices)] if {type(each) for each in choices} <= {str, int, NoneType} else Any]
-    elif isinstance(options, list):
-        found = [_hint_of(option) for option in options]
-    elif kinds == "array":
-        found = [GenericAlias(list, (_hint_of(schema.get("items")),))]
-    else:
-        found = [_SIMPLE.get(str(kind), Any) for kind in (kinds if isinstance(kinds, list) else [kinds])]
-    if Any in found or not found:
-        return Any
-    hint: Any = Union[tuple([*found, None] if schema.get("nullable") else found)]  # noqa: UP007
-    try:
-        msgspec.json.Decoder(hint)
-    except TypeError:  # such as a union of two lists
-        return Any
-    return hint
-
-
-_SIMPLE: Mapping[str, Any] = {
-    "string": str, "integer": int, "number": int | float, "boolean": bool, "null": None, "array": list, "object": dict,
-}  # fmt: skip
 
 
 # --- schemas --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ an environment object of its own, in a thread of its own:
   those of `calls`). A generator runs in one task.
 
 The value is made when it is first needed, and the clean-up runs when the last `shared_values` block ends. Not here:
-which method names `shared` (`inputs`).
+which method names `shared` (`methods`).
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
-"""The tools of one task: what an environment's `tools(self, task)` may return, and `Tool`, a tool with a schema of its
-own.
+"""Functions as tools: what an environment's `tools(self, task)` may return; `Tool`, which has a schema of its own; and
+what a run adds to the tools of its environments (`--tool`).
 
-Not here: the tools that an environment marks (`authoring`), schemas that are read from a function (`schema`).
+Not here: the tools that an environment marks (`authoring`), schemas that are read from a function (`schema`), classes
+of tools (`toolsets`).
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from rollouts.author_code import shown, why_no_list
-from rollouts.env.added_tools import added_tool
 from rollouts.env.authoring import (
     TIMEOUT_SECONDS,
     TOOL_MARK,
@@ -25,8 +27,10 @@ from rollouts.env.authoring import (
     roles_of,
     tools_of,
 )
+from rollouts.env.isolated import check_reference
 from rollouts.env.schema import check_tool, plain_parameters
 from rollouts.errors import EnvironmentDefinitionError, near_misses
+from rollouts.plugins.signature import keywords_of
 
 EXPECTED = "a list of marked methods (self.search), functions marked with @tool, names of marked methods, or Tool(...)"
 
@@ -148,3 +152,25 @@ def _check_takes(function: Callable[..., Any], names: Iterable[str], required: I
                 f"{label}: its function {signature} cannot be called with the arguments "
                 f"{', '.join(arguments) or '(none)'} ({error}); change `parameters`, or take **arguments"
             ) from error
+
+
+def added_tool(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> ToolMethod:
+    """A function as a tool of this name, for any environment. Its keyword-only parameters are `settings`, which the
+    model does not see. The function may be marked by `@tool`, for its deadline and its isolation.
+
+    >>> def search(query: str, *, top_k: int = 3) -> str: ...
+    >>> list(inspect.signature(added_tool("find", search, {"top_k": 5}).function).parameters)
+    ['query']
+    """
+    is_plain = inspect.isroutine(function) or isinstance(function, functools.partial)
+    plain: Callable[..., Any] = function if is_plain else operator.attrgetter("__call__")(function)
+    _, timeout_seconds, isolate, role = mark_of(function, TOOL_MARK) or (None, TIMEOUT_SECONDS, None, None)
+    keywords = keywords_of(function, settings)
+    if isolate is not None:
+        keywords = msgspec.to_builtins(keywords)  # they are sent to the tool's process as JSON
+        check_reference(plain)
+    bound = functools.update_wrapper(functools.partial(plain, **keywords), plain)
+    signature = inspect.signature(plain)
+    offered = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    vars(bound)["__signature__"] = signature.replace(parameters=offered)
+    return ToolMethod(name, bound, timeout_seconds, isolate, role)

@@ -3,8 +3,9 @@
 `trio.to_thread` wakes one thread for each job, and the thread wakes trio: two switches for each job. Here the jobs wait
 in one queue. One thread is woken at a time, and it takes jobs until the queue is empty. Before a thread runs a job
 while other jobs wait, it wakes another thread. So many short jobs that arrive together need only one thread switch, and
-no job waits for a long one. There are as many threads as the jobs need, and idle threads end. Not here: limits and
-deadlines (`calls.py`), and `trio.from_thread`.
+no job waits for a long one. There are as many threads as the jobs need, and idle threads end. An `AuthorThread` is one
+thread for code that is called again and again, such as a generator of tasks. Not here: limits and deadlines
+(`calls.py`), and `trio.from_thread`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import math
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +22,8 @@ from typing import Any, TypeVar
 
 import outcome
 import trio
+
+from rollouts.author_code import authors_code
 
 T = TypeVar("T")
 IDLE_SECONDS = 10.0
@@ -181,3 +186,55 @@ class _WorkerThreads:
 
 
 _workers = _WorkerThreads()
+
+
+# --- one thread for one author ----------------------------------------------------------------------------------------
+
+
+Request = Callable[[], Any] | None
+
+
+class AuthorThread:
+    """Runs one function at a time. The thread ends with this object. `is_late`: a call ran past its deadline.
+    `is_left`: the caller of the last call stopped waiting, so the daemon thread is abandoned.
+    """
+
+    def __init__(self) -> None:
+        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[outcome.Outcome[Any]] = queue.SimpleQueue()
+        self.is_late = self.is_left = False
+        # The thread has no reference to this object, so that the object can be collected while the thread waits.
+        arguments = (self._requests, self._results)
+        threading.Thread(target=_serve, args=arguments, name="rollouts-worker-tasks", daemon=True).start()
+
+    def __del__(self) -> None:
+        self._requests.put(None)
+
+    def call(self, function: Callable[[], Any], seconds: float) -> Any:
+        """The result of `function`. After a timeout or Ctrl-C this object must not be used again.
+
+        Raises:
+            TimeoutError: `function` takes longer than `seconds`.
+            Exception: an error of `function`, as `rollouts.author_code` returns it.
+        """
+        assert not self.is_left, "an earlier call still runs"
+        self._requests.put(function)
+        self.is_left = True  # True until the result is here, because any exception may end the wait
+        try:
+            result = self._results.get(timeout=None if math.isinf(seconds) else seconds)
+        except queue.Empty:
+            self.is_late = True
+            raise TimeoutError(f"it took longer than {seconds:g} seconds") from None
+        self.is_left = False
+        return result.unwrap()
+
+
+def _serve(requests: queue.SimpleQueue[Request], results: queue.SimpleQueue[outcome.Outcome[Any]]) -> None:
+    while (function := requests.get()) is not None:
+        results.put(outcome.capture(_guarded, function))
+        function = None  # the function may keep its caller's objects alive
+
+
+def _guarded(function: Callable[[], Any]) -> Any:
+    with authors_code():
+        return function()

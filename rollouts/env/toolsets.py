@@ -11,7 +11,7 @@
         def search(self, query: str) -> str: ...
 
 Its methods are those of an environment, with the same order of calls, threads and deadlines: an object for each
-episode, and `shared` for each class and settings. Not here: functions that are one tool (`added_tools`), episodes
+episode, and `shared` for each class and settings. Not here: functions that are one tool (`task_tools`), episodes
 (`rollouts.agent`).
 """
 
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 from rollouts.author_code import authors_code
 from rollouts.env.authoring import ToolMethod, tools_of
 from rollouts.env.checks import check_methods, line_of
-from rollouts.env.inputs import names_input
+from rollouts.env.methods import names_input
 from rollouts.env.schema import check_tool
 from rollouts.env.shared import SharedValue, shared_value
 from rollouts.errors import EnvironmentDefinitionError, RolloutsError, SignatureError, words_of

@@ -5,9 +5,9 @@ chat_completions.py     OpenAI's Chat Completions
 responses.py            OpenAI's Responses
 anthropic_messages.py   Anthropic's Messages
 api.py                  paths, methods and errors
-single_turns.py         answers from an engine alone: `rollouts serve`
 endpoint.py             an address for one episode: `model.serve()`
+relay.py                the way from a sandbox without a network to that address
 http_server.py          HTTP/1.1 on trio
 
-Not here: how an episode records what it answers (`rollouts.agent.model`).
+Not here: what answers: an episode (`rollouts.agent.model`), or an engine alone (`rollouts.agent.single_turns`).
 """

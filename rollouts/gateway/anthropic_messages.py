@@ -19,11 +19,11 @@ from rollouts.gateway.exchange import (
     as_json,
     check_lengths,
     check_range,
+    content_text,
     event_stream,
     function_schema,
     new_id,
     read_body,
-    text_of,
 )
 from rollouts.gateway.http_server import HTTPResponse
 from rollouts.types import Message, ToolCall
@@ -92,7 +92,7 @@ def read(body: bytes, *, is_count: bool = False) -> Request:
     _refuse_unsupported(given)
     check_range("temperature", given.temperature, 0.0, 100.0)
     check_range("max_tokens", given.max_tokens, 1, TOKENS_MAX)
-    messages = [Message("system", text)] if (text := text_of(given.system, "system")) else []
+    messages = [Message("system", text)] if (text := content_text(given.system, "system")) else []
     for said in given.messages:
         messages += _messages(said)
     choice = given.tool_choice.type if given.tool_choice else "auto"
@@ -171,7 +171,7 @@ def _messages(said: _Said) -> list[Message]:
     for block in said.content:
         kind = block.get("type")
         if kind == "tool_result":
-            text = text_of(block.get("content"), "messages")
+            text = content_text(block.get("content"), "messages")
             results.append(Message("tool", text, tool_call_id=str(block.get("tool_use_id"))))
         elif kind == "tool_use" and not isinstance(arguments := call_arguments(block.get("input")), str):
             calls.append(ToolCall(str(block.get("name")), arguments, str(block.get("id", ""))))
@@ -179,7 +179,7 @@ def _messages(said: _Said) -> list[Message]:
             thoughts.append(str(block.get("thinking", "")))
         else:
             texts.append(block)
-    text, reasoning = text_of(texts, "messages"), "".join(thoughts) or None
+    text, reasoning = content_text(texts, "messages"), "".join(thoughts) or None
     if said.role == "assistant":
         return [Message("assistant", text, calls, reasoning=reasoning)]
     return [*results, *([Message(said.role, text)] if text or not results else [])]

@@ -16,16 +16,16 @@ from rollouts.gateway.exchange import (
     Asked,
     Reply,
     Request,
-    arguments_of,
     as_json,
     call_of,
     check_lengths,
     check_range,
+    content_text,
     event_stream,
     function_schema,
+    json_arguments,
     new_id,
     read_body,
-    text_of,
 )
 from rollouts.gateway.http_server import HTTPResponse
 from rollouts.types import Message
@@ -172,7 +172,9 @@ def _schema(tool: dict[str, Any]) -> dict[str, Any]:
 def _message(said: _Said) -> Message:
     calls = [call_of(msgspec.to_builtins(call), "messages") for call in said.tool_calls or ()]
     role = "system" if said.role == "developer" else said.role
-    return Message(role, text_of(said.content, "messages"), calls, said.tool_call_id, said.name, said.reasoning_content)
+    return Message(
+        role, content_text(said.content, "messages"), calls, said.tool_call_id, said.name, said.reasoning_content
+    )
 
 
 def _choice(place: int, reply: Reply, asked: Asked) -> dict[str, Any]:
@@ -185,7 +187,7 @@ def _choice(place: int, reply: Reply, asked: Asked) -> dict[str, Any]:
         said["reasoning_content"] = message.reasoning
     if message.tool_calls:
         said["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments_of(call)}}
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json_arguments(call)}}
             for call in message.tool_calls
         ]
     choice: dict[str, Any] = {"index": place, "message": said, "finish_reason": reply.finish, "logprobs": None}

@@ -5,7 +5,7 @@
 
 The address is on this machine only, and its key belongs to this episode. When the block ends, so does the address. A
 sandbox with a network of its own cannot reach it; `await endpoint.listen(folder)` opens a Unix socket in a folder that
-both see (`rollouts.env.relay`).
+both see (`relay`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 import trio
 
 from rollouts.author_code import shown
-from rollouts.env.relay import SOCKET
 from rollouts.gateway.api import API, refusal, unreadable
 from rollouts.gateway.exchange import Answer, APIError
 from rollouts.gateway.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
+from rollouts.gateway.relay import SOCKET
 
 LIMITS = HTTPLimits(grace_seconds=0.0)
 RETRY_COUNT = "x-stainless-retry-count"

@@ -136,7 +136,7 @@ def check_lengths(
             raise APIError(400, f"{field} has {counts[field]} items; it may have {most}", parameter=field)
 
 
-def text_of(content: Any, parameter: str, kinds: Sequence[str] = ("text",)) -> str:
+def content_text(content: Any, parameter: str, kinds: Sequence[str] = ("text",)) -> str:
     """The text of a message's content: text, parts, or nothing. `kinds` are the types of its text parts. Raises
     APIError for anything else; `parameter` is the field that holds the content.
     """
@@ -233,6 +233,6 @@ def cut_at_stop(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[S
     return low
 
 
-def arguments_of(call: ToolCall) -> str:
+def json_arguments(call: ToolCall) -> str:
     """The arguments of a call as JSON."""
     return msgspec.json.encode(call.arguments).decode()

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import signal
+import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,12 +22,15 @@ import h11
 import trio
 
 from rollouts.bounds import BODIES_BYTES_MAX, BODY_BYTES_MAX
+from rollouts.errors import ConfigError
 
 RECEIVE_BYTES = 65536
 HEAD_BYTES_MAX = 65536
 LINGER_SECONDS = 2.0  # how long the rest of a refused request is read and discarded
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 FULL_SECONDS = 0.1  # the time until the next attempt to accept, if the process has no file descriptors left
+BACKLOG = 1024  # how many connections may wait to be accepted
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class HTTPRequest(NamedTuple):
@@ -230,6 +235,8 @@ class _Connection:
             head = await self._event()
         if not isinstance(head, h11.Request):
             return None
+        if head.method == b"CONNECT":
+            raise _Refused(405, "this server is no proxy; send a request other than CONNECT")
         self._has_body = head.method != b"HEAD"
         path, _, query = head.target.decode("ascii", "replace").partition("?")
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
@@ -329,3 +336,26 @@ class _Connection:
         data = b"".join(filter(None, map(self._parser.send, events)))
         if data:
             await self._stream.send_all(data)
+
+
+# --- a server of a command --------------------------------------------------------------------------------------------
+
+
+def bound_socket(host: str, port: int, given: str) -> socket.socket:
+    """A socket bound to the address. `port` 0 means a free port. Raises ConfigError, which names the flags `given`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        taken = "it is taken; type another --port, or --port 0 for a free one"
+        hint = taken if error.errno == errno.EADDRINUSE else str(error)
+        raise ConfigError(f"{given} cannot be used: {hint}") from error
+
+
+async def stop_at_signals(stopping: trio.Event, everything: trio.CancelScope) -> None:
+    """Wait for signals. The first one lets requests in flight finish; the second one ends the server at once."""
+    with trio.open_signal_receiver(*SIGNALS) as signals:
+        async for _ in signals:
+            if stopping.is_set():
+                everything.cancel()
+            stopping.set()

@@ -21,16 +21,16 @@ from rollouts.gateway.exchange import (
     Asked,
     Reply,
     Request,
-    arguments_of,
     as_json,
     call_of,
     check_lengths,
     check_range,
+    content_text,
     event_stream,
     function_schema,
+    json_arguments,
     new_id,
     read_body,
-    text_of,
 )
 from rollouts.gateway.http_server import HTTPResponse
 from rollouts.types import Message, ToolCall
@@ -192,11 +192,11 @@ def _messages(items: list[dict[str, Any]]) -> list[Message]:
             continue
         for item in group:
             if item.get("type") == "function_call_output":
-                text = text_of(item.get("output"), "input", TEXTS)
+                text = content_text(item.get("output"), "input", TEXTS)
                 messages.append(Message("tool", text, tool_call_id=str(item.get("call_id"))))
             else:
                 role = "system" if item["role"] == "developer" else item["role"]
-                messages.append(Message(role, text_of(item.get("content"), "input", TEXTS)))
+                messages.append(Message(role, content_text(item.get("content"), "input", TEXTS)))
     return messages
 
 
@@ -218,9 +218,9 @@ def _reply(items: Iterable[dict[str, Any]]) -> Message:
             function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
             calls.append(call_of({"id": item.get("call_id"), "type": "function", "function": function}, "input"))
         elif item.get("type") == "reasoning":
-            thoughts.append(text_of(item.get("content") or item.get("summary"), "input", TEXTS))
+            thoughts.append(content_text(item.get("content") or item.get("summary"), "input", TEXTS))
         else:
-            texts.append(text_of(item.get("content"), "input", TEXTS))
+            texts.append(content_text(item.get("content"), "input", TEXTS))
     return Message("assistant", "".join(texts), calls, reasoning="".join(thoughts) or None)
 
 
@@ -239,7 +239,7 @@ def _items(reply: Reply) -> list[dict[str, Any]]:
 
 def _call_item(call: ToolCall) -> dict[str, Any]:
     item = {"type": "function_call", "id": new_id("fc_"), "call_id": call.id, "name": call.name}
-    return {**item, "arguments": arguments_of(call), "status": "completed"}
+    return {**item, "arguments": json_arguments(call), "status": "completed"}
 
 
 def _stream(whole: dict[str, Any]) -> HTTPResponse:

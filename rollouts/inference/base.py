@@ -6,12 +6,15 @@ The caller need not know whether the engine runs in this process or behind HTTP,
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import msgspec
 
 from rollouts.errors import ConfigError
+
+TOLERANCE_HALF = 5e-2  # for weights of 16 bits or fewer
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -93,6 +96,39 @@ class Probe(msgspec.Struct, frozen=True):
     tokens: list[int]
     logprobs: list[float]
     tolerance: float
+
+
+class Apart(NamedTuple):
+    """The largest difference between two computations: the token's place, both numbers, and the allowed difference."""
+
+    place: int
+    ours: float
+    theirs: float
+    apart: float
+    allowed: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the difference is allowed. NaN is never allowed."""
+        return self.apart <= self.allowed
+
+    def words(self, what: str) -> str:
+        """Describe it; `what` is the name of the sequence."""
+        return (
+            f"token {self.place} of {what} has the log-probability {self.theirs:.6g} there and {self.ours:.6g} in the "
+            f"trainer, {self.apart:.2g} apart (at most {self.allowed:g})"
+        )
+
+
+def furthest_apart(ours: Sequence[float], theirs: Sequence[float], tolerance: float, *, first: int = 1) -> Apart:
+    """The largest difference from place `first` on."""
+    assert len(ours) == len(theirs) > first, f"{len(ours)=} {len(theirs)=} {first=}"
+    # In 16 bits, the error of the logarithm of a small probability is proportional to its size.
+    is_half = tolerance >= TOLERANCE_HALF
+    scales = [max(1.0, abs(value)) if is_half else 1.0 for value in ours]
+    apart = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
+    place = max(range(first, len(ours)), key=lambda index: (math.isnan(apart[index]), apart[index] / scales[index]))
+    return Apart(place, ours[place], theirs[place], apart[place], tolerance * scales[place])
 
 
 class WeightUpdate(msgspec.Struct, frozen=True):

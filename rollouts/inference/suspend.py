@@ -147,6 +147,7 @@ class SuspendableEngine:
     has_turn: bool = True
     is_finished: bool = False
     suspended: SuspendedEpisode | None = None
+    waits: tuple[GenerateRequest, Generation] | None = None  # while it waits: its request, and the reply so far
     is_aborting: bool = False  # set by the gate: an aborted reply will be continued later
     idle: trio.Event = field(default_factory=trio.Event)  # set while no request is in flight
     is_released: bool = False  # the requests of other episodes do not wait for this one
@@ -217,6 +218,7 @@ class SuspendableEngine:
         """Wait at the gate with the clock paused."""
         self.backend.close_session(self.session)
         self.clock.pause()
+        self.waits = (request, reply)
         try:
             if self.snapshot is not None and (states := await self.snapshot()) is not None:
                 self.suspended = SuspendedEpisode(*states, request.seed, len(request.tokens), reply)
@@ -226,7 +228,7 @@ class SuspendableEngine:
                 self.release()
             self.idle = trio.Event()
         finally:
-            self.suspended = None
+            self.suspended = self.waits = None
             self.clock.resume()
 
 

@@ -11,10 +11,11 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from rollouts.author_code import authors_code
+from rollouts.errors import RunError
 from rollouts.loggers.base import MetricsLogger
 
 CALLS_MAX = 1000
@@ -35,8 +36,10 @@ class BackgroundLogger:
         close_failed: whether the last error is that of its `close`
     """
 
-    def __init__(self, make: Callable[[], MetricsLogger], name: str) -> None:
-        """Waits until the logger is made. Raises what `make` raises."""
+    def __init__(self, make: Callable[[], MetricsLogger], name: str, seconds_max: float | None = None) -> None:
+        """Waits until the logger is made. Raises what `make` raises, and RunError after `seconds_max`; a logger that is
+        made later is closed at once.
+        """
         self.calls = self.lost = 0
         self.error: Exception | None = None
         self.close_failed = False
@@ -47,6 +50,9 @@ class BackgroundLogger:
         # A daemon, so that a logger that hangs does not keep the process.
         self._thread = threading.Thread(target=self._run, args=(make, made), name=f"logger {name}", daemon=True)
         self._thread.start()
+        if not wait([made], seconds_max).done:
+            self.end()
+            raise RunError(f"it was not made within {seconds_max:g} s")
         self.logger = made.result()
 
     def call(self, function: Callable[..., None], *arguments: Any) -> None:

@@ -2,7 +2,6 @@
 
 - `index.py`: finds components by kind and name in the metadata of installed packages, without importing them
 - `loading.py`: imports a component from its entry point or from `./file.py:Name`
-- `importing.py`: a deadline for imports
 - `contract.py`: the version of the contract that a package states
 - `hookspecs.py`, `manager.py`: hooks (pluggy), for components that have no entry point and for events of a run
 - `signature.py`, `vocabulary.py`: the inputs and the settings of a component

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 
+from rollouts.config.names import normalize
 from rollouts.errors import BrokenPluginError
-from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, normalize
+from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef
 from rollouts.version import __version__
 
 GROUP = "rollouts.contract"

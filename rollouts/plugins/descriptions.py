@@ -20,11 +20,12 @@ from typing import NamedTuple
 from rollouts.plugins.index import ComponentRef
 
 _HOPS_MAX = 5  # how many modules are searched for an imported name
+_DEFINES = "__getattr__|globals|locals|vars|setattr|exec|modules"  # code with one of these may define any name
 _DEFINED = r"^(?:async\s+def\s+|def\s+|class\s+)?{name}\b(?!\s*\.)"
 _END = re.compile(r"^(?=[^\s#)\]}])", re.MULTILINE)  # the next statement of the module
 
 
-class Place(NamedTuple):
+class Definition(NamedTuple):
     """The definition of a name: its file, its line (from 1), and its docstring (empty if there is none)."""
 
     file: Path
@@ -44,39 +45,55 @@ def known_faults(refs: Sequence[ComponentRef]) -> list[str]:
     """For each component, why its import will fail, as far as the source of its module shows it; "" if that shows
     nothing. No source is run, so an import may fail for other reasons.
     """
-    _fault_of_source.cache_clear()  # what is installed may have changed
+    _read_imports.cache_clear()  # what is installed may have changed
     return [_fault_of(*_module_and_name(ref)) if ref.distribution and ref.value else "" for ref in refs]
 
 
 def _fault_of(module: str, attribute: str) -> str:
-    parts = module.split(".")
+    parts, runs_code = module.split("."), False
     for name in (".".join(parts[: count + 1]) for count in range(len(parts))):
         if _spec_of(name) is None:
-            return f"there is no module {name}"
+            return "" if runs_code else f"there is no module {name}"
         file = _source_of(name)
         text = _read(file) if file else ""
-        if fault := _fault_of_source(text):
-            return f"{file}, {fault}"
+        fault, absent, changes = _read_imports(text, parts[0])
+        if fault or (absent and not runs_code):
+            return f"{file}, {fault or absent}"
+        runs_code = runs_code or changes
     known = attribute.partition(".")[0]
-    is_certain = text and known and not re.search(rf"\b({re.escape(known)}|__getattr__|globals)\b|import \*", text)
+    is_certain = text and known and not re.search(rf"\b({re.escape(known)}|{_DEFINES})\b|import \*", text)
     return f"{module} has no {known}" if is_certain else ""
 
 
 @functools.cache
-def _fault_of_source(text: str) -> str:
-    """The first line of a module that will fail: a mistake of syntax, or the import of a missing module."""
+def _read_imports(text: str, package: str) -> tuple[str, str, bool]:
+    """A mistake of syntax of a module in the package, the first import of a missing module, and whether the module runs
+    code that may change where modules are found. Imports after such code are not judged.
+    """
     try:
         body = ast.parse(text).body
     except (SyntaxError, ValueError) as error:
-        return f"line {getattr(error, 'lineno', None) or '?'}: {getattr(error, 'msg', error)}"
+        return f"line {getattr(error, 'lineno', None) or '?'}: {getattr(error, 'msg', error)}", "", True
     for node in body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names = [node.module]
+        if isinstance(node, ast.ImportFrom):
+            names = [node.module if node.module and not node.level else package]
+        if not names and not _is_constant(node):
+            return "", "", True
         for name in names:
-            if _spec_of(name.partition(".")[0]) is None:
-                return f"line {node.lineno}: there is no module {name}"
-    return ""
+            top = name.partition(".")[0]
+            if top == package:
+                return "", "", True
+            if top not in sys.modules and _spec_of(top) is None:
+                return "", f"line {node.lineno}: there is no module {name}", False
+    return "", "", False
+
+
+def _is_constant(node: ast.stmt) -> bool:
+    """Whether a statement is a docstring, or gives names constants."""
+    return isinstance(node, ast.Expr | ast.Assign) and all(
+        isinstance(each, ast.Constant | ast.List | ast.Tuple | ast.Load) for each in ast.walk(node.value)
+    )
 
 
 def first_sentence(text: str) -> str:
@@ -93,7 +110,7 @@ def first_sentence(text: str) -> str:
     return paragraph.removesuffix(".")
 
 
-def find_definition(ref: ComponentRef) -> Place | None:
+def find_definition(ref: ComponentRef) -> Definition | None:
     """Find the definition of a component; None if it cannot be found without an import."""
     module, name = _module_and_name(ref)
     if not module or not name.isidentifier():
@@ -147,7 +164,7 @@ def _read(file: Path) -> str:
         return ""
 
 
-def _definition(text: str, name: str, file: Path) -> Place | None:
+def _definition(text: str, name: str, file: Path) -> Definition | None:
     """The definition of a name at the top level of a module. Parses only its own lines, because a module can be
     long.
     """
@@ -160,10 +177,10 @@ def _definition(text: str, name: str, file: Path) -> Place | None:
                 continue
             first = body[0]
             if isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                return Place(file, line, ast.get_docstring(first) or "")
+                return Definition(file, line, ast.get_docstring(first) or "")
             if not isinstance(first, ast.Assign | ast.AnnAssign):
                 break
-            return Place(file, line, _text_after(text[end:]))
+            return Definition(file, line, _text_after(text[end:]))
     return None
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from rollouts.config.names import HELD, names_file, names_module, normalize
 from rollouts.disk import read_regular
 from rollouts.errors import AmbiguousComponentError, PluginError, UnknownComponentError, in_lines, named, suggestion
 
@@ -62,12 +63,6 @@ KINDS: tuple[str, ...] = tuple(KIND_WORDS)
 
 HOOKS = "hooks"
 """The `kind` of a reference to a hook plugin (entry-point group `rollouts`). It is not in KINDS."""
-
-
-HELD = re.compile(r"<\w+>")
-"""The form of the name of an object in the memory of one program: `<my_reward>`. No other program can find it."""
-
-_MODULE_AND_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 
 
 class ComponentRef(msgspec.Struct, frozen=True):
@@ -144,20 +139,6 @@ def find_component(kind: str, name: str) -> ComponentRef:
     return found[0]
 
 
-def names_file(name: str) -> bool:
-    """Whether a component's name means a file: it contains `.py`, or starts like a path."""
-    return bool(re.search(r"\.py(:|$)", name)) or name.startswith(("./", "../", "/", "~/", ".\\"))
-
-
-def names_module(name: str) -> bool:
-    """Whether a component's name is that of an object in a module.
-
-    >>> names_module("my_pkg.rewards:brevity"), names_module("calculator:2"), names_module("./f.py:brevity")
-    (True, False, False)
-    """
-    return re.fullmatch(_MODULE_AND_NAME, name) is not None and not name.partition(":")[0].endswith(".py")
-
-
 def a_kind(kind: str) -> str:
     """The name of one component of this kind, with its article.
 
@@ -173,15 +154,6 @@ def check_kind(kind: str) -> None:
     if kind not in KIND_WORDS:
         unknown, kinds = f"there is no kind of component called {kind!r}", f"kinds: {', '.join(KINDS)}"
         raise PluginError(in_lines(unknown, suggestion(kind, KINDS), kinds))
-
-
-def normalize(distribution: str) -> str:
-    """The name of a distribution as PEP 503 normalizes it.
-
-    >>> normalize("Acme_Rewards")
-    'acme-rewards'
-    """
-    return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
 def is_installed(distribution: str) -> bool:

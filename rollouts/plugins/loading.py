@@ -19,6 +19,8 @@ from types import ModuleType
 from typing import Any
 
 from rollouts.author_code import authors_code
+from rollouts.config.importing import beside, import_returns, module_name
+from rollouts.config.names import names_module, normalize
 from rollouts.errors import (
     BrokenPluginError,
     MissingExtraError,
@@ -29,8 +31,7 @@ from rollouts.errors import (
     words_of,
 )
 from rollouts.plugins.contract import CORE, check_contract
-from rollouts.plugins.importing import import_returns
-from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed, names_module, normalize
+from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, is_installed
 
 INSTALL_TORCH = (
     f"type: pip install '{CORE}[train]'\n"
@@ -75,7 +76,7 @@ def load_component(ref: ComponentRef) -> Any:
         with authors_code(), import_returns():
             return _import(ref)
     except Exception as exc:  # a module may raise anything
-        message = f"{owner} ({ref.value}) does not import\n{cause_of(exc, ref)}"
+        message = f"{owner} ({ref.value}) does not import\n{import_cause(exc, ref)}"
         if isinstance(exc, ModuleNotFoundError) and _extra_of_module(exc, ref):
             raise MissingExtraError(message, package=_top(exc), hint=install_hint(exc, ref)) from exc
         raise BrokenPluginError(message) from exc
@@ -99,7 +100,7 @@ def _not_installed(what: str, packages: Sequence[str]) -> str:
     return f"{what} needs {' and '.join(packages)}, which {'is' if len(packages) == 1 else 'are'} not installed"
 
 
-def cause_of(exc: BaseException, ref: ComponentRef) -> str:
+def import_cause(exc: BaseException, ref: ComponentRef) -> str:
     """The type, the message and the author's line. For a missing module, a second line says what to install."""
     return in_lines(" ".join(words_of(exc).split()), install_hint(exc, ref))
 
@@ -229,7 +230,7 @@ def _load_from_file(ref: ComponentRef) -> Any:
     except Exception as exc:  # a file may raise anything
         raise BrokenPluginError(
             f"{path}: the file of {KIND_WORDS.get(ref.kind, ref.kind)} {attribute!r} does not import\n"
-            f"{cause_of(exc, ref)}"
+            f"{import_cause(exc, ref)}"
         ) from exc
     return _attribute_of(module, attribute, str(path), ref)
 
@@ -260,22 +261,6 @@ def _weight_hint(ref: ComponentRef) -> str:
     return f"if {word!r} is meant as a weight: {word!r} is not a number; type: --reward {name}:1.0"
 
 
-def module_name(path: Path, content: bytes) -> str:
-    """The name of the module of a file, which depends on the full path and the content of the file."""
-    import hashlib
-
-    digest = hashlib.sha256(str(path).encode() + b"\0" + content).hexdigest()[:12]
-    stem = re.sub(r"\W", "_", path.stem)
-    return f"rollouts_file_{stem}_{digest}"
-
-
-def beside(path: Path) -> None:
-    """Let a file import the files beside it: add its folder at the end of `sys.path`."""
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-
-
 def _module_of(path: Path) -> ModuleType:
     """The module of a file. If several threads ask for it at the same time, one imports it, and the others wait."""
     name = module_name(path, path.read_bytes())
@@ -299,7 +284,7 @@ def _load_from_module(ref: ComponentRef) -> Any:
             found = importlib.import_module(module)
     except ModuleNotFoundError as exc:
         if not exc.name or not f"{module}.".startswith(f"{exc.name}."):
-            raise BrokenPluginError(f"{label}: {module} does not import\n{cause_of(exc, ref)}") from exc
+            raise BrokenPluginError(f"{label}: {module} does not import\n{import_cause(exc, ref)}") from exc
         raise UnknownComponentError(
             in_lines(
                 f"{label}: there is no module {exc.name!r}",
@@ -309,5 +294,5 @@ def _load_from_module(ref: ComponentRef) -> Any:
             )
         ) from exc
     except Exception as exc:  # a module may raise anything
-        raise BrokenPluginError(f"{label}: {module} does not import\n{cause_of(exc, ref)}") from exc
+        raise BrokenPluginError(f"{label}: {module} does not import\n{import_cause(exc, ref)}") from exc
     return _attribute_of(found, attribute, module, ref)

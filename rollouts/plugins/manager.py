@@ -17,11 +17,12 @@ import pluggy
 from pluggy import HookimplOpts, PluginValidationError
 
 from rollouts.author_code import authors_code, shown
+from rollouts.config.names import HELD, names_file, normalize
 from rollouts.error_log import report
 from rollouts.errors import BrokenPluginError, MissingExtraError, PluginError, UnknownComponentError, suggestion
 from rollouts.plugins import hookspecs, index
 from rollouts.plugins.index import ComponentRef
-from rollouts.plugins.loading import cause_of, load_component
+from rollouts.plugins.loading import import_cause, load_component
 from rollouts.plugins.signature import SIGNED_KINDS, check_signature
 
 _HOOKS = {
@@ -102,11 +103,11 @@ class PluginManager:
         self._hooks_loaded = True
         faults: Faults = []
         # pluggy calls the last plugin first, so register them in reverse order of their distributions' names.
-        for ref in reversed(sorted(index.scan().hooks, key=lambda ref: (index.normalize(ref.distribution), ref.name))):
+        for ref in reversed(sorted(index.scan().hooks, key=lambda ref: (normalize(ref.distribution), ref.name))):
             try:
                 plugin = load_component(ref)
             except BrokenPluginError as exc:
-                cause = "; ".join(cause_of(exc.__cause__ or exc, ref).splitlines())
+                cause = "; ".join(import_cause(exc.__cause__ or exc, ref).splitlines())
                 faults += self._note([PluginFault(ref.distribution, ref.version, f"{ref.value}: {cause}")])
                 continue
             faults += self.register(plugin, distribution=ref.distribution, version=ref.version)
@@ -126,14 +127,14 @@ class PluginManager:
         try:
             return index.find_component(kind, name)
         except UnknownComponentError:
-            if index.names_file(name) or index.HELD.fullmatch(name):
+            if names_file(name) or HELD.fullmatch(name):
                 raise
         self.load_hooks()
         faults = self.faults[:]
         for implementation in self._implementations("rollouts_find_component"):
             distribution, version = self._owners[implementation.plugin_name]
             owner, _, rest = name.partition("/")
-            mine = rest and index.normalize(owner) == index.normalize(distribution)
+            mine = rest and normalize(owner) == normalize(distribution)
             for asked in (rest, name) if mine else (name,):
                 found = self._call("rollouts_find_component", implementation, {"kind": kind, "name": asked})
                 if isinstance(found, ComponentRef):

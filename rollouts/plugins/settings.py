@@ -2,17 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from rollouts.author_code import place_of_parameter, unwrapped
-from rollouts.config.convert import complete_settings, convert_settings, default_fault
-from rollouts.config.files import Source, where
-from rollouts.errors import ConfigError, SignatureError
+from rollouts.config.convert import convert_value, default_fault, default_text, describe_type, toml_value
+from rollouts.config.files import NOWHERE, Source, unknown_key, where
+from rollouts.config.flags import flag_name
+from rollouts.config.foreign import misplaced_hint
+from rollouts.config.settings import is_secret, setting_infos
+from rollouts.errors import ConfigError, SignatureError, in_lines
 from rollouts.plugins.signature import Signature
 
 Path = tuple[str, ...]
+
+
+def convert_settings(
+    signature: Signature, given: Mapping[str, Any], label: str, source: Source = NOWHERE, path: Path = ()
+) -> dict[str, Any]:
+    """Convert the given settings of a component by its signature. Defaults are not added.
+
+    `label` names the component in errors ("environment calculator"). `path` is the path of its settings: ("env",) or
+    ("reward", alias). Raises ConfigError for an unknown setting, a wrong type, and a missing setting without default.
+    """
+    known = {setting.name: setting for setting in signature.settings}
+    for key, value in given.items():
+        if key not in known:
+            listing = ", ".join(
+                f"{each.name} ({describe_type(each.type)}; {default_text(each)})" for each in signature.settings
+            )
+            hint = misplaced_hint(key, [info.name for info in setting_infos()])
+            problem = in_lines(f"{label} has no setting {key!r}", hint)
+            raise unknown_key((*path, key), value, source, problem, known, f"its settings: {listing or 'none'}")
+    missing = [name for name, setting in known.items() if setting.is_required and name not in given]
+    if missing:
+        table = ".".join(path)
+        raise ConfigError(
+            f"{label} needs {', '.join(f'`{name}` ({describe_type(known[name].type)})' for name in missing)}\n"
+            f"type: {' '.join(f'{flag_name((*path, name))} VALUE' for name in missing)}"
+            + (f", or write it under [{table}] in the file" if table else "")
+        )
+    return {key: convert_value(value, known[key].type, (*path, key), source) for key, value in given.items()}
+
+
+def complete_settings(signature: Signature, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with all defaults added, in the order of the signature, for the settings file of a run.
+
+    Defaults that TOML cannot represent, and defaults of secrets, are not added. A setting without a value gets its
+    default again.
+    """
+    complete: dict[str, Any] = {}
+    for setting in signature.settings:
+        if setting.name in settings:
+            complete[setting.name] = settings[setting.name]
+        elif not setting.is_required and not is_secret(setting.name):
+            with contextlib.suppress(TypeError):
+                toml_value(setting.default)
+                complete[setting.name] = setting.default
+    return complete
 
 
 def converted(signature: Signature, given: Mapping[str, Any], label: str, source: Source, path: Path) -> dict[str, Any]:

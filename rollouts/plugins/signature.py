@@ -21,10 +21,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Optional
 
-from rollouts.author_code import authors_code, shown, unwrapped
+from rollouts.author_code import authors_code, place_of, shown, unwrapped
 from rollouts.config.hints import hint_scopes, resolve_hint, setting_docs
 from rollouts.config.settings import REQUIRED, Setting, without_secrets
-from rollouts.errors import ConfigError, RolloutsError, SignatureError, in_lines, named, suggestion
+from rollouts.errors import (
+    BrokenPluginError,
+    ConfigError,
+    RolloutsError,
+    SignatureError,
+    in_lines,
+    named,
+    suggestion,
+    words_of,
+)
 from rollouts.plugins.index import a_kind
 from rollouts.plugins.vocabulary import VOCABULARY, mixing_fault, quoted
 
@@ -376,3 +385,17 @@ def _label_of(component: Any) -> str:
     inner = unwrapped(component)
     name = getattr(inner, "__qualname__", None)
     return str(name) if name else f"an object of {type(inner).__qualname__}"
+
+
+def make(word: str, name: str, component: Any, available: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
+    """Call the factory of a component: a `word`, such as "sandbox", and its `name`. Raises BrokenPluginError, with the
+    line, if an author's code raises an exception.
+    """
+    try:
+        return call_with(component, available, settings)
+    except RolloutsError:
+        raise
+    except Exception as error:
+        if place_of(error) is None:  # a bug in rollouts
+            raise
+        raise BrokenPluginError(f"the {word} {name} cannot be made: {words_of(error)}") from error

@@ -90,21 +90,16 @@ if TYPE_CHECKING:
     from rollouts.primitives.types import TrainingStats as TrainingStats
     from rollouts.primitives.types import Turn as Turn
     from rollouts.primitives.utilities import as_component as as_component
-    from rollouts.primitives.utilities import create_clipped_reward as create_clipped_reward
     from rollouts.primitives.utilities import create_exact_match_reward as create_exact_match_reward
-    from rollouts.primitives.utilities import create_fixed_logits_model as create_fixed_logits_model
     from rollouts.primitives.utilities import create_prompt_loader as create_prompt_loader
     from rollouts.primitives.utilities import create_regex_reward as create_regex_reward
     from rollouts.primitives.utilities import create_scripted_generator as create_scripted_generator
     from rollouts.primitives.utilities import create_weighted_reward as create_weighted_reward
-    from rollouts.primitives.utilities import draw_curve as draw_curve
-    from rollouts.primitives.utilities import format_prompts as format_prompts
     from rollouts.primitives.utilities import format_rollout as format_rollout
     from rollouts.primitives.utilities import length_reward as length_reward
     from rollouts.primitives.utilities import load_prompts as load_prompts
     from rollouts.primitives.utilities import load_rollouts as load_rollouts
     from rollouts.primitives.utilities import rollout_of as rollout_of
-    from rollouts.primitives.utilities import sample_prompts as sample_prompts
     from rollouts.primitives.utilities import save_rollouts as save_rollouts
     from rollouts.primitives.utilities import split_prompts as split_prompts
     from rollouts.primitives.utilities import weighted_sum as weighted_sum

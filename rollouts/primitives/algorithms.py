@@ -5,7 +5,8 @@
     loss = compute_grpo_loss(batch, compute_grpo_advantages(batch), kl_coef=0.2)
 
 Here "dapo" is DPO (Rafailov et al. 2023): pairs of a better and a worse rollout, and `beta`. It is not the DAPO of Yu
-et al. 2025, which is GRPO with a higher upper clip: `create_algorithm_config("grpo", {"clip_high": 0.28})`. The other
+et al. 2025, which is GRPO with a higher upper clip: `create_algorithm_config("grpo", {"clip_high": 0.28})`. The flag
+`--loss dapo` of a run means that one, and `--loss dpo` means this one. The other
 algorithms of `rollouts.training.algorithms.recipes` work too, by their names in lower case.
 
 The numbers are those of the engine, because its functions compute them. A function that you pass receives the inputs
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.author_code import shown
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.primitives.batches import group_numbers, part_batch
-from rollouts.primitives.calls import call
+from rollouts.primitives.batches import group_numbers, ids_at
+from rollouts.primitives.calls import call_given
 from rollouts.primitives.types import Batch
 from rollouts.training.algorithms import calls
 from rollouts.training.algorithms.aggregation import Masks, aggregate, aggregation_function
@@ -43,6 +44,7 @@ from rollouts.training.algorithms.algorithm import (
 )
 from rollouts.training.algorithms.kl import rk3_loss
 from rollouts.training.algorithms.objective import evaluate
+from rollouts.training.algorithms.recipes import DPO, GRPO, built_in
 from rollouts.training.backends.forward import unit_weights
 
 if TYPE_CHECKING:
@@ -82,8 +84,8 @@ def create_algorithm_config(
     pair_selector: Callable[..., Any] | None = None,
     value_fn: Callable[[Batch], Tensor] | None = None,
 ) -> AlgorithmConfig:
-    """An algorithm with settings. `name` is "grpo", "ppo", "dapo" (DPO on pairs), any algorithm of the engine in lower
-    case, or an Algorithm.
+    """An algorithm with settings. `name` is "grpo", "ppo", "dapo", any algorithm of the engine in lower case, or an
+    Algorithm. "dapo" is DPO on pairs here, as `--loss dpo`; `--loss dapo` is the algorithm of Yu et al. 2025.
 
     `settings` are those of its loss, advantage and aggregation, such as `clip_high`, `beta` or `lam`; and `kl_coef`,
     the weight of a KL to the reference model. Raises ConfigError for an unknown name or setting.
@@ -124,15 +126,10 @@ clip_high, clip_low, dual_clip, entropy_coef, eps, kl_coef)
 
 
 def _recipe(name: str | Algorithm) -> tuple[Algorithm, str]:
-    from rollouts.training.algorithms import recipes
-
-    known = {key.lower(): value for key, value in vars(recipes).items() if isinstance(value, Algorithm)}
-    known |= {"dapo": recipes.DPO}
-    algorithm, label = (name, function_label(name.terms[0].function)) if isinstance(name, Algorithm) else (None, name)
-    if algorithm is None:
-        if label not in known:
-            raise ConfigError(f"there is no algorithm {label!r}; expected one of {', '.join(sorted(known))}")
-        algorithm = known[label]
+    if isinstance(name, Algorithm):
+        algorithm, label = name, function_label(name.terms[0].function)
+    else:
+        algorithm, label = DPO if name == "dapo" else built_in(name), name
     missing = [field for field in ("mix", "shaping", "filters") if getattr(algorithm, field)]
     if missing:
         what = f"the algorithm {label} has {' and '.join(missing)}, which a batch of primitives does not apply"
@@ -164,7 +161,7 @@ def _estimator(kl_fn: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
     def estimator(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         import torch
 
-        values: Any = call("kl_fn(logprobs, ref_logprobs)", kl_fn, logprobs, ref_logprobs)
+        values: Any = call_given("kl_fn(logprobs, ref_logprobs)", kl_fn, logprobs, ref_logprobs)
         try:
             return torch.as_tensor(values, device=logprobs.device).expand(logprobs.shape)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -197,13 +194,10 @@ def compute_grpo_advantages(batch: Batch, *, advantage_fn: Callable[..., Any] | 
     """
     import torch
 
-    function = advantage_fn or _recipe("grpo")[0].advantage
     advantages = torch.zeros(len(batch.rollouts))
-    rewards, lengths = _rewards(batch), _lengths(batch)
-    for members in _groups(batch):
-        own = [lengths[rollout] for rollout in members]
-        found = calls.group_advantages(function, [rewards[rollout] for rollout in members], lengths=own)
-        advantages[members] = torch.tensor(found)
+    for group in _groups(batch):
+        found = calls.group_advantages(advantage_fn or GRPO.advantage, group.rewards, lengths=group.lengths)
+        advantages[group.members] = torch.tensor(found)
     return advantages.to(batch.mask.device)
 
 
@@ -257,15 +251,11 @@ def compute_dapo_pairs(batch: Batch, *, pair_selector: Callable[..., Any] | None
     Args:
         pair_selector: of the judged rewards of one group [G], such as `lambda rewards: [(0, 1)]`
     """
-    function = pair_selector or _recipe("dapo")[0].pairs
+    function, pairs = pair_selector or DPO.pairs, []
     assert function is not None, "DPO has pairs"
-    rewards, lengths, pairs = _rewards(batch), _lengths(batch), []
-    live = {int(number) for number in batch.rollout_index[batch.mask > 0].tolist()}
-    for members in _groups(batch):
-        own = [rewards[rollout] for rollout in members]
-        eligible = [rollout in live for rollout in members]
-        found = calls.paired(function, own, eligible, lengths=[lengths[rollout] for rollout in members])
-        pairs += [(members[chosen], members[rejected]) for chosen, rejected in found]
+    for group in _groups(batch):
+        found = calls.paired(function, group.rewards, group.eligible, lengths=group.lengths)
+        pairs += [(group.members[chosen], group.members[rejected]) for chosen, rejected in found]
     return pairs
 
 
@@ -380,13 +370,10 @@ def select_trained(batch: Batch, config: AlgorithmConfig) -> Batch:
     function = config.algorithm.select
     if function is None:
         return batch
-    rewards, lengths = _rewards(batch), _lengths(batch)
-    live = {int(number) for number in batch.rollout_index[batch.mask > 0].tolist()}
     kept = torch.zeros(len(batch.rollouts), device=batch.mask.device)
-    for members in _groups(batch):
-        own, eligible = [rewards[rollout] for rollout in members], [rollout in live for rollout in members]
-        chosen = calls.selected(function, own, eligible, lengths=[lengths[rollout] for rollout in members])
-        kept[members] = torch.tensor(chosen, dtype=kept.dtype, device=kept.device)
+    for group in _groups(batch):
+        chosen = calls.selected(function, group.rewards, group.eligible, lengths=group.lengths)
+        kept[group.members] = torch.tensor(chosen, dtype=kept.dtype, device=kept.device)
     return batch._replace(mask=batch.mask * kept[batch.rollout_index])
 
 
@@ -412,8 +399,8 @@ def loss_sum(
         raise TrainingError("the batch has no logprobs of the policy; make it with create_batch(model, rollouts)")
     available: dict[str, Any] = {}
     if config.algorithm.pairs is not None:
-        batch, targets, available["pair_index"] = _paired(batch, targets)
-    if isinstance(targets, PPOAdvantages):
+        batch, available["advantages"], available["pair_index"] = _paired(batch, targets)
+    elif isinstance(targets, PPOAdvantages):
         available |= targets._asdict()
         available["old_values"] = available.pop("values")
     else:
@@ -463,7 +450,7 @@ def _whole_batch(batch: Batch, config: AlgorithmConfig) -> PPOAdvantages:
 def _values(batch: Batch, value_fn: Callable[[Batch], Tensor]) -> Tensor:
     import torch
 
-    values: Any = call("value_fn(batch)", value_fn, batch)
+    values: Any = call_given("value_fn(batch)", value_fn, batch)
     if not isinstance(values, torch.Tensor) or values.shape != batch.mask.shape:
         given = f"shape {list(values.shape)}" if isinstance(values, torch.Tensor) else type(values).__name__
         raise calls.wrong_result("value_fn", value_fn, given, f"[{len(batch.mask)}], one value per sampled id")
@@ -487,7 +474,7 @@ def _paired(batch: Batch, pairs: Any) -> tuple[Batch, Tensor, Tensor]:
     places = torch.cat([place for place, _, _ in found]) if found else torch.zeros_like(batch.rollout_index[:0])
     signs = torch.cat([torch.full_like(batch.mask[place], sign) for place, sign, _ in found] or [batch.mask[:0]])
     numbers = torch.cat([torch.full_like(place, number) for place, _, number in found] or [places])
-    chosen = part_batch(batch, places)
+    chosen = ids_at(batch, places)
     return chosen, signs * (chosen.mask > 0), numbers
 
 
@@ -519,21 +506,25 @@ def _check_available(config: AlgorithmConfig, available: Mapping[str, Any]) -> N
         raise TrainingError(f"the algorithm {config.name} needs {name}, which this batch does not have; {hint}")
 
 
-def _groups(batch: Batch) -> list[list[int]]:
-    """The rollouts of each group."""
-    groups: dict[int, list[int]] = {}
-    for rollout, group in enumerate(group_numbers(batch.rollouts)):
-        groups.setdefault(group, []).append(rollout)
-    return list(groups.values())
+class _Group(NamedTuple):
+    """The rollouts of a group: their numbers, rewards, numbers of sampled ids, and whether they are trained."""
+
+    members: list[int]
+    rewards: list[float | None]
+    lengths: list[int]
+    eligible: list[bool]
 
 
-def _rewards(batch: Batch) -> list[float | None]:
-    return [None if reward != reward else reward for reward in batch.rewards.tolist()]
-
-
-def _lengths(batch: Batch) -> list[int]:
-    """The number of sampled ids of each rollout."""
+def _groups(batch: Batch) -> list[_Group]:
     import torch
 
-    counted: list[int] = torch.bincount(batch.rollout_index, minlength=len(batch.rollouts)).tolist()
-    return counted
+    rewards = [None if reward != reward else reward for reward in batch.rewards.tolist()]
+    lengths = torch.bincount(batch.rollout_index, minlength=len(batch.rollouts)).tolist()
+    live = {int(number) for number in batch.rollout_index[batch.mask > 0].tolist()}
+    groups: dict[int, _Group] = {}
+    for rollout, number in enumerate(group_numbers(batch.rollouts)):
+        group = groups.setdefault(number, _Group([], [], [], []))
+        values = (rollout, rewards[rollout], lengths[rollout], rollout in live)
+        for column, value in zip(group, values, strict=True):
+            column.append(value)  # type: ignore[attr-defined]
+    return list(groups.values())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollouts.author_code import shown
@@ -97,14 +97,35 @@ def rollout_samples(rollouts: Sequence[Rollout]) -> list[Sample]:
     return samples
 
 
+def temperature_of(replies: Iterable[Generation], given: float | None) -> float:
+    """The sampling temperature of replies, `given` or known; 1 for a greedy or an unknown one.
+
+    Raises TrainingError if two differ: logprobs of different temperatures cannot be compared.
+
+    >>> temperature_of([Generation("4", temperature=0.5), Generation("5")], None)
+    0.5
+    """
+    of_replies = [reply.temperature for reply in replies]
+    known = {each or 1.0 for each in (*of_replies, given) if each is not None}
+    if len(known) > 1:
+        listed = " and ".join(f"{each:g}" for each in sorted(known))
+        raise TrainingError(
+            f"replies were sampled at one temperature and are used at another one: {listed}; leave `temperature` out, "
+            "and train replies of different temperatures in calls of their own"
+        )
+    return known.pop() if known else 1.0
+
+
 def create_batch(
-    model: Any, rollouts: Sequence[Rollout], *, temperature: float = 1.0, train_truncated: bool = False
+    model: Any, rollouts: Sequence[Rollout], *, temperature: float | None = None, train_truncated: bool = False
 ) -> Batch:
     """Rollouts as tensors, with the policy's logprobs of all sampled ids, which have a gradient.
 
-    `model` None leaves out logprobs and entropy, which advantages do not need. A rollout without a reward is not
+    They are those of the sampling `temperature`; None: that of the rollouts. `model` None leaves out logprobs and
+    entropy, which advantages do not need. A rollout without a reward is not
     trained; one whose last reply was cut off is only trained if `train_truncated`. Raises TrainingError for no
-    rollouts, for a rollout without ids, and if a rollout has ids and logprobs of different lengths.
+    rollouts, for a rollout without ids, and if a rollout has ids and logprobs of different lengths or another
+    temperature.
 
     >>> reply = Generation("4", tokens=[7, 2], logprobs=[-0.5, -0.25], prompt_tokens=[1, 3])
     >>> batch = create_batch(None, [Rollout("2 + 2", reply, rewards=1.0), Rollout("2 + 2", reply, rewards=0.0)])
@@ -142,7 +163,8 @@ def create_batch(
         )
     if model is None:
         return batch
-    logprobs, entropy = score_samples(model, samples, temperature)
+    replies = [turn for rollout in rollouts for turn in turns_of(rollout)]
+    logprobs, entropy = score_samples(model, samples, temperature_of(replies, temperature))
     batch = to_device(batch, logprobs.device)
     old = torch.where(batch.old_logprobs.isnan(), logprobs.detach(), batch.old_logprobs)
     return batch._replace(logprobs=logprobs, entropy=entropy, old_logprobs=old)
@@ -157,18 +179,19 @@ def to_device(batch: Batch, device: Any) -> Batch:
     return Batch._make(each.to(device) if isinstance(each, torch.Tensor) else each for each in batch)
 
 
-def sampled_logprobs(model: Any, rollouts: Sequence[Rollout], *, temperature: float = 1.0) -> list[list[float]]:
+def sampled_logprobs(model: Any, rollouts: Sequence[Rollout]) -> list[list[float]]:
     """The model's logprobs of the sampled ids of each rollout, all turns in order, without gradient."""
     import torch
 
     samples = rollout_samples(rollouts)
     with torch.no_grad():
-        logprobs, _ = score_samples(model, samples, temperature)
+        replies = [turn for rollout in rollouts for turn in turns_of(rollout)]
+        logprobs, _ = score_samples(model, samples, temperature_of(replies, None))
     counts = [sum(len(turn.tokens) for turn in turns_of(rollout)) for rollout in rollouts]
     return [each.tolist() for each in torch.split(logprobs, counts)]
 
 
-def part_batch(batch: Batch, chosen: Tensor) -> Batch:
+def ids_at(batch: Batch, chosen: Tensor) -> Batch:
     """The batch with the ids at the positions `chosen` only. Rollouts and rewards stay."""
     fields = ("logprobs", "old_logprobs", "mask", "rollout_index", "group_index", "ref_logprobs", "tokens", "entropy")
     values = {name: getattr(batch, name) for name in fields}
@@ -178,7 +201,7 @@ def part_batch(batch: Batch, chosen: Tensor) -> Batch:
 def score_samples(model: Any, samples: Sequence[Sample], temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropy [T] of the sampled ids, in the order of the samples, as the engine's backends compute them.
 
-    Shared prompts run once. `temperature` 0 counts as 1. The model runs in evaluation mode, without dropout.
+    Shared prompts run once. The model runs in evaluation mode, without dropout.
     """
     import torch
 
@@ -193,7 +216,7 @@ def score_samples(model: Any, samples: Sequence[Sample], temperature: float) -> 
     model.eval()
     try:
         paths = inspect_model(model, bucket_saving_min=BUCKET_SAVING_MIN)
-        scored = Models(paths, None, None).score((rows, wanted), temperature or 1.0, frozenset())
+        scored = Models(paths, None, None).score((rows, wanted), temperature, frozenset())
     finally:
         model.train(was_training)
     found = scored.selection.tokens()

@@ -12,12 +12,12 @@ from rollouts.training.algorithms.algorithm import function_label
 T = TypeVar("T")
 
 
-def call(form: str, function: Callable[..., T], *given: Any, error: type[RolloutsError] = TrainingError) -> T:
+def call_given(form: str, function: Callable[..., T], *given: Any, error: type[RolloutsError] = TrainingError) -> T:
     """Call a user's function. `form` is the documented call, such as "reward_fn(rollout)".
 
     Raises ConfigError if the function does not take these arguments, and `error` if it raises.
 
-    >>> call("scorer(model, rollout)", lambda model: 1.0, "a model", "a rollout")
+    >>> call_given("scorer(model, rollout)", lambda model: 1.0, "a model", "a rollout")
     Traceback (most recent call last):
     rollouts.errors.ConfigError: <lambda> cannot be called as scorer(model, rollout): too many positional arguments
     """

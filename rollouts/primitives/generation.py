@@ -29,7 +29,7 @@ from rollouts.chat.format import chat_format
 from rollouts.env.authoring import TOOL_MARK, mark_of
 from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError, InferenceError
-from rollouts.primitives.calls import call
+from rollouts.primitives.calls import call_given
 from rollouts.primitives.types import Conversation, Generation, GenerationConfig, ModelConfig, Turn
 from rollouts.training.algorithms.algorithm import function_label
 from rollouts.types import Message, Sample, Task, ToolCall
@@ -64,7 +64,7 @@ def load_model(config: ModelConfig | str, *, model_loader: Callable[[ModelConfig
     config = _model_config(config)
     if model_loader is not None:
         return model_loader(config)
-    from rollouts.training.models import load_hf_model, remote_code
+    from rollouts.models.loading import load_hf_model, remote_code
 
     with remote_code(config.trust_remote_code):
         return load_hf_model(config.name, dtype=config.dtype, device=config.device)
@@ -79,7 +79,7 @@ def load_tokenizer(config: ModelConfig | str, *, tokenizer_loader: Callable[[Mod
     config = _model_config(config)
     if tokenizer_loader is not None:
         return tokenizer_loader(config)
-    from rollouts.training import models
+    from rollouts.models import loading as models
 
     with models.remote_code(config.trust_remote_code):
         return models.load_tokenizer(config.name)
@@ -161,7 +161,7 @@ def batch_generate(
 
         _check_model(model)
         rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        return sample(cast("InferenceBackend", HFInference(model)), tokenizer, rows, configs) if rows else []
+        return sample_replies(cast("InferenceBackend", HFInference(model)), tokenizer, rows, configs) if rows else []
     own = functools.partial(_from_generator, generator, model, tokenizer)
     if workers <= 1:
         return list(map(own, prompts, configs))
@@ -222,7 +222,7 @@ def generate_with_logprobs(
 def extract_logprobs(
     model: Any,
     generation: Generation,
-    temperature: float,
+    temperature: float | None,
     logprob_extractor: Callable[[Any, Generation], Any] | None,
 ) -> Tensor:
     """The logprobs [K] of a reply under `model`, by the extractor or by `compute_logprobs`, without gradient.
@@ -235,18 +235,20 @@ def extract_logprobs(
         if logprob_extractor is None:
             return compute_logprobs(model, [generation], temperature=temperature)[0]
         form = "logprob_extractor(model, generation)"
-        found = torch.as_tensor(call(form, logprob_extractor, model, generation)).detach()
+        found = torch.as_tensor(call_given(form, logprob_extractor, model, generation)).detach()
     if found.shape != (len(generation.tokens),):
         expected = f"[{len(generation.tokens)}], one number per sampled token"
         raise ConfigError(f"the logprob_extractor returned shape {list(found.shape)}; expected {expected}")
     return found
 
 
-def compute_logprobs(model: Any, generations: Sequence[Generation], *, temperature: float = 1.0) -> list[Tensor]:
+def compute_logprobs(
+    model: Any, generations: Sequence[Generation], *, temperature: float | None = None
+) -> list[Tensor]:
     """The logprobs of the sampled ids of each reply, N tensors [K], in one batch and with gradient.
 
-    Prompts that several replies share run once. Use `torch.no_grad()` if you need no gradient. A temperature of 0
-    counts as 1.
+    Prompts that several replies share run once. Use `torch.no_grad()` if you need no gradient. `temperature` None is
+    that of the replies, and 0 counts as 1. Raises TrainingError if it is another one than theirs.
 
     >>> model, tokenizer = load_model("tiny"), load_tokenizer("tiny")
     >>> reply = generate(model, tokenizer, "2 + 3 =", GenerationConfig(max_tokens=4))
@@ -256,7 +258,7 @@ def compute_logprobs(model: Any, generations: Sequence[Generation], *, temperatu
     """
     import torch
 
-    from rollouts.primitives.batches import score_samples
+    from rollouts.primitives.batches import score_samples, temperature_of
 
     counts = [len(each.tokens) for each in generations]
     if not sum(counts):
@@ -270,7 +272,7 @@ def compute_logprobs(model: Any, generations: Sequence[Generation], *, temperatu
         group, start = groups.setdefault(tuple(each.prompt_tokens), len(groups)), len(each.prompt_tokens)
         tokens, mask = [*each.prompt_tokens, *each.tokens], [0.0] * start + [1.0] * len(each.tokens)
         samples.append(Sample("", "", tokens, mask, 0.0, group, rollout_index=number, prompt_length=start))
-    return list(torch.split(score_samples(model, samples, temperature)[0], counts))
+    return list(torch.split(score_samples(model, samples, temperature_of(generations, temperature))[0], counts))
 
 
 def _from_generator(
@@ -279,17 +281,17 @@ def _from_generator(
     """The generator's reply; a text becomes a Generation with ids and without logprobs."""
     given = prompt if isinstance(prompt, str) else encode_prompt(tokenizer, prompt)
     form = "generator(model, tokenizer, prompt, config)"
-    reply = call(form, generator, model, tokenizer, given, config, error=InferenceError)
+    reply = call_given(form, generator, model, tokenizer, given, config, error=InferenceError)
     if isinstance(reply, Generation):
-        return reply
+        return reply if reply.temperature is not None else reply._replace(temperature=config.temperature)
     if not isinstance(reply, str):
         what = f"the generator {function_label(generator)} returned {shown(reply)}"
         raise ConfigError(f"{what}; expected a Generation, or its text")
     tokens = tokenizer.encode(reply, add_special_tokens=False)
-    return Generation(reply, tokens, prompt_tokens=encode_prompt(tokenizer, given))
+    return Generation(reply, tokens, prompt_tokens=encode_prompt(tokenizer, given), temperature=config.temperature)
 
 
-def sample(
+def sample_replies(
     engine: InferenceBackend, tokenizer: Any, rows: Sequence[Sequence[int]], configs: Sequence[GenerationConfig]
 ) -> list[Generation]:
     """The replies of an engine to prompts [N] of ids, all in flight at the same time. The engine is closed.
@@ -349,7 +351,8 @@ def _generation(tokenizer: Any, row: Sequence[int], reply: Any, config: Generati
             break
     ends = turn_ends(tokenizer)
     body = tokens[:-1] if tokens and tokens[-1] in ends else tokens
-    return Generation(tokenizer.decode(body), tokens, reply.logprobs[: len(tokens)], finish, list(row))
+    known = reply.logprobs[: len(tokens)]
+    return Generation(tokenizer.decode(body), tokens, known, finish, list(row), config.temperature)
 
 
 def _stop_texts(config: GenerationConfig) -> tuple[str, ...]:
@@ -392,12 +395,12 @@ def turn_ends(tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted({*own, *getattr(tokenizer, "model_ends", ())}))
 
 
-def as_conversation(prompt: Prompt) -> Conversation:
+def prompt_conversation(prompt: Prompt) -> Conversation:
     """A Conversation of a text (one message of the user), a Task, messages (also as dicts), or a Conversation.
 
     Raises ConfigError for anything else.
 
-    >>> as_conversation([{"role": "user", "content": "Hello"}]).messages[0].text
+    >>> prompt_conversation([{"role": "user", "content": "Hello"}]).messages[0].text
     'Hello'
     """
     if isinstance(prompt, str | Task):
@@ -446,7 +449,7 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
     elif isinstance(prompt, Sequence) and all(isinstance(each, int) for each in prompt):
         ids = list(prompt)
     else:
-        conversation = as_conversation(prompt)
+        conversation = prompt_conversation(prompt)
         ids = chat_format(tokenizer).encode_prompt(list(conversation.messages), schemas_of(conversation.tools))
     if not ids:
         raise ConfigError("the prompt is empty; give it at least one token")
@@ -472,9 +475,9 @@ def apply_chat_template(
     Args:
         template_fn: `template_fn(messages, tools)` renders instead of the tokenizer's template; `tools` are schemas
     """
-    messages, tools = as_conversation(prompt)
+    messages, tools = prompt_conversation(prompt)
     if template_fn is not None:
-        return call("template_fn(messages, tools)", template_fn, list(messages), schemas_of(tools))
+        return call_given("template_fn(messages, tools)", template_fn, list(messages), schemas_of(tools))
     return chat_format(tokenizer).render(list(messages), schemas_of(tools), True)
 
 
@@ -520,7 +523,7 @@ def turn_prompt(
     previous: Generation | None = None,
 ) -> Prompt:
     """The prompt of the next turn of a conversation (see `generate_conversation_turn`)."""
-    conversation = as_conversation(conversation)
+    conversation = prompt_conversation(conversation)
     if template_fn is not None:
         return apply_chat_template(tokenizer, conversation, template_fn=template_fn)
     messages, schemas = list(conversation.messages), schemas_of(conversation.tools)
@@ -537,7 +540,7 @@ def read_turn(
     tool_parser: ToolParser | None = None,
 ) -> Turn:
     """The conversation with this reply to it (see `generate_conversation_turn`)."""
-    conversation = as_conversation(conversation)
+    conversation = prompt_conversation(conversation)
     message, calls = Message("assistant", reply.text), []
     if template_fn is None:
         message = chat_format(tokenizer).parse(reply.tokens, schemas_of(conversation.tools))
@@ -557,9 +560,9 @@ def parse_calls(tool_parser: ToolParser, text: str, tools: Sequence[dict[str, An
     Raises ConfigError if it returns anything else.
     """
     if _names_tools(tool_parser):
-        calls: Any = call("tool_parser(text, tools)", tool_parser, text, list(tools))
+        calls: Any = call_given("tool_parser(text, tools)", tool_parser, text, list(tools))
     else:
-        calls = call("tool_parser(text)", tool_parser, text)
+        calls = call_given("tool_parser(text)", tool_parser, text)
     if isinstance(calls, tuple) and len(calls) == 2 and isinstance(calls[1], str):
         calls = calls[0]
     if not isinstance(calls, Sequence) or not all(isinstance(each, ToolCall) for each in calls):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rollouts.errors import ConfigError
-from rollouts.primitives.calls import call
+from rollouts.primitives.calls import call_given
 from rollouts.primitives.generation import extract_logprobs
 from rollouts.primitives.types import Generation, Rollout
 from rollouts.training.algorithms import kl as engine
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 KLFn = Callable[[Any, Any], Any]
 UpdateFn = Callable[..., Any]
-Logprobs = Sequence[float] | Any
+LogprobsLike = Sequence[float] | Any
 """[K]: a tensor or a list."""
 
 
 def compute_forward_kl(
-    logprobs: Logprobs, ref_logprobs: Logprobs, *, kl_fn: KLFn | None = None, mask: Logprobs | None = None
+    logprobs: LogprobsLike, ref_logprobs: LogprobsLike, *, kl_fn: KLFn | None = None, mask: LogprobsLike | None = None
 ) -> Tensor:
     """KL(reference || policy), in nats per token: the mean of (q/p) log(q/p) - q/p + 1 over the tokens. A scalar tensor
     with gradient.
@@ -54,7 +54,7 @@ def compute_forward_kl(
 
 
 def compute_reverse_kl(
-    logprobs: Logprobs, ref_logprobs: Logprobs, *, kl_fn: KLFn | None = None, mask: Logprobs | None = None
+    logprobs: LogprobsLike, ref_logprobs: LogprobsLike, *, kl_fn: KLFn | None = None, mask: LogprobsLike | None = None
 ) -> Tensor:
     """KL(policy || reference), in nats per token: the mean of q/p - 1 - log(q/p) over the tokens. A scalar tensor with
     the gradient of the reverse KL. Arguments and errors are those of `compute_forward_kl`.
@@ -65,7 +65,7 @@ def compute_reverse_kl(
     return _mean(kl_fn or _reverse, logprobs, ref_logprobs, mask)
 
 
-def compute_per_token_kl(logprobs: Logprobs, ref_logprobs: Logprobs, *, kl_fn: KLFn | None = None) -> Tensor:
+def compute_per_token_kl(logprobs: LogprobsLike, ref_logprobs: LogprobsLike, *, kl_fn: KLFn | None = None) -> Tensor:
     """The KL of each token [K], never negative: q/p - 1 - log(q/p), or what `kl_fn` returns. Raises ConfigError.
 
     >>> [round(each, 3) for each in compute_per_token_kl([-1.0, -2.0], [-1.1, -1.5]).tolist()]
@@ -142,7 +142,7 @@ def create_adaptive_kl(confidence_threshold: float = 0.1, *, kl_fn: KLFn | None 
     example = "create_adaptive_kl(confidence_threshold=0.1)"
     check_setting("confidence_threshold", confidence_threshold, is_valid, "a probability above 0", example)
 
-    def adaptive_kl(logprobs: Logprobs, ref_logprobs: Logprobs) -> Tensor:
+    def adaptive_kl(logprobs: LogprobsLike, ref_logprobs: LogprobsLike) -> Tensor:
         policy, reference = _tensors(logprobs, ref_logprobs)
         confidence = (policy.detach().exp() / confidence_threshold).clamp(max=1.0)
         return confidence * compute_per_token_kl(policy, reference, kl_fn=kl_fn)
@@ -158,7 +158,7 @@ def _reverse(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return engine.rk3_loss(logprobs, logprobs.detach(), ref_logprobs)
 
 
-def _mean(kl_fn: KLFn, logprobs: Logprobs, ref_logprobs: Logprobs, mask: Logprobs | None) -> Tensor:
+def _mean(kl_fn: KLFn, logprobs: LogprobsLike, ref_logprobs: LogprobsLike, mask: LogprobsLike | None) -> Tensor:
     import torch
 
     policy, reference = _tensors(logprobs, ref_logprobs)
@@ -175,7 +175,7 @@ def _values(kl_fn: KLFn, policy: Tensor, reference: Tensor) -> Tensor:
     """The result of a KL function: [K], or a scalar."""
     import torch
 
-    returned = call("kl_fn(logprobs, ref_logprobs)", kl_fn, policy, reference)
+    returned = call_given("kl_fn(logprobs, ref_logprobs)", kl_fn, policy, reference)
     try:
         values = torch.as_tensor(returned)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -187,7 +187,7 @@ def _values(kl_fn: KLFn, policy: Tensor, reference: Tensor) -> Tensor:
     return values
 
 
-def _tensors(logprobs: Logprobs, ref_logprobs: Logprobs) -> tuple[Tensor, Tensor]:
+def _tensors(logprobs: LogprobsLike, ref_logprobs: LogprobsLike) -> tuple[Tensor, Tensor]:
     policy, reference = _floats(logprobs), _floats(ref_logprobs)
     if policy.shape != reference.shape or policy.dim() != 1:
         expected = "expected two lists or tensors of one length, with one logprob per sampled token"
@@ -195,7 +195,7 @@ def _tensors(logprobs: Logprobs, ref_logprobs: Logprobs) -> tuple[Tensor, Tensor
     return policy, reference.to(policy)
 
 
-def _floats(values: Logprobs) -> Tensor:
+def _floats(values: LogprobsLike) -> Tensor:
     import torch
 
     return values if isinstance(values, torch.Tensor) else torch.tensor(list(values), dtype=torch.float32)
@@ -215,7 +215,7 @@ def create_reference_model(model: Any, *, ref_model_fn: Callable[[Any], Any] | N
     (False, False)
     """
     if ref_model_fn is not None:
-        return call("ref_model_fn(model)", ref_model_fn, model)
+        return call_given("ref_model_fn(model)", ref_model_fn, model)
     return copy.deepcopy(model).requires_grad_(False).eval()
 
 
@@ -237,7 +237,7 @@ def update_reference_model(
     function = update_fn
     if callable(update_fn) and "iteration" in inspect.signature(update_fn).parameters:
         function = functools.partial(update_fn, iteration=iteration)
-    updated = call("update_fn(ref_model, model)", function, ref_model, model)
+    updated = call_given("update_fn(ref_model, model)", function, ref_model, model)
     if updated is None:
         label = function_label(update_fn)
         raise ConfigError(f"the update_fn {label} returned None; return the reference model, also if it is unchanged")
@@ -306,13 +306,13 @@ def get_reference_logprobs(
     ref_model: Any,
     generation: Generation,
     *,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     logprob_extractor: Callable[[Any, Generation], Any] | None = None,
 ) -> Tensor:
     """The reference's logprobs of a reply's sampled ids [K], without gradient.
 
-    Use the temperature of the sampler, so that both are comparable. Raises ConfigError if the extractor does not return
-    K numbers.
+    The temperature is that of the reply, so that both are comparable. Raises TrainingError for another one, and
+    ConfigError if the extractor does not return K numbers.
 
     >>> get_reference_logprobs(None, Generation("5", [9]), logprob_extractor=lambda ref_model, generation: [-1.0])
     tensor([-1.])

@@ -7,13 +7,16 @@ in utilities.py.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from rollouts.author_code import shown
-from rollouts.errors import ConfigError, RewardError
-from rollouts.primitives.calls import call
+from rollouts.errors import ConfigError, RewardError, UnknownComponentError
+from rollouts.plugins.index import find_component
+from rollouts.plugins.loading import load_component
+from rollouts.primitives.calls import call_given
 from rollouts.primitives.types import Rollout
 from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import function_label
@@ -82,7 +85,7 @@ def aggregate_vector_rewards(
     weighted = known if weights is None else [w * r for w, r in zip(weights, known, strict=True)]
     if aggregator is None:
         return math.fsum(weighted)
-    return as_number(call("aggregator(rewards)", aggregator, weighted, error=RewardError), aggregator)
+    return as_number(call_given("aggregator(rewards)", aggregator, weighted, error=RewardError), aggregator)
 
 
 def compute_batch_rewards(
@@ -136,7 +139,7 @@ def normalize_rewards(
     """
     known = [float(each) for each in rewards if each is not None]
     function = normalizer or group_norm
-    returned = call("normalizer(rewards)", function, known, error=RewardError) if known else []
+    returned = call_given("normalizer(rewards)", function, known, error=RewardError) if known else []
     values = iter(check_per_rollout("normalizer", function, returned, len(known)))
     return [None if each is None else next(values) for each in rewards]
 
@@ -155,7 +158,7 @@ def apply_reward_shaping(rollout: Rollout, *, shaping_fn: Callable[[float, Rollo
     def shape(reward: float | None) -> float | None:
         if reward is None:
             return None
-        shaped = call("shaping_fn(reward, rollout)", shaping_fn, reward, rollout, error=RewardError)
+        shaped = call_given("shaping_fn(reward, rollout)", shaping_fn, reward, rollout, error=RewardError)
         return as_number(shaped, shaping_fn)
 
     rewards = rollout.rewards
@@ -168,46 +171,52 @@ def apply_reward_shaping(rollout: Rollout, *, shaping_fn: Callable[[float, Rollo
 
 
 def load_reward_model(name: str, *, model_loader: Callable[[str], Any] | None = None) -> Any:
-    """Load a reward model with `model_loader(name)`. Raises ConfigError without a loader: a package brings one.
+    """Load a reward model with `model_loader(name)`; None: with the one of the package rollouts-reward-model.
+
+    Raises ConfigError without a loader and without the package, and what the loader raises.
 
     >>> load_reward_model("a/judge", model_loader=lambda name: f"the model {name}")
     'the model a/judge'
     """
-    if model_loader is None:
-        _needs_package(f"load_reward_model({name!r})", "model_loader=my_loader, a function of the name")
-    return model_loader(name)
+    return (model_loader or _of_package("load_reward_model", "model_loader=my_loader"))(name)
 
 
 def compute_reward_model_score(
     reward_model: Any, rollout: Rollout, *, scorer: Callable[[Any, Rollout], float] | None = None
 ) -> float | None:
-    """The score `scorer(reward_model, rollout)`. Raises ConfigError without a scorer: a package brings one.
+    """The score `scorer(reward_model, rollout)`; None: with the scorer of the package rollouts-reward-model.
 
-    Raises RewardError if the scorer does not return a finite number or None.
+    Raises ConfigError without a scorer and without the package, and RewardError if the scorer does not return a finite
+    number or None.
 
     >>> from rollouts.primitives import Generation
     >>> judge = {"5": 1.0}
     >>> compute_reward_model_score(judge, Rollout("2 + 3", Generation("5")), scorer=lambda m, r: m[r.generation.text])
     1.0
     """
-    if scorer is None:
-        _needs_package("compute_reward_model_score", "scorer=my_scorer, a function of the reward model and the rollout")
-    score = call("scorer(reward_model, rollout)", scorer, reward_model, rollout, error=RewardError)
+    scorer = scorer or _of_package("compute_reward_model_score", "scorer=my_scorer")
+    score = call_given("scorer(reward_model, rollout)", scorer, reward_model, rollout, error=RewardError)
     return as_number(score, scorer)
 
 
-def _needs_package(call: str, argument: str) -> NoReturn:
-    package = "pip install rollouts-reward-model, and give its load_reward_model and compute_reward_model_score"
-    raise ConfigError(
-        f"{call}: rollouts itself has no reward models\nfor models of the hub: {package}\nfor your own: give {argument}"
-    )
+def _of_package(name: str, argument: str) -> Callable[..., Any]:
+    """The function of the package that has the reward `reward_model`. Raises ConfigError."""
+    try:
+        component = load_component(find_component("rewards", "reward_model"))
+    except UnknownComponentError as error:
+        own = f"type: pip install rollouts-reward-model\nor give your own: {name}(..., {argument})"
+        raise ConfigError(
+            f"{name}: reward models are in a package of their own, which is not installed\n{own}"
+        ) from error
+    found: Callable[..., Any] = getattr(importlib.import_module(component.__module__), name)
+    return found
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
 def _judged(reward_fn: RewardFn, rollout: Rollout) -> Any:
-    return call("reward_fn(rollout)", reward_fn, rollout, error=RewardError)
+    return call_given("reward_fn(rollout)", reward_fn, rollout, error=RewardError)
 
 
 def is_vector(found: Any) -> bool:

@@ -21,14 +21,14 @@ from rollouts.author_code import shown
 from rollouts.errors import ConfigError
 from rollouts.inference.embedded.hf import context_tokens_max
 from rollouts.primitives.batches import sampled_logprobs, turns_of
-from rollouts.primitives.calls import call
+from rollouts.primitives.calls import call_given
 from rollouts.primitives.generation import (
     DEFAULT,
     Generator,
     Prompt,
     ToolParser,
-    as_conversation,
     batch_generate,
+    prompt_conversation,
     read_turn,
     turn_prompt,
 )
@@ -54,20 +54,12 @@ def create_rollout(
     prompt: Prompt,
     gen_config: GenerationConfig = DEFAULT,
     *,
-    ref_model: Any = None,
-    reward_fn: RewardFns | None = None,
-    tools: Tools = (),
-    tool_parser: ToolParser | None = None,
-    tool_executor: ToolExecutor | None = None,
-    tool_tracker: ToolTracker | None = None,
-    generator: Generator | None = None,
-    template_fn: TemplateFn | None = None,
-    kl_fn: KLFn | None = None,
     metadata: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Rollout:
     """One reply to a prompt, with its reward, its KL and its tool calls. The calls run if there is a `tool_executor`.
 
-    Raises like `create_batch_rollouts`.
+    `options` are those of `create_batch_rollouts`, such as `ref_model`, `reward_fn` and `tool_parser`. Raises like it.
 
     >>> from rollouts.primitives import load_model, load_tokenizer
     >>> model, tokenizer = load_model("tiny"), load_tokenizer("tiny")
@@ -77,35 +69,9 @@ def create_rollout(
     ... )
     >>> rollout.rewards == len(rollout.generation.tokens), round(rollout.kl_divergence, 4)
     (True, 0.0)
-
-    Args:
-        ref_model: the reference of the KL
-        reward_fn: `reward_fn(rollout)`, or several functions (see `compute_batch_rewards`)
-        tools: functions or schemas that the model may call, for a conversation without its own
-        tool_parser: `tool_parser(text)` reads the tool calls of a reply, as in `generate_conversation_turn`
-        tool_executor: `tool_executor(tool_calls, tools)` returns a result for each call
-        tool_tracker: `tool_tracker(rollout)` returns what is added to `metadata`
-        generator: samples instead of the model (see `generate`)
-        template_fn: `template_fn(messages, tools)` renders a conversation
-        kl_fn: `kl_fn(logprobs, ref_logprobs)` replaces the KL
-        metadata: added to the answer and the info of a Task
     """
-    return create_batch_rollouts(
-        model,
-        tokenizer,
-        [prompt],
-        gen_config._replace(max_turns=1),
-        ref_model=ref_model,
-        reward_fn=reward_fn,
-        tools=tools,
-        tool_parser=tool_parser,
-        tool_executor=tool_executor,
-        tool_tracker=tool_tracker,
-        generator=generator,
-        template_fn=template_fn,
-        kl_fn=kl_fn,
-        metadata=[metadata or {}],
-    )[0]
+    once = gen_config._replace(max_turns=1)
+    return create_batch_rollouts(model, tokenizer, [prompt], once, metadata=[metadata or {}], **options)[0]
 
 
 def create_multiturn_rollout(
@@ -114,24 +80,14 @@ def create_multiturn_rollout(
     conversation: Prompt,
     gen_config: GenerationConfig = DEFAULT,
     *,
-    stop_condition: StopCondition | None = None,
-    reply_fn: ReplyFn | None = None,
-    ref_model: Any = None,
-    reward_fn: RewardFns | None = None,
-    tools: Tools = (),
-    tool_parser: ToolParser | None = None,
-    tool_executor: ToolExecutor | None = None,
-    tool_tracker: ToolTracker | None = None,
-    generator: Generator | None = None,
-    template_fn: TemplateFn | None = None,
-    kl_fn: KLFn | None = None,
     metadata: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> Rollout:
     """One conversation: the model replies, its tool calls run, and it replies again.
 
     It ends after a reply without tool calls, after `gen_config.max_turns` replies, if a reply reaches `max_tokens`, or
     if the model's context is full. The trained ids are those of all replies; tool results are context. A text counts as
-    the user's message. The other arguments, and the errors, are those of `create_batch_rollouts`.
+    the user's message. `options` are those of `create_batch_rollouts`. Raises like it.
 
     >>> from rollouts.primitives import Conversation, create_scripted_generator, load_tokenizer
     >>> def add(a: int, b: int) -> int:
@@ -145,32 +101,9 @@ def create_multiturn_rollout(
     ... )
     >>> [message.role for message in rollout.conversation.messages], rollout.conversation.messages[2].content
     (['user', 'assistant', 'tool', 'assistant'], '5')
-
-    Args:
-        stop_condition: `stop_condition(conversation)` ends the conversation; asked after each message
-        reply_fn: `reply_fn(conversation)` answers a reply without tool calls, as the user or an environment: a text, a
-            Message, or None to end
     """
-    if isinstance(conversation, str):
-        conversation = as_conversation(conversation)
-    return create_batch_rollouts(
-        model,
-        tokenizer,
-        [conversation],
-        gen_config,
-        stop_condition=stop_condition,
-        reply_fn=reply_fn,
-        ref_model=ref_model,
-        reward_fn=reward_fn,
-        tools=tools,
-        tool_parser=tool_parser,
-        tool_executor=tool_executor,
-        tool_tracker=tool_tracker,
-        generator=generator,
-        template_fn=template_fn,
-        kl_fn=kl_fn,
-        metadata=[metadata or {}],
-    )[0]
+    given = prompt_conversation(conversation) if isinstance(conversation, str) else conversation
+    return create_batch_rollouts(model, tokenizer, [given], gen_config, metadata=[metadata or {}], **options)[0]
 
 
 # --- many rollouts ----------------------------------------------------------------------------------------------------
@@ -197,7 +130,7 @@ def create_batch_rollouts(
     kl_fn: KLFn | None = None,
     metadata: Sequence[Mapping[str, Any]] = (),
 ) -> list[Rollout]:
-    """`samples_per_prompt` rollouts of each prompt, those of one prompt side by side, with its number as `group_index`.
+    """`samples_per_prompt` rollouts of each prompt, those of one prompt side by side.
 
     A conversation has several turns if the model calls tools, as in `create_multiturn_rollout`. The answer and the info
     of a Task are in the rollout's `metadata`. Raises ConfigError for wrong arguments, RewardError if a reward function
@@ -210,13 +143,47 @@ def create_batch_rollouts(
     ...     generator=create_scripted_generator(["5", "6", "5", "6"]),
     ...     reward_fn=lambda rollout: rollout.generation.text == str(rollout.metadata["sum"]),
     ... )
-    >>> [(rollout.group_index, rollout.rewards) for rollout in rollouts]
-    [(0, 1.0), (0, 0.0), (1, 0.0), (1, 1.0)]
+    >>> [(rollout.prompt, rollout.rewards) for rollout in rollouts]
+    [('2 + 3 =', 1.0), ('2 + 3 =', 0.0), ('2 + 4 =', 0.0), ('2 + 4 =', 1.0)]
 
     Args:
+        stop_condition: `stop_condition(conversation)` ends the conversation; asked after each message
+        reply_fn: `reply_fn(conversation)` answers a reply without tool calls, as the user or an environment: a text, a
+            Message, or None to end
+        ref_model: the reference of the KL
+        reward_fn: `reward_fn(rollout)`, or several functions (see `compute_batch_rewards`)
         aggregator: `aggregator(vector)` makes one reward of several
-        metadata: one mapping for each prompt
+        tools: functions or schemas that the model may call, for a conversation without its own
+        tool_parser: `tool_parser(text)` reads the tool calls of a reply, as in `generate_conversation_turn`
+        tool_executor: `tool_executor(tool_calls, tools)` returns a result for each call
+        tool_tracker: `tool_tracker(rollout)` returns what is added to `metadata`
+        generator: samples instead of the model (see `generate`)
+        template_fn: `template_fn(messages, tools)` renders a conversation
+        kl_fn: `kl_fn(logprobs, ref_logprobs)` replaces the KL
+        metadata: one mapping for each prompt, added to the answer and the info of a Task
     """
+    _check_prompts(prompts, metadata, samples_per_prompt, gen_config)
+    plays = [_opened(prompt, tools) for prompt in prompts for _ in range(samples_per_prompt)]
+    answers = _Answers(tool_parser, tool_executor, stop_condition, reply_fn, template_fn)
+    _play_all(plays, model, tokenizer, gen_config, generator, answers)
+    rollouts = []
+    for number, play in enumerate(plays):
+        place = number // samples_per_prompt
+        rollout = play.rollout(prompts[place], metadata[place] if metadata else {})
+        if tool_parser is not None or tool_tracker is not None or play.tool_calls:
+            rollout = _tracked(rollout, play.tool_calls or _read_calls(rollout, tool_parser), tool_tracker)
+        rollouts.append(rollout)
+    if ref_model is not None and rollouts:
+        known = sampled_logprobs(ref_model, rollouts)
+        rollouts = [each._replace(ref_logprobs=ref) for each, ref in zip(rollouts, known, strict=True)]
+        divergences = compute_batch_kl(rollouts, kl_fn=kl_fn)
+        rollouts = [each._replace(kl_divergence=kl) for each, kl in zip(rollouts, divergences, strict=True)]
+    return rollouts if reward_fn is None else compute_batch_rewards(rollouts, reward_fn, aggregator=aggregator)
+
+
+def _check_prompts(
+    prompts: Any, metadata: Sequence[Any], samples_per_prompt: int, gen_config: GenerationConfig
+) -> None:
     if isinstance(prompts, str | Conversation) or not isinstance(prompts, Sequence):
         raise ConfigError(f"prompts is {type(prompts).__name__}; expected a list of prompts, such as [prompt]")
     if samples_per_prompt < 1 or (metadata and len(metadata) != len(prompts)):
@@ -224,22 +191,6 @@ def create_batch_rollouts(
         raise ConfigError(f"{given}; give one mapping of metadata for each prompt, and 1 or more samples")
     if gen_config.max_turns < 1:
         raise ConfigError(f"max_turns is {gen_config.max_turns}; expected 1 or more replies")
-    plays = [_opened(prompt, tools) for prompt in prompts for _ in range(samples_per_prompt)]
-    answers = _Answers(tool_parser, tool_executor, stop_condition, reply_fn, template_fn)
-    _play_all(plays, model, tokenizer, gen_config, generator, answers)
-    rollouts = []
-    for number, play in enumerate(plays):
-        place = number // samples_per_prompt
-        rollout = play.rollout(prompts[place], metadata[place] if metadata else {})._replace(group_index=place)
-        if tool_parser is not None or tool_tracker is not None or play.tool_calls:
-            rollout = _tracked(rollout, play.tool_calls or _read_calls(rollout, tool_parser), tool_tracker)
-        rollouts.append(rollout)
-    if ref_model is not None and rollouts:
-        known = sampled_logprobs(ref_model, rollouts, temperature=gen_config.temperature)
-        rollouts = [each._replace(ref_logprobs=ref) for each, ref in zip(rollouts, known, strict=True)]
-        divergences = compute_batch_kl(rollouts, kl_fn=kl_fn)
-        rollouts = [each._replace(kl_divergence=kl) for each, kl in zip(rollouts, divergences, strict=True)]
-    return rollouts if reward_fn is None else compute_batch_rewards(rollouts, reward_fn, aggregator=aggregator)
 
 
 # --- tool calls -------------------------------------------------------------------------------------------------------
@@ -282,7 +233,7 @@ def execute_and_track_tools(
     """
     conversation, calls = rollout.conversation, extract_tool_calls(rollout.generation, tool_parser=tool_parser)
     if conversation is None:
-        prompt = as_conversation(rollout.prompt)
+        prompt = prompt_conversation(rollout.prompt)
         reply = Message("assistant", rollout.generation.text)
         conversation = Conversation([*prompt.messages, reply], tools)
     results = execute_tools(calls, tools or conversation.tools, tool_executor=tool_executor) if calls else []
@@ -298,7 +249,7 @@ def _read_calls(rollout: Rollout, tool_parser: ToolParser | None) -> list[ToolCa
 
 def _tracked(rollout: Rollout, calls: Sequence[ToolCall], tool_tracker: ToolTracker | None) -> Rollout:
     rollout = rollout._replace(tool_calls=list(calls))
-    found: Any = call("tool_tracker(rollout)", tool_tracker or _tool_counts, rollout)
+    found: Any = call_given("tool_tracker(rollout)", tool_tracker or _tool_counts, rollout)
     if not isinstance(found, Mapping):
         raise ConfigError(f"the tool_tracker returned {shown(found)}; expected a dict, which is added to the metadata")
     return rollout._replace(metadata={**rollout.metadata, **found})
@@ -352,7 +303,7 @@ class _Play:
         if turn.tool_calls:
             added = execute_tools(turn.tool_calls, self.conversation.tools, tool_executor=answers.tool_executor)
         elif answers.reply_fn is not None:
-            said: Any = call("reply_fn(conversation)", answers.reply_fn, self.conversation)
+            said: Any = call_given("reply_fn(conversation)", answers.reply_fn, self.conversation)
             if said is not None and not isinstance(said, str | Message):
                 raise ConfigError(f"the reply_fn returned {shown(said)}; expected text, a Message, or None to end")
             added = [] if said is None else [Message("user", said) if isinstance(said, str) else said]
@@ -361,7 +312,7 @@ class _Play:
 
     def _stops(self, answers: _Answers) -> bool:
         stop = answers.stop_condition
-        return stop is not None and bool(call("stop_condition(conversation)", stop, self.conversation))
+        return stop is not None and bool(call_given("stop_condition(conversation)", stop, self.conversation))
 
     def rollout(self, prompt: Prompt, metadata: Mapping[str, Any]) -> Rollout:
         """The rollout so far."""
@@ -385,7 +336,7 @@ def _opened(prompt: Prompt, tools: Tools) -> _Play:
     )
     if is_plain:
         return _Play(prompt, None)
-    conversation = as_conversation(prompt)
+    conversation = prompt_conversation(prompt)
     return _Play(prompt, conversation if conversation.tools else conversation._replace(tools=tools))
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from rollouts.primitives.generation import Prompt, encode_prompt, sample
+from rollouts.primitives.generation import Prompt, encode_prompt, sample_replies
 from rollouts.primitives.types import Generation, GenerationConfig
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ def vllm_generator(
     url: str = "http://127.0.0.1:8000",
     served_model: str = "",
     api_key_env: str = "VLLM_API_KEY",
+    dialect: Dialect | None = None,
 ) -> Generation:
     """Sample one reply from the vLLM server at `url`. `model` is not used, unless it is a URL: then it replaces `url`.
 
@@ -37,41 +38,12 @@ def vllm_generator(
     Args:
         served_model: the server's name for the model; empty: its first model
         api_key_env: the environment variable with the API key, if the server requires one
+        dialect: how the server speaks; None: as vLLM does
     """
-    from rollouts.inference.servers.vllm import VLLM
-
-    return _reply(VLLM(), model, tokenizer, prompt, config, url, served_model, api_key_env)
-
-
-def sglang_generator(
-    model: Any,
-    tokenizer: Any,
-    prompt: Prompt,
-    config: GenerationConfig,
-    *,
-    url: str = "http://127.0.0.1:30000",
-    served_model: str = "",
-    api_key_env: str = "SGLANG_API_KEY",
-) -> Generation:
-    """Sample one reply from the SGLang server at `url`. Everything else is as in `vllm_generator`."""
-    from rollouts.inference.servers.sglang import SGLang
-
-    return _reply(SGLang(), model, tokenizer, prompt, config, url, served_model, api_key_env)
-
-
-def _reply(
-    dialect: Dialect,
-    model: Any,
-    tokenizer: Any,
-    prompt: Prompt,
-    config: GenerationConfig,
-    url: str,
-    served_model: str,
-    api_key_env: str,
-) -> Generation:
     from rollouts.inference.servers.checks import ServerSetup
     from rollouts.inference.servers.options import PROBE_TEXT
     from rollouts.inference.servers.server import Server
+    from rollouts.inference.servers.vllm import VLLM
 
     setup = ServerSetup(
         vocabulary_size=len(tokenizer),
@@ -82,4 +54,22 @@ def _reply(
         api_key=os.environ.get(api_key_env, ""),
     )
     address = model if isinstance(model, str) and "://" in model else url
-    return sample(Server(dialect, address, setup), tokenizer, [encode_prompt(tokenizer, prompt)], [config])[0]
+    engine = Server(dialect or VLLM(), address, setup)
+    return sample_replies(engine, tokenizer, [encode_prompt(tokenizer, prompt)], [config])[0]
+
+
+def sglang_generator(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    config: GenerationConfig,
+    *,
+    url: str = "http://127.0.0.1:30000",
+    api_key_env: str = "SGLANG_API_KEY",
+    **options: Any,
+) -> Generation:
+    """Sample one reply from the SGLang server at `url`. Everything else is as in `vllm_generator`."""
+    from rollouts.inference.servers.sglang import SGLang
+
+    own = {"url": url, "api_key_env": api_key_env, "dialect": SGLang(), **options}
+    return vllm_generator(model, tokenizer, prompt, config, **own)

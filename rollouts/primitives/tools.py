@@ -15,7 +15,7 @@ from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, detect_tool_call_
 from rollouts.env.authoring import TOOL_MARK, ToolMethod, mark_of
 from rollouts.env.tools import run_tool
 from rollouts.errors import ConfigError
-from rollouts.primitives.calls import call
+from rollouts.primitives.calls import call_given
 from rollouts.primitives.generation import ANY_TOOL, ToolParser, parse_calls, run_sync, tool_name
 from rollouts.primitives.types import Generation
 from rollouts.types import Message, ToolCall
@@ -99,7 +99,7 @@ def execute_tools(
         tools: the functions that the calls may name
         tool_executor: `tool_executor(tool_calls, tools)` replaces `execute_functions`; it returns texts or messages
     """
-    results = call("tool_executor(tool_calls, tools)", tool_executor or execute_functions, tool_calls, tools)
+    results = call_given("tool_executor(tool_calls, tools)", tool_executor or execute_functions, tool_calls, tools)
     if isinstance(results, str) or not isinstance(results, Sequence) or len(results) != len(tool_calls):
         expected = f"a list of {len(tool_calls)} texts or messages, one per call"
         raise ConfigError(f"the tool_executor returned {shown(results)}; expected {expected}")

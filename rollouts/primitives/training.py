@@ -36,13 +36,13 @@ from rollouts.primitives.algorithms import (
 from rollouts.primitives.batches import (
     create_batch,
     group_numbers,
-    part_batch,
+    ids_at,
     reward_of,
     to_device,
     turns_of,
     was_cut_off,
 )
-from rollouts.primitives.calls import call
+from rollouts.primitives.calls import call_given
 from rollouts.primitives.generation import Prompt, load_model, load_tokenizer
 from rollouts.primitives.kl import UpdateFn, create_reference_model, update_reference_model
 from rollouts.primitives.rewards import RewardFns
@@ -69,7 +69,7 @@ def training_step(
     rollouts: Sequence[Rollout],
     algorithm_config: AlgorithmConfig,
     *,
-    temperature: float = 1.0,
+    temperature: float | None = None,
     train_truncated: bool = False,
     tokens_per_microbatch: int = 16384,
     optimizer_step_fn: OptimizerStepFn | None = None,
@@ -93,7 +93,7 @@ def training_step(
     (1, True)
 
     Args:
-        temperature: the temperature with which the rollouts were sampled
+        temperature: the sampling temperature; None: that of the rollouts. Raises TrainingError for another one
         train_truncated: also train replies that were cut off at `max_tokens`
         tokens_per_microbatch: how many tokens run at the same time; groups of rollouts stay together
         optimizer_step_fn: `optimizer_step_fn(model, optimizer)` replaces clipping the gradient's norm to 1 and
@@ -112,7 +112,7 @@ def training_step(
         for numbers in _microbatches(rollouts, tokens_per_microbatch):
             places = torch.isin(whole.rollout_index, torch.tensor(numbers, device=whole.rollout_index.device))
             scored = create_batch(state.model, [rollouts[number] for number in numbers], temperature=temperature)
-            part = part_batch(whole, places)._replace(
+            part = ids_at(whole, places)._replace(
                 logprobs=scored.logprobs, entropy=scored.entropy, old_logprobs=scored.old_logprobs
             )
             loss, share = loss_sum(part, algorithm_config, _part_of(targets, places, numbers))
@@ -173,7 +173,6 @@ def training_iteration(
         state,
         rollouts,
         algorithm_config,
-        temperature=gen_config.temperature,
         train_truncated=train_truncated,
         tokens_per_microbatch=tokens_per_microbatch,
         optimizer_step_fn=optimizer_step_fn,
@@ -245,9 +244,9 @@ def train(
         if eval_fn is not None and ((iteration + 1) % eval_every == 0 or is_last):
             stats = stats._replace(metrics={**stats.metrics, **_evaluated(eval_fn, state)})
         if logger is not None:
-            call("logger(stats)", logger, stats)
+            call_given("logger(stats)", logger, stats)
         if checkpoint_fn is not None and ((iteration + 1) % checkpoint_every == 0 or is_last):
-            call("checkpoint_fn(state)", checkpoint_fn, state)
+            call_given("checkpoint_fn(state)", checkpoint_fn, state)
     return state
 
 
@@ -278,15 +277,15 @@ def quick_start_training(
     1
 
     Args:
-        algorithm: `create_algorithm_config(algorithm, settings)`
+        algorithm: `create_algorithm_config(algorithm, settings)`; "dapo" is DPO on pairs
         lr: None: the learning rate of `rollouts run` for this model
         prompts_per_iteration: the prompts of an iteration, each with `samples_per_prompt` (8) rollouts
         logger: `logger(stats)`; None: `log_to_console`
         train_options: other arguments of `train`, such as `samples_per_prompt`, `tools` and `checkpoint_fn`
     """
+    from rollouts.models.loading import bundled
     from rollouts.runs.plan import LR_RL
     from rollouts.training.backends.pytorch_factory import create_adamw_optimizer
-    from rollouts.training.models import bundled
 
     config = create_algorithm_config(algorithm, settings)
     if isinstance(prompts, str) or not prompts:
@@ -312,7 +311,7 @@ def quick_start_training(
 
 def _of_iteration(form: str, given: Any, iteration: int) -> Any:
     """What a function of the iteration returns; anything else is the same in each iteration."""
-    return call(form, given, iteration) if callable(given) else given
+    return call_given(form, given, iteration) if callable(given) else given
 
 
 def _check_training(num_iterations: int, checkpoint_every: int, eval_every: int) -> None:
@@ -326,7 +325,7 @@ def _check_training(num_iterations: int, checkpoint_every: int, eval_every: int)
 
 
 def _evaluated(eval_fn: Callable[[TrainingState], Any], state: TrainingState) -> dict[str, float]:
-    found = call("eval_fn(state)", eval_fn, state)
+    found = call_given("eval_fn(state)", eval_fn, state)
     scores = found if isinstance(found, Mapping) else {"score": found}
     try:
         return {f"eval/{name}": float(value) for name, value in scores.items()}
@@ -392,7 +391,9 @@ def _step(
         raise TrainingError(f"the gradient's norm is {norm}; the weights are unchanged. Try a smaller learning rate")
     metrics = {"optim/skipped": 0.0, "optim/lr": float(state.optimizer.param_groups[0]["lr"])}
     if optimizer_step_fn is not None:
-        reported: Any = call("optimizer_step_fn(model, optimizer)", optimizer_step_fn, state.model, state.optimizer)
+        reported: Any = call_given(
+            "optimizer_step_fn(model, optimizer)", optimizer_step_fn, state.model, state.optimizer
+        )
         if reported is not None and not isinstance(reported, Mapping):
             raise ConfigError(f"the optimizer_step_fn returned {shown(reported)}; expected a dict of metrics, or None")
         return norm, metrics | dict(reported or {})

@@ -62,6 +62,7 @@ class Generation(NamedTuple):
         logprobs: [K], natural logarithm, at the sampling temperature (at 1 if the temperature is 0); None: unknown
         finish_reason: "stop", or "length" if the reply reached `max_tokens`
         prompt_tokens: the ids [P] that the model received
+        temperature: the sampling temperature, at which the reply is trained and compared; None: unknown, counts as 1
     """
 
     text: str
@@ -69,6 +70,7 @@ class Generation(NamedTuple):
     logprobs: Sequence[float] | None = None
     finish_reason: str = "stop"
     prompt_tokens: Sequence[int] = ()
+    temperature: float | None = None
 
 
 class Turn(NamedTuple):
@@ -92,7 +94,8 @@ class Rollout(NamedTuple):
         tool_calls: the tool calls of all turns, in order
         metadata: anything else, such as the right answer
         turns: all replies of a conversation, in order; empty: `generation` alone
-        group_index: rollouts with the same number are compared; None: rollouts with equal prompts are
+        group_index: rollouts with the same number are compared; None: rollouts with equal prompts are. The functions
+            here leave it None
     """
 
     prompt: str | Sequence[Message]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import random
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,6 @@ from rollouts.errors import ConfigError, OutputError
 from rollouts.primitives.generation import Generator, schemas_of
 from rollouts.primitives.rewards import RewardFn, aggregate_vector_rewards, compute_scalar_reward
 from rollouts.primitives.types import Conversation, Generation, GenerationConfig, Rollout
-from rollouts.terminal_text import binned, curve
 from rollouts.training.algorithms.losses import check_setting
 from rollouts.types import Message, Status, Task, ToolCall, Trajectory
 
@@ -117,21 +115,6 @@ def create_weighted_reward(parts: Mapping[str, tuple[RewardFn, float]]) -> Rewar
     return weighted_reward
 
 
-def create_clipped_reward(reward_fn: RewardFn, low: float = -1.0, high: float = 1.0) -> RewardFn:
-    """A reward function whose values are cut to the range from `low` to `high`. Raises ConfigError for an empty range.
-
-    >>> create_clipped_reward(lambda rollout: 7.0)(Rollout("2 + 3", Generation("5")))
-    1.0
-    """
-    check_setting("low", low, low <= high, f"at most high ({high:g})", "create_clipped_reward(f, -1.0, 1.0)")
-
-    def clipped_reward(rollout: Rollout) -> float | None:
-        value = compute_scalar_reward(rollout, reward_fn)
-        return None if value is None else min(max(value, low), high)
-
-    return clipped_reward
-
-
 def as_component(reward_fn: RewardFn) -> Callable[[Task, Trajectory], Any]:
     """The reward function as a component of a run: `rollouts.run(reward=as_component(f), ...)`.
 
@@ -184,35 +167,10 @@ def _answer(rollout: Rollout, answers: Answers | None) -> str:
 
 
 def load_prompts(path: str | Path) -> list[Task]:
-    """The prompts of a file, as Tasks with `prompt`, `answer` and `info`: .jsonl or .json with the key "prompt", or
-    .txt with one prompt per line.
-
-    Raises ConfigError, with the line, for a file that is missing, empty or malformed.
+    """The prompts of a .jsonl or .json file, as Tasks with `prompt`, `answer` and `info`. Raises ConfigError, with the
+    line.
     """
-    path = Path(path)
-    if path.suffix != ".txt":
-        return read_tasks(path)
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    tasks = [Task(line.strip()) for line in lines if line.strip()]
-    if not tasks:
-        raise ConfigError(f"{path} has no prompts; write one per line")
-    return tasks
-
-
-def sample_prompts(prompts: Sequence[T], count: int, *, seed: int = 0) -> list[T]:
-    """`count` prompts in random order, by the seed. No prompt comes twice before each came once.
-
-    >>> sorted(sample_prompts("abc", 4, seed=1)[:3])
-    ['a', 'b', 'c']
-    """
-    if not prompts or count < 0:
-        raise ConfigError(f"{count} of {len(prompts)} prompts; give at least one prompt, and a count of 0 or more")
-    generator = random.Random(seed)
-    rounds = (generator.sample(prompts, len(prompts)) for _ in itertools.count())
-    return list(itertools.islice(itertools.chain.from_iterable(rounds), count))
+    return read_tasks(Path(path))
 
 
 def split_prompts(prompts: Sequence[T], fraction: float = 0.1) -> tuple[list[T], list[T]]:
@@ -229,22 +187,6 @@ def split_prompts(prompts: Sequence[T], fraction: float = 0.1) -> tuple[list[T],
     held_out = {task.id for task in split_tasks([Task("", id=key) for key in keys], fraction)[0]}
     pairs = list(zip(keys, prompts, strict=True))
     return [each for key, each in pairs if key not in held_out], [each for key, each in pairs if key in held_out]
-
-
-def format_prompts(template: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The template with the fields of each row. Raises ConfigError for a field that a row does not have.
-
-    >>> format_prompts("What is {a} + {b}?", [{"a": 2, "b": 3}])
-    ['What is 2 + 3?']
-    """
-    texts = []
-    for number, row in enumerate(rows):
-        try:
-            texts.append(template.format(**row))
-        except (KeyError, IndexError, ValueError) as error:
-            given = f"row {number} has {', '.join(row) or 'no fields'}"
-            raise ConfigError(f"the template {template!r} does not fit: {error}; {given}") from error
-    return texts
 
 
 def create_prompt_loader(prompts: Sequence[T], batch_size: int, *, seed: int = 0) -> Callable[[int], list[T]]:
@@ -361,21 +303,6 @@ def _said(message: Message) -> str:
     return " ".join(filter(None, (message.text, *calls)))
 
 
-def draw_curve(values: Sequence[float], *, width: int = 60) -> str:
-    """The values as a line of bars for people, with the lowest and the highest one. NaN is a gap.
-
-    If there are more than `width` values, neighbors are averaged. Raises ConfigError if no value is finite.
-
-    >>> draw_curve([0.0, 0.25, math.nan, 1.0])
-    '0 ▁▃ █ 1'
-    """
-    check_setting("width", width, width >= 1, "a number of 1 or more", "width=60")
-    finite = [mean for mean in binned(values, width) if math.isfinite(mean)]
-    if not finite:
-        raise ConfigError(f"there is no number to draw in {len(values)} values; give one or more")
-    return f"{min(finite):.3g} {curve(values, width)} {max(finite):.3g}"
-
-
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
@@ -397,39 +324,3 @@ def create_scripted_generator(replies: Sequence[Generation | str]) -> Generator:
         return replies[number]
 
     return scripted
-
-
-def create_fixed_logits_model(logits: Sequence[float]) -> Any:
-    """A causal LM of transformers for tests whose prediction is the same after every context: these logits [V].
-
-    So you know its logprobs exactly: log softmax of the logits. Its output layer can be trained. Raises ConfigError for
-    no logits.
-
-    >>> from rollouts.primitives import compute_logprobs
-    >>> model = create_fixed_logits_model([0.0, 0.0])
-    >>> [round(each, 4) for each in compute_logprobs(model, [Generation("", [1], prompt_tokens=[0])])[0].tolist()]
-    [-0.6931]
-    """
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    if not len(logits):
-        raise ConfigError("there are no logits; give one for each id of the vocabulary")
-    config = LlamaConfig(
-        vocab_size=len(logits),
-        hidden_size=4,
-        intermediate_size=4,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        rms_norm_eps=0.0,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in model.model.layers.parameters():
-            parameter.zero_()  # each layer adds nothing
-        model.model.embed_tokens.weight.fill_(1.0)
-        model.lm_head.weight.copy_(torch.as_tensor(logits, dtype=torch.float32)[:, None] / config.hidden_size)
-    return model

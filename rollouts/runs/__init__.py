@@ -16,9 +16,7 @@ records.py       one trajectory of a run, with the values of its tokens
 token_files.py   the values of each trained token, beside the trajectories
 saved.py         the trajectories of earlier runs, read back
 rescore.py       judges them again
-listing.py       the runs in a directory: what they are, and the user's words about them
-comparing.py     what differs between runs, with a paired comparison of their evaluations
-cleaning.py      what can be removed from runs
+comparing.py     the evaluations of runs, with a paired comparison
 played.py        the episodes of an evaluation, kept as they end
 resume.py        the checkpoint from which a run resumes; removes what later steps wrote
 clock.py         when a run began
@@ -70,14 +68,14 @@ def run(
     started = Start.now()
     from rollouts.child_environment import pass_on
     from rollouts.env.shared import shared_values
-    from rollouts.revisions import pinned
+    from rollouts.models.loading import remote_code
+    from rollouts.models.revisions import pinned
     from rollouts.runs.folder import choose_folder, default_out
-    from rollouts.runs.manifest import check_model_is_here, known_revisions, naming_copies
+    from rollouts.runs.manifest import known_revisions, naming_copies
     from rollouts.runs.observer import NullObserver
     from rollouts.runs.plan import make_plan
     from rollouts.runs.resume import finished, finished_words, named_checkpoint, run_to_resume
     from rollouts.runs.workers import has_workers, worker_pools
-    from rollouts.training.models import remote_code
 
     settings, is_first = resolved.settings, os.environ.get("RANK", "0") == "0"
     if observer is None or not is_first:  # under a launcher, rank 0 shows the run
@@ -88,8 +86,6 @@ def run(
     if folder is not None and summary is not None:
         observer.finished(finished_words(folder, summary, settings.steps))
         return summary
-    if folder is not None:
-        check_model_is_here(folder, settings.model)
     pass_on(settings.pass_env)
     observer.phase("preparing the run")
     commits = pinned(known_revisions(folder, resolved.source))

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollouts.errors import ConfigError, counted, first_line
+from rollouts.models.estimates import ModelSize, decode_seconds, how_estimated, measure_rates
+from rollouts.models.loading import resolve_device
 from rollouts.runs.jobs.saving import size_words
 from rollouts.runs.plan import Plan
-from rollouts.training.estimates import ModelSize, decode_seconds, how_estimated, measure_rates
-from rollouts.training.models import resolve_device
 from rollouts.types import Task
 
 TOKEN_BYTES = 24

@@ -12,10 +12,11 @@ from typing import Any
 import click
 import msgspec
 
+from rollouts.config.names import names_file
 from rollouts.config.settings import COMPONENT_KINDS
 from rollouts.env.authoring import metrics_of, rewards_of, tools_of
 from rollouts.errors import SignatureError, UnknownComponentError, UserError, near_misses
-from rollouts.plugins.index import KIND_WORDS, KINDS, ComponentRef, find_in_file, names_file
+from rollouts.plugins.index import KIND_WORDS, KINDS, ComponentRef, find_in_file
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import check_signature
 from rollouts.plugins.vocabulary import VOCABULARY

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from rollouts.supervisor import PR_SET_PDEATHSIG
 
@@ -21,14 +23,16 @@ def shown_flags(display: str) -> list[str]:
     return [] if display == "auto" else [f"--display={display}"]
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run `rollouts ARGUMENTS`. Returns the exit code; 128 + n if signal n ended it. Ctrl-C ends it as usual.
+def run_command(arguments: Sequence[str], variables: Mapping[str, str] = MappingProxyType({})) -> int:
+    """Run `rollouts ARGUMENTS`, with more environment `variables`. Returns the exit code; 128 + n if signal n ended it.
+    Ctrl-C ends it as usual.
 
     The child has its own process group, so that it gets Ctrl-C only from this process, once.
     """
     child = subprocess.Popen(
         [sys.executable, "-m", "rollouts", *arguments],
         stdin=subprocess.DEVNULL,
+        env={**os.environ, **variables},
         process_group=0,
         preexec_fn=_end_with_parent,
     )

@@ -1,29 +1,26 @@
-"""What differs between runs: their settings, and what they earned on the same held-out tasks."""
+"""What runs earned on their held-out tasks, and by how much one earned more than another on the same tasks."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from rollouts.disk import open_regular
-from rollouts.errors import UserError
-from rollouts.reducers import Reducer, stderr
-from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, read_json
-from rollouts.runs.listing import phases_of, read_settings
+from rollouts.errors import UserError, counted
+from rollouts.reducers import Reducer
+from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, load_config, phases_of, read_json
 from rollouts.runs.seeds import t_quantile
 from rollouts.types import Message, Task, Trajectory
 
 RESAMPLES = 10_000
 TASKS_MIN = 5
 """A paired comparison of fewer tasks has no interval. A bootstrap of 2 tasks covers the truth in half of the cases."""
-
-_OWN_TO_A_RUN = ("out",)
 
 
 class Evaluation(NamedTuple):
@@ -58,41 +55,23 @@ class Paired(NamedTuple):
         """`better` or `worse` if the interval excludes 0."""
         return "better" if self.low > 0 else "worse" if self.high < 0 else "no difference shown"
 
+    def words(self, name: str, first: str) -> str:
+        """The comparison in one line. `name` and `first` are the names of the second and the first run."""
+        left_out = f"; {counted(self.left_out, 'task')} of one alone" if self.left_out else ""
+        if self.tasks < TASKS_MIN:
+            return (
+                f"{name} against {first}: no verdict, because both have only {counted(self.tasks, 'task')}, and it "
+                f"takes {TASKS_MIN}; the mean difference is {self.difference:+.3f}{left_out}"
+            )
+        return (
+            f"{name} against {first}: {self.verdict}, {self.difference:+.3f} with the 95 % interval "
+            f"{self.low:+.3f} to {self.high:+.3f}, over {counted(self.tasks, 'task')} of both{left_out}"
+        )
+
     def as_json(self) -> dict[str, Any]:
         """The fields and the verdict, with None in place of an interval that is infinite and of its verdict."""
         none = {} if math.isfinite(self.low) else {"low": None, "high": None, "verdict": None}
         return {**self._asdict(), "verdict": self.verdict, **none}
-
-
-def differing_settings(folders: Sequence[Path]) -> dict[str, list[Any]]:
-    """The settings that are not the same in all runs, each with its value in every run; None where a run has no such
-    setting. The names are those of flags, such as `env.digits`. Raises ConfigError.
-
-    Modes have different settings. So if the modes differ, a setting counts only if runs that have it differ in it.
-    """
-    flat = [dict(_flat(read_settings(folder))) for folder in folders]
-    is_one_mode = len({settings.get("mode") for settings in flat}) == 1
-    names = dict.fromkeys(name for settings in flat for name in settings if name not in _OWN_TO_A_RUN)
-    found = {}
-    for name in names:
-        row = [settings.get(name) for settings in flat]
-        compared = row if is_one_mode else [value for value in row if value is not None]
-        if any(value != compared[0] for value in compared):
-            found[name] = row
-    return found
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The settings in nested tables, by dotted names. The name of a component is the setting of its kind."""
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            is_component = key == "name" and name
-            yield from _flat(inner, name if is_component else f"{name}.{key}" if name else key)
-    elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
-        for index, each in enumerate(value):
-            yield from _flat(each, f"{name}[{index}]")
-    else:
-        yield name.replace("_", "-"), value
 
 
 def evaluations_of(folder: Path) -> list[Evaluation]:
@@ -111,17 +90,6 @@ def _evaluation(when: str, found: Mapping[str, Any]) -> Evaluation:
     own = {env: (each.get(both[0]), each.get(both[1])) for env, each in found.get("environments", {}).items()}
     failed = sum((found.get("failed") or {}).values())
     return Evaluation(when, found.get("tasks", 0), mean, error, greedy, found.get("reduce", "mean"), failed, own)
-
-
-def reduced_evaluations(
-    evaluations: Sequence[Evaluation], rewards: Mapping[str, float], reducer: Reducer
-) -> list[Evaluation]:
-    """A run's evaluations, the last one with the mean of these rewards of its tasks, which `reducer` has reduced."""
-    if not evaluations or not rewards:
-        return list(evaluations)
-    values = list(rewards.values())
-    last = evaluations[-1]._replace(reward=statistics.fmean(values), stderr=stderr(values), reduce=reducer.how)
-    return [*evaluations[:-1], last]
 
 
 class _Line(msgspec.Struct):
@@ -148,7 +116,7 @@ _DECODER = msgspec.json.Decoder(_Line)
 
 def reducer_of(folder: Path) -> Reducer:
     """How an evaluation reduced the samples of a task. Raises ConfigError for settings that cannot be read."""
-    settings = read_settings(phases_of(folder)[-1])
+    settings = load_config(phases_of(folder)[-1])[0]
     return Reducer(settings.get("reduce", "mean"), settings.get("answer_pattern", ""))
 
 
@@ -190,21 +158,6 @@ def _evaluated(folder: Path) -> list[Path]:
     """The files of a run's evaluations, the last one last."""
     trajectories = phases_of(folder)[-1] / "trajectories"
     return sorted([*trajectories.glob("eval.jsonl"), *trajectories.glob(f"{EVALUATED}*.jsonl")])
-
-
-def opponents_of(rewards: Sequence[Mapping[str, float]]) -> list[int | None]:
-    """For each run, by its rewards of tasks: the first other run that was judged on two or more of the same tasks. So
-    evaluations of several environments are compared within each of them. None for a run that is the first one of its
-    tasks, or the only one.
-
-    >>> opponents_of([{"a": 1, "b": 0}, {"c": 1, "d": 1}, {"a": 0, "b": 0}, {"c": 0, "d": 1}, {}])
-    [None, None, 0, 1, None]
-    """
-    found: list[int | None] = []
-    for place, own in enumerate(rewards):
-        earlier = range(place)
-        found.append(next((each for each in earlier if len(own.keys() & rewards[each].keys()) >= 2), None))
-    return found
 
 
 def paired_difference(

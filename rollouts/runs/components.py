@@ -12,16 +12,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from rollouts.author_code import with_place
+from rollouts.chat.tool_parsers import ToolParser
 from rollouts.config.files import Source, where
 from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
+from rollouts.config.names import HELD
 from rollouts.config.resolving import Resolved
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting, Settings
 from rollouts.data.source import OF_SFT, RowSettings, find_loader, loader_signature
-from rollouts.env.added_tools import added_tool
 from rollouts.env.authoring import tools_of
 from rollouts.env.prompts import Prompts
 from rollouts.env.schema import check_tool
+from rollouts.env.task_tools import added_tool
 from rollouts.env.toolsets import AddedTool, Toolset, check_toolset, is_toolset
 from rollouts.errors import (
     ConfigError,
@@ -31,12 +33,11 @@ from rollouts.errors import (
     said_of,
 )
 from rollouts.inference.chatting import is_evaluation_only
-from rollouts.plugins.index import HELD, KIND_WORDS, ComponentRef
-from rollouts.plugins.making import make
+from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.protocols import TaskSampler
 from rollouts.plugins.settings import check_defaults, converted, refuse_without_hint
-from rollouts.plugins.signature import Signature, bind, check_signature, keywords_of, read_signature
+from rollouts.plugins.signature import Signature, bind, check_signature, keywords_of, make, read_signature
 from rollouts.training.algorithms.aggregation import aggregation_function
 from rollouts.training.algorithms.algorithm import KL, Algorithm, algorithm_settings, as_algorithm, bind_own
 from rollouts.training.algorithms.corrections import truncated
@@ -174,7 +175,7 @@ def chosen_optimizer(chosen: Mapping[str, list[Chosen]]) -> Any:
             )
         make = bind(each.component, each.settings)
         if not (training.is_absent or each.is_absent):
-            from rollouts.training.backends.optimizer_state import check_optimizer
+            from rollouts.training.backends.optimizer import check_optimizer
 
             check_optimizer(make, f"the optimizer {each.name}")
         return make
@@ -215,7 +216,7 @@ def takes_rows(mode: str, chosen: Mapping[str, Sequence[Chosen]]) -> bool:
 
 
 def make_component(word: str, chosen: Chosen, available: Mapping[str, Any]) -> Any:
-    """Call the component's factory; see `rollouts.plugins.making.make`."""
+    """Call the component's factory; see `rollouts.plugins.signature.make`."""
     return make(word, chosen.name, chosen.component, available, chosen.settings)
 
 
@@ -308,6 +309,11 @@ def _find(manager: PluginManager, key: str, component: Component) -> ComponentRe
             f"`{flag}` chooses another {KIND_WORDS[kind]}; for the settings of {alias}: rollouts plugins show {alias}"
         )
         raise UnknownComponentError(f"{error}\n{hint}") from error
+
+
+def parser_of(chosen: Chosen) -> ToolParser | None:
+    """The chosen tool parser; None: the chat template decides how calls are read."""
+    return None if chosen.component is None else ToolParser(chosen.name, chosen.component, chosen.settings)
 
 
 def curriculum(manager: PluginManager, component: Component, source: Source) -> Chosen:

@@ -13,9 +13,11 @@ from rollouts.config.resolving import Resolved
 from rollouts.config.settings import OWN, without_secrets
 from rollouts.env.shared import shared_values
 from rollouts.errors import ModelError, RolloutsError, counted, first_line, said_of
+from rollouts.models.estimates import ModelSize, estimate_memory, how_estimated, model_size
+from rollouts.models.loading import adapters_beneath, load_config, remote_code
+from rollouts.models.revisions import pinned
 from rollouts.plugins.loading import INSTALL_TORCH, absent_packages
 from rollouts.plugins.signature import read_signature
-from rollouts.revisions import pinned
 from rollouts.runs.amounts import amount_lines
 from rollouts.runs.components import Chosen, chosen_sampler, takes_rows
 from rollouts.runs.environments import chosen_tasks, demonstrations, few_held_out_notes, task_buffer
@@ -30,8 +32,6 @@ from rollouts.runs.workers import worker_pools
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, is_reward_placed
 from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.datasets.mixing import shares_at
-from rollouts.training.estimates import ModelSize, estimate_memory, how_estimated, model_size
-from rollouts.training.models import adapters_beneath, load_config, remote_code
 from rollouts.types import Task
 
 _SHOWN_MIN = 0.01  # a fraction of the total; smaller parts are counted, but have no line

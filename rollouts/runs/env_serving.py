@@ -18,7 +18,7 @@ from rollouts.env.workers.websocket import library
 from rollouts.errors import ConfigError, UnknownComponentError, WorkerError
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.workers import own_connector, venv_connector
-from rollouts.sandboxes.making import make_sandboxes
+from rollouts.sandboxes.opening import make_sandboxes
 
 
 def serve_until_signal(name: str, address: Address, options: Options, say: Callable[[str], None]) -> None:

@@ -27,12 +27,12 @@ from rollouts.author_code import authors_code, shown
 from rollouts.config.files import Source
 from rollouts.config.merging import Component
 from rollouts.config.settings import Settings
-from rollouts.env.author_thread import AuthorThread
 from rollouts.env.authoring import ToolMethod, of_role, roles_of, tools_of
 from rollouts.env.checks import check_source, check_text
-from rollouts.env.inputs import inputs_of, with_inputs
+from rollouts.env.methods import as_conversation, as_task, inputs_of, with_inputs
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
+from rollouts.env.threads import AuthorThread
 from rollouts.env.toolsets import AddedTool, Toolset, known_tools
 from rollouts.env.workers.proxy import RemoteEnvironment
 from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
@@ -53,15 +53,7 @@ from rollouts.plugins.signature import bind
 from rollouts.runs.components import Chosen, curriculum
 from rollouts.sandboxes.base import Sandboxes
 from rollouts.training.datasets import mixing
-from rollouts.training.datasets.buffer import (
-    HELD_OUT_PART,
-    SKIPPED_MAX,
-    DataBuffer,
-    as_conversation,
-    as_task,
-    draw_tasks,
-    shuffled,
-)
+from rollouts.training.datasets.buffer import HELD_OUT_PART, SKIPPED_MAX, DataBuffer, draw_tasks, shuffled
 from rollouts.types import Message, Task
 
 
@@ -428,7 +420,7 @@ def few_held_out_notes(environments: Sequence[Environment], held_out: Sequence[T
     """
     count = settings.eval_tasks
     notes = held_out_notes(environments, count) if len(held_out) < count else []
-    if len(held_out) >= count or notes or count == Settings.eval_tasks:
+    if not environments or len(held_out) >= count or notes or count == Settings.eval_tasks:
         return notes
     one = len(held_out) == 1
     there = "there is one different held-out task," if one else f"there are {len(held_out)} different held-out tasks,"

@@ -16,13 +16,14 @@ from rollouts.config.files import runs_inside
 from rollouts.config.settings import Settings
 from rollouts.disk import new_folder
 from rollouts.errors import ConfigError, ModelError, OutputError, counted, first_line
+from rollouts.models import folders, loading
+from rollouts.models.folders import all_checkpoints, nearest_checkpoints
 from rollouts.plugins.loading import require_packages
 from rollouts.runs.folder import CONFIG, PHASES, SUMMARY, holds_run, load_config, read_json, writer_of
 from rollouts.runs.publish import CARD, model_card
 from rollouts.runs.usage import write_usage
-from rollouts.training import models
 from rollouts.training.weights.files import ModelFiles, write_weights
-from rollouts.training.weights.store import STATE, all_checkpoints, check_folder, nearest_checkpoints, newest_checkpoint
+from rollouts.training.weights.store import STATE, check_folder, newest_checkpoint
 
 _ADAPTER_FILES = ("adapter_*", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
 
@@ -88,15 +89,15 @@ def export(source: str, out: str, *, dtype: str = "", adapter: bool = False) -> 
 def is_of_run(source: str) -> bool:
     """Whether this names the folder of a run, or a run's `checkpoints/`, and not a model."""
     path = Path(source).expanduser()
-    if not source or source in models.BUNDLED or not path.is_dir():
+    if not source or source in loading.BUNDLED or not path.is_dir():
         return False
-    is_model = (path / "config.json").is_file() or models.is_adapter(path)
+    is_model = (path / "config.json").is_file() or folders.is_adapter(path)
     return not is_model and (holds_run(path) or bool(all_checkpoints(path)))
 
 
 def is_written_by_run(folder: Path) -> bool:
     """Whether this is a checkpoint or an adapter. Servers are usually not started with these."""
-    return (folder / STATE).exists() or models.is_adapter(folder)
+    return (folder / STATE).exists() or folders.is_adapter(folder)
 
 
 def find_checkpoint(source: str) -> Path:
@@ -108,7 +109,7 @@ def find_checkpoint(source: str) -> Path:
         what = "is a file" if path.exists() else "does not exist"
         hint = nearest_checkpoints(path) or "give the folder of a run, a checkpoint, a model or a LoRA adapter"
         raise ConfigError(f"{source} {what}; {hint}")
-    if (path / "config.json").is_file() or models.is_adapter(path) or models.role_adapters(path):
+    if (path / "config.json").is_file() or folders.is_adapter(path) or folders.role_adapters(path):
         return path
     phases = [path / phase for phase in PHASES if (path / phase).is_dir()]  # of a run of mode sft+rl
     for run in (*phases, path):
@@ -137,7 +138,7 @@ def model_of_role(source: str, role: str) -> str:
     """The adapter of a role in `source`, the folder of a run or a checkpoint. If roles have no adapters of their own,
     there must be no `role`, and the result is `source`. Raises ConfigError.
     """
-    own = models.role_adapters(find_checkpoint(source)) if role or Path(source).expanduser().is_dir() else {}
+    own = folders.role_adapters(find_checkpoint(source)) if role or Path(source).expanduser().is_dir() else {}
     if role in own or (not own and not role):
         return str(own.get(role, source))
     if not own:
@@ -160,15 +161,16 @@ def _first_checkpoint(run: Path) -> str:
 def _write_model(folder: Path, inside: Path, dtype: str) -> Exported:
     """The whole model and its tokenizer."""
     require_packages(f"the model in {folder}")
-    whole, adapters = models.adapters_beneath(str(folder))
-    chosen = dtype or str(getattr(models.load_config(whole), "dtype", None) or "float32").removeprefix("torch.")
-    model = models.load_hf_model(str(folder), dtype=chosen, device="cpu")
-    wanted = models.probe_logits(model)
+    whole, adapters = loading.adapters_beneath(str(folder))
+    chosen = dtype or str(getattr(loading.load_config(whole), "dtype", None) or "float32").removeprefix("torch.")
+    model = loading.load_hf_model(str(folder), dtype=chosen, device="cpu")
+    wanted = loading.probe_logits(model)
     # If a folder has no tokenizer, transformers would make one up for some architectures.
-    own = not Path(whole).is_dir() or any(models.has_tokenizer(each) for each in (whole, *adapters))
+    own = not Path(whole).is_dir() or any(folders.has_tokenizer(each) for each in (whole, *adapters))
     has = write_weights(inside, "full", model.state_dict(), ModelFiles(model, source=str(folder) if own else None))
     del model  # memory need not have room for two models
-    if not models.agree(wanted, models.probe_logits(models.load_hf_model(str(inside), dtype=chosen, device="cpu"))):
+    again = loading.load_hf_model(str(inside), dtype=chosen, device="cpu")
+    if not loading.same_logits(wanted, loading.probe_logits(again)):
         raise ModelError(
             f"the exported model, loaded again, gives other logits than the model in {folder}, so nothing was "
             "exported; check the disk, and which version of transformers wrote the checkpoint"
@@ -178,16 +180,16 @@ def _write_model(folder: Path, inside: Path, dtype: str) -> Exported:
 
 def _write_adapter(folder: Path, inside: Path) -> Exported:
     """Write the adapter's own files, with the current path of its base model."""
-    if not models.is_adapter(folder):
+    if not folders.is_adapter(folder):
         raise ConfigError(f"{folder} holds a whole model and no adapter; leave --adapter out")
-    config = models.read_adapter_config(folder)
+    config = folders.read_adapter_config(folder)
     files = {file for pattern in _ADAPTER_FILES for file in folder.glob(pattern) if file.is_file()}
     for file in files:
         shutil.copyfile(file, inside / file.name)
-    whole, adapters = models.adapters_beneath(str(folder))
+    whole, adapters = loading.adapters_beneath(str(folder))
     base = adapters[-2] if len(adapters) > 1 else whole
     if Path(base).is_dir():
         config["base_model_name_or_path"] = str(Path(base).absolute())
-        (inside / models.ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (inside / folders.ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     has = any(file.name.startswith("tokenizer") for file in files)
     return Exported(folder, inside, "adapter", "", 0, 0, has, base=config["base_model_name_or_path"])

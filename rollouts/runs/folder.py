@@ -30,18 +30,22 @@ import msgspec
 
 from rollouts.config.files import Source, load_file
 from rollouts.config.flags import Tree
+from rollouts.config.names import names_module
+from rollouts.config.paths import CONFIG as CONFIG
+from rollouts.config.paths import Move, file_base
+from rollouts.config.render import to_toml
+from rollouts.config.resolving import moved, resolve
 from rollouts.disk import open_regular, partial_name, read_regular, sync_file, sync_folder, write_whole
 from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
-from rollouts.plugins.index import names_module
 from rollouts.runs.line_index import write_index
 from rollouts.runs.times import StepTimes, times_of
 from rollouts.runs.token_files import SUFFIX, TokenTable, encode_table
 from rollouts.training.rollout_gen.metrics import JUDGING
 from rollouts.types import Episode, Score
 
-CONFIG = "config.toml"
 SUMMARY = "summary.json"
+METRICS = "metrics.jsonl"  # of the logger `jsonl`
 LOCK = ".lock"
 PHASES = ("rl", "sft")  # the folders of a run of mode sft+rl, the last one first
 PARTS = ("trajectories", "checkpoints")
@@ -127,12 +131,17 @@ def step_of_file(path: Path) -> int | None:
     return None if name is None else int(name[1])
 
 
-def load_config(folder: Path) -> tuple[Tree, Source]:
-    """The settings in a run's config.toml. Raises ConfigError, with what to type, if the file is missing, unreadable or
-    empty.
+def phases_of(folder: Path) -> list[Path]:
+    """The folders that hold the steps of a run: its own, or those of its phases in the order in which they ran."""
+    return [folder / name for name in reversed(PHASES) if holds_run(folder / name)] or [folder]
+
+
+def load_config(folder: Path, home: Path | None = None) -> tuple[Tree, Source]:
+    """The settings in a run's config.toml; `home` is that of `load_file`. Raises ConfigError, with what to type, if the
+    file is missing, unreadable or empty.
     """
     try:
-        tree, source = load_file(folder / CONFIG)
+        tree, source = load_file(folder / CONFIG, home)
         if not tree:
             raise ConfigError(f"{folder / CONFIG} is empty")
     except ConfigError as error:
@@ -275,11 +284,23 @@ class RunFolder:
                 path.unlink(missing_ok=True)
 
     def write_config(self, text: str) -> None:
-        """Write config.toml. A file with the same settings stays unchanged, with its comments. Raises ConfigError if it
-        cannot be read.
+        """Write config.toml. A file with the same settings stays unchanged, with its comments. The paths in `text`
+        begin at `home`; those in the file, where the run was begun. Raises ConfigError if the file cannot be read.
         """
-        if not holds_run(self.path) or load_config(self.path)[0] != tomllib.loads(text):
-            self.write_text(CONFIG, text)
+        now = tomllib.loads(text)
+        if holds_run(self.path) and load_config(self.path, self.home)[0] == now:
+            return
+        if not os.path.samefile(self.move.home, self.home):
+            text = to_toml(moved(resolve(now, allow_left_out=True), self.move))
+        self.write_text(CONFIG, text)
+
+    @property
+    def move(self) -> Move:
+        """Changes the paths of settings, which begin at `home`, to those of the run's files, which begin where the run
+        was begun.
+        """
+        home = str(self.home)
+        return Move(home, file_base(self.path / CONFIG, home) if holds_run(self.path) else home)
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file under a temporary name, then rename it."""

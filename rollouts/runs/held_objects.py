@@ -12,9 +12,11 @@ from pathlib import Path
 from rollouts.config.merging import component_tables
 from rollouts.config.objects import held_names
 from rollouts.config.resolving import Resolved
+from rollouts.config.rows import GIVEN_ROWS
 from rollouts.config.settings import COMPONENT_KINDS
 from rollouts.env.prompts import given_prompts
 from rollouts.errors import ConfigError
+from rollouts.models.loading import resolve_device
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import check_signature
@@ -22,7 +24,6 @@ from rollouts.runs.components import Chosen
 from rollouts.runs.folder import CONFIG
 from rollouts.runs.manifest import source_of
 from rollouts.runs.resume import resume_command
-from rollouts.training.models import resolve_device
 
 
 def held_by(resolved: Resolved, keys: Iterable[str] = tuple(COMPONENT_KINDS)) -> dict[str, list[str]]:
@@ -101,7 +102,7 @@ def with_rows(resolved: Resolved) -> Resolved:
     """
     data, source = resolved.settings.data, resolved.source
     rows = {data: source.objects.rows[data]} if data in source.objects.rows else {}
-    if data.startswith("code/prompts_") and source.path and not rows:
+    if data.startswith(GIVEN_ROWS) and source.path and not rows:
         folder = Path(source.path).parent
         kept = [folder / data, *sorted(folder.glob(f"*/{data}"))]  # in mode sft+rl, each phase has its own copy
         copy = next((file for file in kept if file.is_file()), None)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from rollouts.chat.masks import SupervisedRow
 from rollouts.chat.shown import lost_words
 from rollouts.chat.token_texts import token_texts
-from rollouts.config.convert import plain
+from rollouts.config.convert import unflagged
 from rollouts.config.files import load_file
 from rollouts.config.flags import Tree
 from rollouts.config.merging import merge
@@ -31,15 +31,15 @@ from rollouts.data.conversations import (
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import choose_loader, open_rows
 from rollouts.errors import ConfigError, ModelError, counted
+from rollouts.models.loading import load_tokenizer, remote_code
 from rollouts.plugins.manager import PluginManager
-from rollouts.runs.components import choose
+from rollouts.runs.components import choose, parser_of
 from rollouts.runs.folder import CONFIG
 from rollouts.runs.saved import SavedRun, open_saved
 from rollouts.runs.session import load_chat
 from rollouts.training.datasets.chat_rows import ChatOptions, Cut, supervised_rows
-from rollouts.training.models import load_tokenizer, remote_code
 
-OF_SFT = ("model", "trust_remote_code", "template", "system", "data")
+OF_SFT = ("model", "trust_remote_code", "template", "system", "tool_parser", "data")
 """The settings of a run of mode sft that decide its tokens."""
 
 BAD_SHOWN = 3  # how many rows that are no conversation are shown
@@ -78,14 +78,15 @@ class RowReader:
     def __init__(self, tree: Tree, **given: Any) -> None:
         self.resolved = resolve(tree | {"mode": "sft", "steps": 1})
         self.manager = PluginManager()
-        (component,) = self.resolved.components["data"]
-        (chosen,) = choose(self.manager, {"data": [component]}, self.resolved.source)["data"]
+        own = {key: self.resolved.components[key] for key in ("data", "tool_parser")}
+        (component,), chosen_of = own["data"], choose(self.manager, own, self.resolved.source)
+        (chosen,), (parser,) = chosen_of["data"], chosen_of["tool_parser"]
         self.data: dict[str, Any] = {name: chosen.settings[name] for name in component.settings}
         self.data["name"] = component.name
         settings = self.resolved.settings
         rows = choose_loader(self.manager, self.data).rows
         with remote_code(settings.trust_remote_code):
-            self.chat = load_chat(settings, (), load_tokenizer(settings.model, **given))
+            self.chat = load_chat(settings, (), load_tokenizer(settings.model, **given), parser_of(parser))
         self._options = ChatOptions(rows.turns, rows.thinking, rows.max_length, system=settings.system)
 
     def read(self, value: Any) -> ReadRow:
@@ -216,7 +217,7 @@ def _of_run(run: str, given: Tree, show: int, first: int) -> Inspection:
         raise ConfigError(f"{run} is a run, whose tokens are saved; settings of --data do not apply")
     saved = open_saved(run)
     tree = load_file(saved.folder / CONFIG)[0]
-    model = plain(given.get("model", tree.get("model", "tiny")))
+    model = unflagged(given.get("model", tree.get("model", "tiny")))
     tokenizer = load_tokenizer(model)
     found = Inspection(notes=[f"{run}: {counted(saved.rollouts, 'saved rollout')}; tokens of {model}", *saved.notes])
     for title, tokens, mask in itertools.islice(_sequences(saved), first):

@@ -24,6 +24,9 @@ from rollouts.runs.sample_rows import SAMPLES, Judged, sample_rows
 LOGGERS_SECONDS, LOGGERS_SECONDS_INTERRUPTED = 60.0, 5.0
 """How long the end of a run waits for loggers that have not recorded everything yet; and after Ctrl-C."""
 
+MADE_SECONDS = 120.0
+"""How long a run that may go on without a logger waits until it is made. `wandb.init` itself gives up after 90 s."""
+
 SAID_SECONDS = 2.0
 """After this time, the end of a run says which logger it waits for."""
 
@@ -67,7 +70,7 @@ class Loggers:
                 self._loggers[each.alias] = make()
                 continue
             try:
-                thread = BackgroundLogger(make, each.alias)
+                thread = BackgroundLogger(make, each.alias, MADE_SECONDS if may_fail else None)
             except Exception as error:
                 if not may_fail:
                     raise

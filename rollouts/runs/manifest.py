@@ -12,7 +12,6 @@ import importlib.metadata
 import inspect
 import os
 import platform
-import shlex
 import sys
 import textwrap
 import time
@@ -20,13 +19,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollouts import revisions
 from rollouts.author_code import CORE, unwrapped
 from rollouts.config.files import NOWHERE, Source
+from rollouts.config.names import HELD, names_module
 from rollouts.config.objects import label_of
 from rollouts.config.secrets import command_without_secrets
-from rollouts.errors import ModelError, OutputError, UnknownComponentError
-from rollouts.plugins.index import HELD, ComponentRef, names_module
+from rollouts.errors import OutputError, UnknownComponentError
+from rollouts.models import revisions
+from rollouts.plugins.index import ComponentRef
 from rollouts.runs.folder import CONFIG, PHASES, RunFolder, read_json
 from rollouts.version import __version__
 
@@ -150,68 +150,51 @@ def changed_code(run: Path, files: Iterable[CodeFile], shown: Path | None = None
 
 @contextlib.contextmanager
 def naming_copies(run: str | Path | None) -> Iterator[None]:
-    """If a file of a component is not found, add to the error's message where it is: beside the settings file in the
-    folder `run`, or, if that folder is a run's, where the run began, and the run's copies of its files.
-    """
+    """If a file of a component is not found, add to the error's message the copies that the run in this folder has."""
     try:
         yield
     except UnknownComponentError as error:
         if run is None or isinstance(error.__cause__, UnknownComponentError):
             raise
         folder, (file, _, attribute) = Path(os.path.relpath(run)), error.missing.rpartition(":")
-        if file and (folder / file).is_file():
-            there = f"{os.path.relpath(folder / file)}:{attribute}"
-            words = "a path is relative to the folder where you type the command, and this file is beside the settings"
-            raise UnknownComponentError(f"{error}\n{words}\ntype it as {there}, or type: cd {folder}") from error
         copies = sorted((folder / CODE).glob("*.py"))
         if not copies:
             raise
         lines = [str(error), f"the run's copies of its files: {', '.join(map(str, copies))}"]
-        used = [
-            each for each in read_json(folder / MANIFEST).get("files", []) if Path(each["path"]).name == Path(file).name
+        lines += [
+            f"type the copy in place of {error.missing}: {folder / each['copy']}:{attribute}"
+            for each in read_json(folder / MANIFEST).get("files", [])
+            if file and each["copy"] and Path(each["path"]).name == Path(file).name
         ]
-        for each in used if file else ():
-            begun = each["path"].removesuffix(f"/{Path(file)}")
-            if Path(each["path"]).is_file() and begun != each["path"]:
-                lines.append(f"the run was begun in {begun}; there, {file} is found: type the command in that folder")
-            if each["copy"]:
-                lines.append(f"or type the copy in place of {error.missing}: {folder / each['copy']}:{attribute}")
         raise UnknownComponentError("\n".join(lines)) from error
-
-
-def check_model_is_here(run: Path, model: str) -> None:
-    """Raise ModelError if the model of the run in this folder is a relative path that is found only in the directory
-    where the run was begun.
-    """
-    begun = read_json(run / MANIFEST).get("directory")
-    if isinstance(begun, str) and not Path(model).expanduser().exists() and Path(begun, model).is_dir():
-        again = f"cd {shlex.quote(begun)} && rollouts resume {shlex.quote(os.path.abspath(run))}"
-        where = f"the run was begun in {begun}, and {model} is found there"
-        raise ModelError(f"the model {model} is no folder here\n{where}\ntype: {again}")
 
 
 def known_revisions(folder: Path | None, source: Source) -> dict[str, str]:
     """The commits of the hub that the run in this folder uses, with both of its phases; without a folder, those of the
-    run whose config.toml is the settings file.
+    run whose config.toml is the settings file. For other names, those that the environment gives.
     """
     run = folder or (Path(source.path).parent if Path(source.path).name == CONFIG else None)
-    found: dict[str, str] = {}
+    found = revisions.given()
     for each in (run, *(run / phase for phase in PHASES)) if run is not None else ():
         known = read_json(each / MANIFEST).get(REVISIONS)
         found |= known if isinstance(known, dict) else {}
     return found
 
 
-def make_manifest(seed: int, components: Sequence[ComponentRef], files: Sequence[CodeFile] = ()) -> dict[str, Any]:
+def make_manifest(
+    seed: int, components: Sequence[ComponentRef], files: Sequence[CodeFile] = (), folder: RunFolder | None = None
+) -> dict[str, Any]:
     """The versions of all distributions with components, the files of components, the seed, the hardware, the command
-    that was typed, and the commits of what was loaded from a hub so far.
+    that was typed, the directory where it was typed, the run's folder, and the commits of what was loaded from a hub so
+    far.
     """
     return {
         "rollouts": __version__,
         "seed": seed,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "command": command_without_secrets(sys.argv),
-        "directory": os.getcwd(),
+        "directory": str(folder.home if folder else Path.cwd()),
+        "folder": os.path.realpath(folder.path) if folder else None,
         "python": platform.python_version(),
         "components": [
             {"kind": ref.kind, "name": ref.name, "distribution": ref.distribution, "version": ref.version}

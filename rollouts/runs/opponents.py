@@ -26,12 +26,13 @@ from rollouts.config.settings import Settings
 from rollouts.env.authoring import roles_of
 from rollouts.errors import ConfigError, UserError, near_misses
 from rollouts.inference.chatting import is_evaluation_only
+from rollouts.models.folders import role_adapters
+from rollouts.models.loading import load_tokenizer
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import Chosen, choose
 from rollouts.runs.environments import Environment
 from rollouts.runs.session import make_inference
 from rollouts.training.algorithms.algorithm import requests
-from rollouts.training.models import load_tokenizer, role_adapters
 
 ENGINE = "hf"
 

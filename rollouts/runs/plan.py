@@ -31,6 +31,8 @@ from rollouts.env.toolsets import AddedTool
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted, said_of
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.loggers.base import plain_settings
+from rollouts.models.estimates import how_estimated
+from rollouts.models.loading import bundled, resolve_model_name
 from rollouts.plugins.checks import run_check
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.loading import MODEL_PACKAGES, require_packages
@@ -45,6 +47,7 @@ from rollouts.runs.components import (
     choose,
     chosen_optimizer,
     completed,
+    parser_of,
     takes_rows,
     with_data,
 )
@@ -60,8 +63,6 @@ from rollouts.runs.unused import Whole, unused
 from rollouts.runs.workers import Workers, refuse_env_of_rewards
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
-from rollouts.training.estimates import how_estimated
-from rollouts.training.models import bundled, resolve_model_name
 from rollouts.training.rollout_gen.groups import Filter
 from rollouts.types import Task
 
@@ -137,8 +138,7 @@ class Plan(NamedTuple):
     @property
     def tool_parser(self) -> ToolParser | None:
         """The chosen tool parser; None: the chat template decides how calls are read."""
-        chosen = self.one("tool_parser")
-        return None if chosen.component is None else ToolParser(chosen.name, chosen.component, chosen.settings)
+        return parser_of(self.one("tool_parser"))
 
     @property
     def references(self) -> list[ComponentRef]:

@@ -25,11 +25,11 @@ from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
 from rollouts.inference.suspend import SuspendableEngine
+from rollouts.models.loading import remote_code
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.rehearsal import DEMONSTRATIONS_MAX, ScriptedEngine, first_tasks, script_of, with_tasks
 from rollouts.runs.session import Player
 from rollouts.runs.workers import worker_pools
-from rollouts.training.models import remote_code
 from rollouts.training.rollout_gen.groups import group_scorer
 from rollouts.training.rollout_gen.pool import Job
 from rollouts.types import Episode, Message, Task, ToolCall

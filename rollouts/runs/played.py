@@ -18,7 +18,7 @@ from rollouts.disk import read_regular
 from rollouts.encoding import encode
 from rollouts.errors import ConfigError, counted
 from rollouts.runs.folder import CONFIG, RunFolder
-from rollouts.training.rollout_gen.live import with_task
+from rollouts.training.rollout_gen.groups import with_task
 from rollouts.types import Episode, Task
 
 PLAYED = "trajectories/eval.played"

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollouts.config.files import load_file
+from rollouts.config.files import load_as_written
 from rollouts.config.resolving import EXPORTED, Resolved, resolve, run_settings_file
 from rollouts.errors import ConfigError, RunError, UserError, counted, named
+from rollouts.models.folders import is_adapter, read_adapter_config
+from rollouts.models.loading import BUNDLED
 from rollouts.runs.folder import PHASES, SUMMARY, holds_run, load_config, read_json
 from rollouts.runs.manifest import MANIFEST
 from rollouts.runs.usage import is_on_hub, models_before, usage_lines
-from rollouts.training.models import BUNDLED, is_adapter, read_adapter_config
 
 CARD = "README.md"
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -112,7 +113,7 @@ def model_card(checkpoint: Path, title: str, folder: Path | None = None) -> str:
     first = _supervised_phase(file.parent)
     summary, manifest = read_json(file.parent / SUMMARY), read_json(file.parent / MANIFEST)
     try:
-        run = resolve(*load_file(file), allow_left_out=True)
+        run = resolve(*load_as_written(file), allow_left_out=True)
     except UserError as error:  # for example, the run is of another version of rollouts
         facts, base, usage = {"settings": f"they cannot be read ({str(error).splitlines()[0]})"}, "", list[str]()
     else:

@@ -8,18 +8,17 @@ is the command with which rank 0 starts a rank on its own machine. A launcher st
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import tomllib
 import traceback
 
-from rollouts import revisions
 from rollouts.config.resolving import Resolved, resolve
+from rollouts.models import revisions
+from rollouts.models.loading import remote_code
 from rollouts.runs.jobs.backend import make_training
 from rollouts.runs.plan import make_plan
 from rollouts.training.batches import RankServer
-from rollouts.training.models import remote_code
 
 
 def without_episodes(resolved: Resolved) -> Resolved:
@@ -50,7 +49,7 @@ def main() -> int:
     channel = join_ranks(place)
     try:
         resolved = resolve(tomllib.loads(text.decode()))
-        commits = revisions.pinned(json.loads(os.environ.get(revisions.VARIABLE, "{}")))
+        commits = revisions.pinned(revisions.given())
         with remote_code(resolved.settings.trust_remote_code), commits:
             serve_rank(resolved)
     except Exception as error:  # only rank 0 reports errors

@@ -22,6 +22,7 @@ from rollouts.author_code import shown
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
 from rollouts.config.settings import Settings
+from rollouts.data.source import require_file
 from rollouts.encoding import encode
 from rollouts.env.authoring import roles_of
 from rollouts.env.mixing import FORGOTTEN, RETURNED_NONE
@@ -29,6 +30,7 @@ from rollouts.env.schema import schema_of
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, ModelError, RunError, counted, said_of
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest
+from rollouts.models.loading import adapters_beneath, load_tokenizer
 from rollouts.runs.components import takes_rows
 from rollouts.runs.environments import Environment
 from rollouts.runs.jobs.chat_data import tried_rows
@@ -37,7 +39,6 @@ from rollouts.runs.plan import Plan
 from rollouts.runs.sandboxes import sandbox_lines
 from rollouts.runs.session import Player, episode_limits, load_chat
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, active_terms, function_label
-from rollouts.training.models import adapters_beneath, load_tokenizer
 from rollouts.training.rollout_gen.groups import Group, filter_group, group_scorer, role_groups
 from rollouts.training.rollout_gen.pool import Job, run_episodes
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
@@ -85,6 +86,8 @@ def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = Fals
     if settings.mode == "sft" and chat is not None:
         words, data = _tried_conversations(plan, held_out, chat)
         lines.append(words)
+    elif settings.mode == "sft" and settings.data not in ("", *plan.resolved.source.objects.rows):
+        require_file(settings.data)  # without the model's tokenizer, no conversation is read
     if settings.mode != "eval" and not without_model:
         with _users_mistake():
             lines += trio.run(_train, plan, groups[0].episodes[0].score if groups else Score(1.0))
@@ -517,13 +520,13 @@ def _toy_backend(plan: Plan) -> Any:
 async def _step(plan: Plan, stage: Stage, score: Score, backend: Any) -> str:
     """One step as in the training loops. Returns the unit of the loss's values; "" if nothing is trained."""
     from rollouts.training.batching import make_batch, part_batch
-    from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch
+    from rollouts.training.loops.rl_batch import RLSettings, complete_batch, prepare_rl_batch
     from rollouts.training.rollout_gen.groups import group_samples
 
     settings, algorithm = plan.settings, stage.algorithm
     is_rl = settings.mode == "rl"
     groups = [invented_group(number, settings.samples_per_prompt if is_rl else 2, score) for number in range(2)]
-    config = RLTrainingConfig(
+    config = RLSettings(
         1,
         temperature=settings.temperature,
         response_tokens_max=settings.max_tokens,

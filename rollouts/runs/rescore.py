@@ -24,8 +24,8 @@ from rollouts.config.merging import merge
 from rollouts.config.resolving import Resolved, resolve
 from rollouts.env.mixing import RewardTerm, Verdict, mix
 from rollouts.errors import ConfigError, counted
+from rollouts.models.loading import remote_code
 from rollouts.plugins.checks import run_check
-from rollouts.plugins.index import ComponentRef
 from rollouts.runs.clock import Start
 from rollouts.runs.components import choose, completed
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records, run_name
@@ -35,7 +35,6 @@ from rollouts.runs.observer import JUDGING, NullObserver, Observer
 from rollouts.runs.plan import config_text, reward_terms
 from rollouts.runs.saved import SavedRun, groups_of_file, open_saved
 from rollouts.runs.session import Session, second_interrupt_at_once
-from rollouts.training.models import remote_code
 from rollouts.training.rollout_gen.groups import check_judged, group_scorer
 from rollouts.training.rollout_gen.metrics import reward_metrics
 from rollouts.types import Episode, Score
@@ -75,17 +74,14 @@ def rescore(run: str, given: Tree, observer: Observer | None = None) -> dict[str
         job = _Rescoring(session, saved, resolved, terms, Kept.of(before))
         folder.write_text(CONFIG, config_text(resolved))
         files = code_files(references, source)
-        folder.write_json(MANIFEST, _manifest(saved, settings.seed, references, files))
+        manifest = make_manifest(settings.seed, references, files, folder) | {RESCORED: saved.as_manifest}
+        folder.write_json(MANIFEST, manifest)
         keep_code(folder, files)
         title = f"{os.path.relpath(saved.folder)} · {counted(saved.rollouts, 'rollout')}, judged again"
         session.begin(job, title, len(saved.files), saved.notes, {})
         observer.phase(JUDGING)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
-
-
-def _manifest(saved: SavedRun, seed: int, references: Sequence[ComponentRef], files: Any) -> dict[str, Any]:
-    return make_manifest(seed, references, files) | {RESCORED: saved.as_manifest}
 
 
 def _check_terms(terms: Sequence[RewardTerm]) -> None:

@@ -25,6 +25,8 @@ from rollouts.config.stopping import read_rule
 from rollouts.disk import sync_folder
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, UserError, counted
 from rollouts.loggers.jsonl import read_lines
+from rollouts.models.folders import all_checkpoints, complete_checkpoints, nearest_checkpoints, step_of
+from rollouts.models.loading import resolve_model_name
 from rollouts.runs.components import Chosen
 from rollouts.runs.folder import (
     CONFIG,
@@ -40,14 +42,7 @@ from rollouts.runs.folder import (
 )
 from rollouts.runs.manifest import MANIFEST, resumed_manifest, update_manifest
 from rollouts.training.batches import TrainingBackend
-from rollouts.training.models import resolve_model_name
-from rollouts.training.weights.store import (
-    all_checkpoints,
-    complete_checkpoints,
-    nearest_checkpoints,
-    remove_leftovers,
-    step_of,
-)
+from rollouts.training.weights.store import remove_leftovers
 
 ASIDE = ".aside"
 
@@ -118,9 +113,9 @@ def resume_command(folder: Path, checkpoint: Path | None = None, *, more: str = 
     return " ".join([*words, *filter(None, [more])])
 
 
-def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Resolved:
+def read_run(folder: Path, given: Tree, *, home: Path | None = None, allow_left_out: bool = False) -> Resolved:
     """The settings of the run in this folder, with the `given` settings in place of them, which may hold Python
-    objects. `allow_left_out` is as in `resolve`.
+    objects. `home` is that of `load_file`, and `allow_left_out` that of `resolve`.
 
     Raises ConfigError.
     """
@@ -132,7 +127,7 @@ def read_run(folder: Path, given: Tree, *, allow_left_out: bool = False) -> Reso
     for name in ("out", "resume"):
         if name in given:
             raise ConfigError(f"{name}: a run that is resumed stays in its folder, {folder}; leave {name} out")
-    tree, source = load_config(folder)
+    tree, source = load_config(folder, home)
     given, objects = take_objects(given, tree)
     source = source.with_objects(objects)
     resolved = resolve(merge(tree, given), source, allow_left_out=allow_left_out)
@@ -300,7 +295,8 @@ def restore(
             )
         notes += _missing_steps(logged, folder, state.step, with_trajectories=settings.mode == "rl")
         notes += _revised(state, settings)
-        notes += changed_settings(flat_without_secrets(state.settings), flat)
+        before = folder.move._replace(base=folder.move.home).flat(state.settings)
+        notes += changed_settings(flat_without_secrets(before), folder.move.flat(flat))
         return Resumed(path, state, tuple(notes), is_own)
     notes.append("the run has no checkpoint yet: it begins again")
     return Resumed(None, RunState(0, settings.mode, {}), tuple(notes))
@@ -351,7 +347,8 @@ def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajec
     itself.
     """
     notes = []
-    found = {name: set(lines) for name, lines in logged.items()}
+    absent = set(range(steps)) - _steps_with_own_logger(folder.path, steps)
+    found = {name: set(lines) | absent for name, lines in logged.items()}
     if with_trajectories:
         files = [path for path in (folder.path / "trajectories").iterdir() if path.stat().st_size]
         there = {step for path in files if path.suffix == ".jsonl" and (step := step_of_file(path)) is not None}
@@ -367,6 +364,21 @@ def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajec
         for name, each in lost.items()
         if each
     ]
+
+
+def _steps_with_own_logger(folder: Path, steps: int) -> set[int]:
+    """Those of the first `steps` steps of the run that its manifest says were logged by its own logger: an earlier
+    version left it out if another logger was chosen.
+    """
+    manifest, (own,) = read_json(folder / MANIFEST), Settings.logger
+    found = set[int]()
+    for begun in ({**manifest, "step": 0}, *manifest.get("resumed", ())):
+        components = begun.get("components")
+        later = set(range(begun["step"], steps))
+        found -= later
+        if components is None or any((each["kind"], each["name"]) == ("loggers", own) for each in components):
+            found |= later
+    return found
 
 
 def _instead(folder: Path, earlier: Path | None, *, is_other: bool) -> str:

@@ -17,11 +17,11 @@ from rollouts.config.resolving import EXPORTED, resolve, run_settings_file
 from rollouts.env.shared import shared_values
 from rollouts.errors import ConfigError, PluginError, first_line
 from rollouts.inference.base import InferenceBackend
+from rollouts.models.loading import remote_code
 from rollouts.runs.environments import Environment
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.session import make_inference
 from rollouts.runs.workers import worker_pools
-from rollouts.training.models import remote_code
 
 
 @contextlib.contextmanager

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rollouts.env.inputs import names_input
+from rollouts.config.names import HELD
+from rollouts.env.methods import names_input
 from rollouts.env.workers.describe import SandboxSent, settings_as_sent
 from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
 from rollouts.errors import ConfigError
-from rollouts.plugins.index import HELD
 from rollouts.runs.components import Chosen
 from rollouts.runs.environments import Environment
 from rollouts.sandboxes.base import Sandboxes
-from rollouts.sandboxes.making import make_sandboxes, try_sandbox
+from rollouts.sandboxes.opening import make_sandboxes, try_sandbox
 
 
 def asks_for_sandbox(env: Environment) -> bool:

@@ -16,14 +16,14 @@ import msgspec
 
 from rollouts.config.files import load_file
 from rollouts.config.flags import Tree
-from rollouts.config.saved import saved_folder
+from rollouts.config.resolving import saved_folder
 from rollouts.config.settings import Settings
 from rollouts.disk import open_regular, read_regular
 from rollouts.errors import ConfigError, UserError, counted, first_line, in_lines
+from rollouts.models.loading import load_tokenizer
 from rollouts.runs.environments import held_out_keys
 from rollouts.runs.folder import CONFIG, OTHERS, REMOVED_BY, STEP, read_json, removed_steps, step_of_file
 from rollouts.runs.manifest import MANIFEST
-from rollouts.training.models import load_tokenizer
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.metrics import JUDGING
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory

@@ -9,6 +9,7 @@ and how the table is shown (`rollouts.cli.seeds`).
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -24,8 +25,10 @@ from rollouts.disk import write_whole
 from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, OutputError, RunError
 from rollouts.loggers.jsonl import read_lines
+from rollouts.models import revisions
 from rollouts.runs.children import INTERRUPTED, MISTAKE, run_command, shown_flags
 from rollouts.runs.folder import SUMMARY, check_out, read_json
+from rollouts.runs.manifest import known_revisions
 from rollouts.runs.resume import finished
 
 SEEDS = "seeds.json"
@@ -178,7 +181,7 @@ def run_seeds(runs: SeedRuns, say: Callable[[str], None]) -> dict[str, Any]:
         is_finished = runs.is_finished(seed)
         end = " is finished" if is_finished else ""
         say(f"--- seed {seed} ({place} of {len(runs.seeds)}): {runs.folder(seed)}{end}")
-        code = 0 if is_finished else run_command(runs.arguments(seed))
+        code = 0 if is_finished else run_command(runs.arguments(seed), {revisions.VARIABLE: json.dumps(_commits(runs))})
         if code in INTERRUPTED:
             _write(runs)
             raise KeyboardInterrupt(f"interrupted in seed {seed}; continue all seeds with: {again}")
@@ -191,6 +194,14 @@ def run_seeds(runs: SeedRuns, say: Callable[[str], None]) -> dict[str, Any]:
     if failed:
         raise RunError(f"the runs of these seeds failed: {', '.join(failed)}; try them again with: {again}")
     return written
+
+
+def _commits(runs: SeedRuns) -> dict[str, str]:
+    """The commits of the hub that the runs before use; the first run chooses."""
+    found: dict[str, str] = {}
+    for seed in reversed(runs.seeds):
+        found |= known_revisions(runs.folder(seed), runs.resolved.source)
+    return found
 
 
 def _refused(runs: SeedRuns, seed: int, failed: Sequence[str]) -> str:

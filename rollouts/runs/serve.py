@@ -10,12 +10,19 @@ from typing import NamedTuple
 
 import trio
 
+from rollouts.agent.single_turns import ServedModel, SingleTurns
 from rollouts.errors import ConfigError
 from rollouts.gateway.api import API, refusal, unreadable
 from rollouts.gateway.exchange import APIError
-from rollouts.gateway.http_server import Handler, HTTPLimits, HTTPRequest, HTTPResponse, serve_http
-from rollouts.gateway.listening import bound_socket, stop_at_signals
-from rollouts.gateway.single_turns import ServedModel, SingleTurns
+from rollouts.gateway.http_server import (
+    Handler,
+    HTTPLimits,
+    HTTPRequest,
+    HTTPResponse,
+    bound_socket,
+    serve_http,
+    stop_at_signals,
+)
 from rollouts.inference.base import members_of
 from rollouts.runs.folder import run_name
 from rollouts.runs.plan import Plan

@@ -42,6 +42,7 @@ from rollouts.errors import (
 from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
 from rollouts.inference.chatting import CanChat
 from rollouts.inference.suspend import SuspendableEngine
+from rollouts.models.loading import BUNDLED, load_tokenizer
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.clock import Start
@@ -50,7 +51,6 @@ from rollouts.runs.environments import Environment
 from rollouts.runs.folder import PARTS, SUMMARY, MakeFolder, RunFolder
 from rollouts.runs.loggers import LOGGERS_SECONDS, LOGGERS_SECONDS_INTERRUPTED, Loggers
 from rollouts.runs.observer import Observer
-from rollouts.training.models import BUNDLED, load_tokenizer
 from rollouts.training.rollout_gen.pool import Job as EpisodeJob
 from rollouts.training.rollout_gen.pool import Play
 from rollouts.types import Episode

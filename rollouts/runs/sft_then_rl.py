@@ -99,7 +99,7 @@ def train_phases(
     if resume is None:
         _check_data(plans)
     else:
-        _check_resumed(home / resume, plans)
+        _check_resumed(home / resume, plans, home)
     with Session(NullObserver(), started) as session:
         folder = session.open(make_folder, parts=())
         job = _BothPhases(folder, config_text(plans.whole))
@@ -165,9 +165,9 @@ def _check_data(plans: PhasePlans) -> None:
     task_buffer(plans.rl.environments, held_out, plans.rl.settings.prompts_per_step, chosen_sampler(plans.rl.chosen))
 
 
-def _check_resumed(out: Path, plans: PhasePlans) -> None:
+def _check_resumed(out: Path, plans: PhasePlans, home: Path) -> None:
     """Raise ConfigError for settings that would change the supervised phase after the next phase has begun."""
-    begun = read_run(out, {}, allow_left_out=True)
+    begun = read_run(out, {}, home=home, allow_left_out=True)
     before = begun.settings
     if before.mode != "sft+rl":
         raise ConfigError(

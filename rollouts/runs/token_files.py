@@ -3,7 +3,7 @@
 The first line of a file is a JSON object, padded with spaces to a multiple of 8 bytes. Then follow the channels, each
 padded too, as little-endian numbers. docs/records.md describes both, with a reader of a page. What the trajectories
 have already (ids, masks, the sampler's logprobs, versions) is not repeated. Not here: where the values come from
-(`rollouts.training.backends.token_record`).
+(`rollouts.training.backends.metric_sums`).
 """
 
 from __future__ import annotations

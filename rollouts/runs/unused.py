@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rollouts.config.convert import plain
+from rollouts.config.convert import unflagged
 from rollouts.config.settings import AUTO, OWN, Settings
 from rollouts.env.authoring import rewards_of
 from rollouts.env.mixing import RewardTerm
 from rollouts.errors import UserError
+from rollouts.models.estimates import how_estimated
 from rollouts.runs.algorithms import asked_names, from_step
 from rollouts.runs.components import Chosen, takes_rows
 from rollouts.runs.earlier_run import run_of
@@ -31,7 +32,6 @@ from rollouts.training.algorithms.algorithm import (
     requests,
 )
 from rollouts.training.algorithms.checks import CRITIC_NAMES, TEACHER_NAMES
-from rollouts.training.estimates import how_estimated
 from rollouts.training.rollout_gen.groups import Filter
 
 TOP_K_NAMES = TEACHER_NAMES - {"teacher_logprobs"}
@@ -125,7 +125,9 @@ def _always(*_: Any) -> str:
 
 
 def _if_played(run: Whole, component: Chosen) -> str:
-    return "" if run.plays or run.settings.from_run else f"no episode is played; {_EVALUATE}"
+    if run.plays or run.settings.from_run:
+        return ""
+    return f"no episode is played; {_EVALUATE if run.environments else 'name an --env'}"
 
 
 def _env(run: Whole, component: Chosen) -> str:
@@ -302,6 +304,8 @@ def _unused_settings(run: Whole) -> Iterator[str]:
         yield f"--env {run.environments[0].name}: its weight is not used, because it is the only environment"
     if settings.mode == "eval":
         return
+    if settings.eval_tasks and not run.environments:
+        yield f"--eval-tasks {settings.eval_tasks} is not used: conversations alone have no tasks; name an --env"
     of_teacher = "`teacher_logprobs` or `teacher_topk_logprobs`; --loss opd or --loss opd_topk"
     beside = (
         ("critic", settings.critic, CRITIC_NAMES, "`values`, `old_values` or `returns`; --loss ppo"),
@@ -320,7 +324,7 @@ def _unused_settings(run: Whole) -> Iterator[str]:
     if settings.refill and not run.filters:
         yield f"--refill {settings.refill} is not used: there is no filter; type --filter nonzero_std"
     of_lora = {"lora_alpha": (None, "none"), "lora_targets": ("all-linear",)} if not settings.lora_rank else {}
-    of_backend = plain(run.chosen["training"][0].settings)
+    of_backend = unflagged(run.chosen["training"][0].settings)
     for name, defaults in of_lora.items():
         if of_backend.get(name, defaults[0]) not in defaults:
             yield f"--training.{name.replace('_', '-')} is not used: every weight is trained; type --lora-rank 16"

@@ -13,22 +13,22 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from rollouts.config.convert import toml_key, toml_value
-from rollouts.config.files import load_file
+from rollouts.config.files import load_as_written, load_file
 from rollouts.config.flags import Tree
+from rollouts.config.names import names_file
 from rollouts.config.resolving import EXPORTED, Resolved, resolve, run_settings_file
 from rollouts.config.settings import Settings
 from rollouts.errors import UserError, first_line
-from rollouts.plugins.index import names_file
+from rollouts.models.loading import BUNDLED
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import added_tools, choose, with_data
 from rollouts.runs.environments import plan_environments
 from rollouts.runs.workers import Workers
-from rollouts.training.models import BUNDLED
 
 _CORE = "mode model data system template max_tokens max_turns temperature seed eval_tasks".split()
 _COMPONENTS = "env tool reward tool_parser".split()
 _MODELS_MAX = 20  # the longest chain of runs that began with each other's models
-_ABSOLUTE = re.compile(r"[/~]|[A-Za-z]:[\\/]")
+_ABSOLUTE = re.compile(r"[/~]|\.\./|[A-Za-z]:[\\/]")  # or outside of the folder
 
 
 def write_usage(checkpoint: Path, folder: Path) -> str:
@@ -42,7 +42,8 @@ def write_usage(checkpoint: Path, folder: Path) -> str:
         return ""
     try:
         tree, source = load_file(file)
-        kept, files = portable(tree | {"model": next(reversed(models_before(file)), "")})
+        written, _ = load_as_written(file)
+        kept, files = portable(written | {"model": next(reversed(models_before(file)), "")})
         lines = [f"{toml_key(key)} = {toml_value(value)}" for key, value in kept.items()]
         head = "# Settings of the run that trained this model, for `rollouts chat`, `serve` and `eval`."
         (folder / EXPORTED).write_text("\n".join([head, *lines, ""]), encoding="utf-8")
@@ -54,7 +55,7 @@ def write_usage(checkpoint: Path, folder: Path) -> str:
         return f"its environment cannot be loaded, so the schemas of its tools are not there: {first_line(error)}"
     if not files:
         return ""
-    return f"to use its settings elsewhere, copy {' and '.join(files)} to the working directory there"
+    return f"to use its settings elsewhere, copy {' and '.join(files)} into the exported folder"
 
 
 def portable(tree: Tree) -> tuple[Tree, list[str]]:
@@ -78,7 +79,9 @@ def portable(tree: Tree) -> tuple[Tree, list[str]]:
         files[shown] = None
         return f"{shown}:{attribute}"
 
-    kept = {key: value for key, value in tree.items() if key in _CORE and not (key == "data" and _is_path(value))}
+    data = tree.get("data")
+    has_rows = _is_path(data.get("name") if isinstance(data, Mapping) else data)
+    kept = {key: value for key, value in tree.items() if key in _CORE and not (key == "data" and has_rows)}
     kept |= {key: kept_of(tree[key]) for key in _COMPONENTS if key in tree}
     if not is_on_hub(kept["model"]) and kept["model"] not in BUNDLED:
         del kept["model"]

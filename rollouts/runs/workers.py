@@ -15,6 +15,7 @@ from typing import Any
 from rollouts.child_environment import child_environment
 from rollouts.config.files import Source
 from rollouts.config.merging import Component, parse_component
+from rollouts.config.names import HELD
 from rollouts.config.resolving import Resolved
 from rollouts.config.workers import INLINE, VENV, WorkerSettings, unknown_kind, workers_of
 from rollouts.disk import write_whole
@@ -27,7 +28,7 @@ from rollouts.env.workers.proxy import RemoteEnvironment, configured, remote_cla
 from rollouts.env.workers.serving import read_token
 from rollouts.env.workers.websocket import URLConnector
 from rollouts.errors import ConfigError, SignatureError, UnknownComponentError
-from rollouts.plugins.index import HELD, ComponentRef
+from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.settings import converted
 from rollouts.runs.components import Chosen, make_component, signed

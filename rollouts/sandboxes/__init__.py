@@ -4,7 +4,7 @@
 - `subprocesses.py`: the sandbox `subprocess`, a temporary folder and limits of the operating system
 - `kept.py`: sandboxes with a keeper; `keeper.py`: the process that runs their commands and removes their folder
 - `paths.py`: reading and writing files of a workspace without following links out of it
-- `lease.py`: the sandbox of one episode, opened and closed also on cancellation
+- `opening.py`: from a component to sandboxes that work; the sandbox of one episode, closed also on cancellation
 
 The sandboxes `bubblewrap`, `podman` and `docker` are separate packages in `plugins/`.
 """

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
-from rollouts.training.backends.futures import TorchThread, TrainFuture
+from rollouts.models.futures import TorchThread, TrainFuture
 
 Unit = Literal["token", "rollout", "pair"]
 """A loss returns one value per token, per rollout or per pair."""

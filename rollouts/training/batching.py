@@ -187,6 +187,7 @@ def split_microbatches(
     *,
     share_prefix: bool = True,
     keep: Keep = "",
+    together_max: int = 0,
     only_live: bool = True,
     packed: bool = False,
     saving_min: int = MICROBATCH_SAVING_MIN,
@@ -201,6 +202,7 @@ def split_microbatches(
         tokens_max: includes padding
         share_prefix: run a shared prompt once
         keep: rows of one rollout, pair or group stay in one microbatch, because the loss needs them together
+        together_max: such rows may take so many tokens, if that is more than `tokens_max`
         only_live: leave out rows without a trained token
         packed: the rows of a microbatch form one sequence, without padding and shared prompts
         saving_min: how many padded tokens an extra microbatch must save, if no rows stay together
@@ -221,7 +223,9 @@ def split_microbatches(
             together, apart = learning, flat
     microbatches: list[list[Row]] = []
     for chosen in (together, apart):
-        units = [unit for members in chosen for unit in _units(members, tokens_max, share_prefix, keep, packed)]
+        units = [
+            unit for members in chosen for unit in _units(members, tokens_max, together_max, share_prefix, keep, packed)
+        ]
         if packed:
             bins = pack_rows([_token_count(unit) for unit in units], tokens_max)
             microbatches += [[row for number in numbers for row in units[number]] for numbers in bins]
@@ -257,16 +261,19 @@ def microbatch_tokens(rows: Sequence[Row], *, share_prefix: bool, packed: bool) 
     return sum(lengths) if packed else plan_layout(rows, share_prefix=share_prefix).padded_tokens(lengths)
 
 
-def _units(members: list[Row], tokens_max: int, share_prefix: bool, keep: Keep, packed: bool) -> list[list[Row]]:
+def _units(
+    members: list[Row], tokens_max: int, together_max: int, share_prefix: bool, keep: Keep, packed: bool
+) -> list[list[Row]]:
     """Split rows that belong together into as few parts as fit, shortest first. A single row always fits."""
     members.sort(key=lambda row: len(row.tokens))
     cost = microbatch_tokens(members, share_prefix=share_prefix, packed=packed)
-    if cost <= tokens_max or len(members) == 1:
+    most = max(tokens_max, together_max if keep else 0)
+    if cost <= most or len(members) == 1:
         return [members]
     if keep:
         raise TrainingError(
             f"the loss names {keep}_index, so the {len(members)} rows of {keep} {getattr(members[0], f'{keep}_index')} "
-            f"must be run together; they take {cost} tokens but tokens_per_microbatch is {tokens_max}. Give "
+            f"must be run together; they take {cost} tokens but tokens_per_microbatch is {most}. Give "
             f"--tokens-per-microbatch {cost}"
         )
     rows = [[row] for row in members]

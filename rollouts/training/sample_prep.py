@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from rollouts.training.simple.conversations import compute_loss_mask as compute_loss_mask
-from rollouts.training.simple.conversations import tokenize_conversation as tokenize_conversation
+from rollouts.training.datasets.sft import compute_loss_mask as compute_loss_mask
+from rollouts.training.datasets.sft import tokenize_conversation as tokenize_conversation

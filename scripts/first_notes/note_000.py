@@ -200,18 +200,36 @@ def over_sampled() -> tuple:
     return awaited(main)
 
 
-@ROWS("  over-sampling: 'keeps best N'", exception="Keeps best N")
+@ROWS("  over-sampling: 'keeps best N'")
 def _() -> None:
     batch, statistics = over_sampled()
     assert len(batch.tokens) == 2 and statistics.begun == 3  # the first two that are complete
+    from rollouts.training import AsyncRolloutManager, RolloutConfig, compute_reward
+
+    def generate(prompts: list) -> list:
+        return samples(0.0, 1.0 if prompts[0] == "c" else 0.0, prompts=prompts)
+
+    config = RolloutConfig(1, 2, 3.0, generate_fn=generate, reward_fn=compute_reward, keep="best")
+    best = awaited(AsyncRolloutManager(buffer("a", "b", "c"), config).generate_batch)
+    assert [group.task.prompt for group in best.kept] == ["c"] and len(best.groups) == 3  # the one with both outcomes
 
 
 @ROWS("  partial_samples carry-over", "  graceful abort, partials kept")
 def _() -> None:
-    assert over_sampled()[1].carried == 1
+    from rollouts import CalculatorEnvironment, Endpoint
     from rollouts.training import AsyncRolloutManager, RolloutConfig
 
-    assert AsyncRolloutManager(buffer(), RolloutConfig(1, generate_fn=replies)).partial_samples == []
+    assert over_sampled()[1].carried == 1
+    place = Endpoint(max_tokens=200, max_turns=8)
+    config = RolloutConfig(1, 2, 4.0, endpoint=place, environment=CalculatorEnvironment())
+
+    async def main() -> tuple[list, int]:
+        async with AsyncRolloutManager(rollout_config=config) as manager:
+            await manager.generate_batch()
+            return manager.partial_samples, manager.statistics.carried
+
+    partial, carried = awaited(main)
+    assert carried == 3 and all(sum(sample.loss_mask) > 0 for sample in partial if sample.status.value == "pending")
 
 
 @ROWS("  sync and async generate functions")
@@ -484,8 +502,8 @@ def _() -> None:
     "sync_weights_to_engines",
 )
 def _() -> None:
+    from rollouts.models.loading import TINY_PATH
     from rollouts.training import SGLangEngine, VLLMEngine, sync_weights_to_engines
-    from rollouts.training.models import TINY_PATH
 
     with rows.server() as (url, asked):
         engines = [SGLangEngine(base_url=url), VLLMEngine(base_url=url)]
@@ -553,7 +571,14 @@ def _() -> None:
     assert [(sample.prompt, sample.metadata["answer"]) for sample in prompts] == [("2 + 2?", 4)]
 
 
-ROWS.later("data: Parquet files and names on the hub", "RL dataset")
+@ROWS("RL dataset")
+def _() -> None:
+    out, path = rows.new_folder() / "run", rows.parquet_file({"prompt": "2 + 2?", "answer": "4"}, 40)
+    path_of_reward = out.parent / "mine.py"
+    path_of_reward.write_text("def short(trajectory) -> float:\n    return float(len(trajectory.last_text) < 9)\n")
+    own = ("--env", "prompts", "--data", path, "--reward", f"{path_of_reward}:short")
+    rows.command("run", *own, "--steps", "1", "--eval-tasks", "0", *rows.SMALL, "--out", str(out))
+    assert len(rows.metrics_of(out)) == 1
 
 
 # --- commands ---
@@ -665,13 +690,14 @@ def _() -> None:
     assert "constant" in text
 
 
-@ROWS("reward models (TODO 4)")
+@ROWS("reward models (TODO 4)", needs="rollouts-reward-model")
 def _() -> None:
     from rollouts_reward_model import compute_reward_model_score, load_reward_model
 
-    assert callable(compute_reward_model_score)
-    with rows.refused("no head for scores"):
-        load_reward_model("tiny")
+    from rollouts.types import Message
+
+    model = load_reward_model(rows.reward_model_folder())
+    assert isinstance(compute_reward_model_score(model, [Message("user", "2 + 2?"), Message("assistant", "4")]), float)
 
 
 ROWS.later("other tensor libraries: JAX and torchax", "jax_backend.py", "torchax_backend.py", "torch_func.py")

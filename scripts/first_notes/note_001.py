@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 from first_notes import rows
@@ -278,7 +281,32 @@ def _() -> None:
     assert tree["inference"] == "hf" or tree["inference"]["name"] == "hf"
 
 
-ROWS.later("training on several machines", "distributed workers / multi-node (M5–M6)")
+@ROWS("distributed workers / multi-node (M5–M6)")
+def _() -> None:
+    """Two nodes with a rank each, both on this machine: what torchrun starts on each of two machines."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    out = rows.new_folder() / "run"
+    node = ("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1")
+    program = ("-m", "rollouts", "run", "--env", "calculator", "--steps", "1", "--eval-tasks", "0", *rows.SMALL)
+    own = ("--training", "fsdp", "--training.device", "cpu", "--out", str(out))
+    started = [
+        subprocess.Popen(
+            [sys.executable, *node, "--master-port", str(port), "--node-rank", str(rank), *program, *own],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=300)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], " ".join(each[-300:] for each in said)
+    assert len(rows.metrics_of(out)) == 1
 
 
 @ROWS("single-node multi-GPU")

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
 from first_notes import rows
@@ -21,7 +26,15 @@ def _() -> None:
     assert [name for name in [*wanted.split(), "InferenceEngine"] if not hasattr(types, name)] == []
 
 
-ROWS.later("data: names on the hub", "dataset_loaders.py: HF datasets")
+@ROWS("dataset_loaders.py: HF datasets")
+def _() -> None:
+    """The library `datasets` reads a Parquet file, and a folder of them as it reads a dataset of the hub."""
+    from rollouts.training import load_dataset
+
+    path = Path(rows.parquet_file({"prompt": "2 + 2?", "answer": 4}, 3))
+    for given in (path, path.parent):
+        found = load_dataset({"dataset_id": str(given), "split": "train", "num_samples": 3})
+        assert [sample.metadata["answer"] for sample in found] == [4] * 3
 
 
 @ROWS("sft.py sample prep")
@@ -135,17 +148,18 @@ def config() -> object:
         model=ModelConfig(model_id="tiny", dtype="float32", device="cpu"),
         data=DataConfig(dataset_id=rows.conversations_file(), split="train", num_samples=2),
         training=TrainingConfig(num_steps=1, batch_size=2, lr=1e-3),
-        deployment=DeploymentConfig(gpu_ranks=[0], gpu_type="H100", sglang_port=30000),
+        deployment=DeploymentConfig(sglang_port=30000),
     )
 
 
 @ROWS("ModelConfig", "DataConfig", "TrainingConfig", "DeploymentConfig", "Config", "Config.save / load")
 def _() -> None:
-    from rollouts.training import Config
+    from rollouts.training import Config, DeploymentConfig
 
     made, path = config(), rows.new_folder() / "config.json"
     made.save(path)
-    assert Config.load(path) == made and json.loads(path.read_text())["deployment"]["gpu_ranks"] == [0]
+    assert Config.load(path) == made and json.loads(path.read_text())["deployment"]["sglang_port"] == 30000
+    assert DeploymentConfig(gpu_ranks=[0, 1], gpu_type="H100", sglang_port=30000).gpu_ranks == [0, 1]
 
 
 @ROWS("validation in __post_init__")
@@ -159,15 +173,16 @@ def _() -> None:
 
 
 def loads(name: str, mode: str) -> None:
-    """The file's settings are valid, and become a Config and settings again."""
+    """The file's settings are valid, and compose with rows in place of the hub."""
     from rollouts.config.files import load_file
     from rollouts.config.resolving import resolve
-    from rollouts.training import Config
 
     tree, _ = load_file(ROOT / "configs" / f"{name}.py")
     assert resolve(tree).settings.model == tree["model"] != "tiny"
-    config = Config.from_settings(tree)
-    assert config.mode == mode and config.to_settings()["steps"] == tree["steps"] > 0
+    assert resolve(tree).settings.mode == mode and resolve(tree).settings.steps == tree["steps"] > 0
+    if mode == "rl":
+        own = rows.write_rows(*({"prompt": f"{number} + 2?", "answer": str(number + 2)} for number in range(99)))
+        assert "\nok: " in rows.command("run", str(ROOT / "configs" / f"{name}.py"), "--data", own, "--dry-run")
 
 
 @ROWS("configs/sft_qwen.py")
@@ -235,7 +250,27 @@ def _() -> None:
     assert tree["seed"] == 0 and tree["mode"] == "sft+rl"
 
 
-ROWS.later("a page in the browser", "web UI for config creation")
+@ROWS("web UI for config creation")
+def _() -> None:
+    """The page of `rollouts view --new`, and the settings file that it writes."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rollouts", "view", "--new", "--port", "0"],
+        cwd=rows.new_folder(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "BROWSER": "true", "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        found = (re.search(r"http://\S+", line) for line in process.stdout)
+        address = next(match for match in found if match)[0]
+        keeps_cookies = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with keeps_cookies.open(address, timeout=60) as page:
+            assert b"<html" in page.read().lower()
+    finally:
+        process.terminate()
+        process.wait()
 
 
 @ROWS("distributed training")
@@ -249,17 +284,21 @@ def _() -> None:
     assert rows.metrics_of(run / "sft") and rows.metrics_of(run / "rl")
 
 
-@ROWS("custom reward model integration")
+@ROWS("custom reward model integration", needs="rollouts-reward-model")
 def _() -> None:
-    text = rows.command("plugins", "show", "reward_model")
-    assert "sequence-classification" in text and "rollouts-reward-model" in text
+    out, own = rows.new_folder() / "run", ("--reward.reward_model.model", rows.reward_model_folder())
+    rewards = ("--reward", "env:1", "--reward", "reward_model:0.5", *own)
+    small = ("--steps", "1", "--eval-tasks", "0", *rows.SMALL)
+    rows.command("run", "--env", "calculator", *rewards, *small, "--out", str(out))
+    assert "reward_part/reward_model" in rows.metrics_of(out)[0]
 
 
-@ROWS("experiment tracking (W&B etc.)")
+@ROWS("experiment tracking (W&B etc.)", needs="rollouts-tensorboard")
 def _() -> None:
-    from rollouts.plugins.index import find_component
-
-    assert {find_component("loggers", name).name for name in ("wandb", "tensorboard", "trackio")}
+    out = rows.new_folder() / "run"
+    own = ("--logger", "jsonl", "--logger", "tensorboard", "--steps", "1", "--eval-tasks", "0", *rows.SMALL)
+    rows.command("run", "--env", "calculator", *own, "--out", str(out))
+    assert list(out.rglob("events.out.tfevents*"))
 
 
 @ROWS("SFT on any dataset (dataset_id, split, num_samples)")
@@ -267,7 +306,10 @@ def _() -> None:
     made = config()
     from rollouts.training import SFTTrainingConfig, create_pytorch_backend, load_sft_dataset, run_sft_training
 
-    found = load_sft_dataset(made.data.dataset_id, rows.tokenizer())
+    made.data.num_samples = 1
+    assert len(load_sft_dataset(made.data, rows.tokenizer())) == 1
+    made.data.num_samples = None
+    found = load_sft_dataset(made.data, rows.tokenizer())
     backend = create_pytorch_backend("tiny", lr=1e-3, num_steps=1)
     (step,) = awaited(run_sft_training, backend, found, SFTTrainingConfig(1, 2))
     backend.close()

@@ -31,8 +31,19 @@ def _() -> None:
         assert importlib.metadata.version(package)
 
 
-ROWS.later("data: the loaders of files and hubs use it", "datasets")
-ROWS.later("environments: an adapter for gymnasium", "gymnasium")
+@ROWS("datasets")
+def _() -> None:
+    from rollouts.training import load_dataset
+
+    assert depends("datasets") and imported_by_rollouts("datasets")
+    assert len(load_dataset(rows.parquet_file({"prompt": "2 + 2?"}, 3))) == 3
+
+
+@ROWS("gymnasium", needs="rollouts-gymnasium")
+def _() -> None:
+    small = ("--eval-tasks", "2", "--max-tokens", "24", "--max-turns", "2")
+    printed = rows.command("eval", "--env", "gym/FrozenLake-v1", *small, "--out", str(rows.new_folder() / "run"))
+    assert "reward" in printed
 
 
 @ROWS("pytest", "rollouts/ tests/ docs/ pyproject.toml")
@@ -75,7 +86,14 @@ def _() -> None:
     assert "rollouts.environments" in (ROOT / "environments" / "calculator" / "pyproject.toml").read_text()
 
 
-ROWS.later("plugins: packages for others to copy", "plugins/", "environments/")
+@ROWS("plugins/", "environments/")
+def _() -> None:
+    """Each folder is a package of its own; the one that the core brings plays."""
+    for place in ("plugins", "environments"):
+        projects = list((ROOT / place).glob("*/pyproject.toml"))
+        names = [tomllib.loads(path.read_text())["project"]["name"] for path in projects]
+        assert len(names) >= 9 and all(name.startswith("rollouts-") for name in names)
+    assert rows.metrics_of(rows.both_phases() / "rl")
 
 
 @ROWS("entry-point kinds `datasets`, `tools`")

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import http.server
+import importlib.util
 import inspect
 import io
 import itertools
@@ -23,9 +24,13 @@ from typing import Any, NamedTuple
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+Check = Callable[[], object]
+
+
 class Row(NamedTuple):
     """A name of the notes, and a function that checks it. Without a function, `words` say where it belongs.
 
+    `needs`: the package that this row is about, if it is none of those that the core brings.
     `exception`: the heading in docs/first-notes.md with the decision between two lines that contradict each other.
     """
 
@@ -33,6 +38,7 @@ class Row(NamedTuple):
     check: Callable[[], object] | None = None
     words: str = ""
     exception: str = ""
+    needs: str = ""
 
 
 class Result(NamedTuple):
@@ -51,10 +57,12 @@ class Table(list[Row]):
     def _() -> None: ...
     """
 
-    def __call__(self, *names: str, exception: str = "") -> Callable[[Callable[[], object]], Callable[[], object]]:
+    def __call__(
+        self, *names: str, exception: str = "", needs: str = ""
+    ) -> Callable[[Callable[[], object]], Callable[[], object]]:
         def add(function: Callable[[], object]) -> Callable[[], object]:
             function = functools.cache(function)  # names that share a function are checked once
-            self.extend(Row(name, function, exception=exception) for name in names)
+            self.extend(Row(name, function, exception=exception, needs=needs) for name in names)
             return function
 
         return add
@@ -68,6 +76,8 @@ def check(note: str, row: Row) -> Result:
     """Run the function of a row. What it prints is dropped."""
     if row.check is None:
         return Result(note, row.name, "later", row.words)
+    if row.needs and importlib.util.find_spec(row.needs.replace("-", "_")) is None:
+        return Result(note, row.name, "needs", f"type: pip install {row.needs} (see the README of its folder)")
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             row.check()
@@ -115,7 +125,7 @@ def new_folder() -> Path:
 @functools.cache
 def tokenizer() -> Any:
     """That of the tiny model."""
-    from rollouts.training.models import load_tokenizer
+    from rollouts.models.loading import load_tokenizer
 
     return load_tokenizer("tiny")
 
@@ -238,6 +248,29 @@ def write_rows(*rows: dict[str, Any]) -> str:
     path = new_folder() / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def parquet_file(row: dict[str, Any], count: int) -> str:
+    """A Parquet file with this row, `count` times, each with a number of its own in the prompt."""
+    import datasets
+
+    path = str(new_folder() / "rows.parquet")
+    numbered = [{**row, "prompt": f"{row['prompt']} ({number})"} for number in range(count)]
+    datasets.Dataset.from_list(numbered).to_parquet(path)
+    return path
+
+
+@functools.cache
+def reward_model_folder() -> str:
+    """A sequence-classification model with the tokenizer of the tiny model."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification
+
+    path = str(new_folder())
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    config = LlamaConfig(vocab_size=len(tokenizer()), num_labels=1, pad_token_id=0, **small)
+    LlamaForSequenceClassification(config).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
 
 
 @functools.cache

@@ -21,7 +21,7 @@ from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
 from rollouts.chat import ChatFormat, load_chat_format, tokenize_supervised
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, VersionSpan
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 from rollouts.types import Message, Status, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parent))

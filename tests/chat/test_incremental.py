@@ -18,7 +18,7 @@ from rollouts.chat import ChatFormat, load_chat_format, tokenize_supervised
 from rollouts.chat.control_tokens import CUT
 from rollouts.chat.masks import encode_rows, supervised_texts
 from rollouts.errors import ModelError
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 from rollouts.types import Message, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from rollouts.chat.format import load_chat_format
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 
 PIECES = [
     "<|im_start|>",

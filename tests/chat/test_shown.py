@@ -14,7 +14,7 @@ from rollouts.chat import ChatFormat, load_chat_format, tokenize_supervised
 from rollouts.chat.masks import TurnsRow, check_masks, encode_rows, supervised_texts, trained_turns
 from rollouts.chat.shown import Unshown, check_extension
 from rollouts.errors import ModelError
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 from rollouts.types import Message, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -230,6 +230,51 @@ def test_numbers_in_a_call_are_compared_by_value(said: float, meant: float, is_s
     texts = supervised_texts(talk, [], chat)
     with contextlib.nullcontext() if is_same else pytest.raises(Unshown, match="its reply is read as f"):
         check_masks(other, [], chat, [1], texts, encode_rows(texts, chat))
+
+
+@pytest.mark.parametrize("thought", ["Two and two.", ""])
+@pytest.mark.parametrize("after", [[], [Message("user", "3 + 3?"), Message("assistant", "6")]])
+def test_a_thought_in_the_text_is_trained_as_in_its_field(thought: str, after: list[Message]) -> None:
+    """Qwen 3.8 shows the text of a message as it is; the templates before it take the thought out."""
+    text = Message("assistant", f"<think>\n{thought}\n</think>\n\n4")
+    field = Message("assistant", "4", reasoning=thought or None)
+    for name in ("qwen3_8", "qwen3_6"):
+        chat = chat_for(name)
+        rows = [tokenize_supervised([Message("user", "2 + 2?"), each, *after], [], chat) for each in (text, field)]
+        assert rows[0] == rows[1]
+    assert chat_for("qwen3_6").thoughts.is_split and not chat_for("qwen3_8").thoughts.is_split
+
+
+@pytest.mark.parametrize("said", ["<think>a</think>b<think>c</think>d", "<think><think>a</think>b", "<think>a"])
+def test_a_text_whose_thought_is_not_certain_is_refused(said: str) -> None:
+    with pytest.raises(ModelError, match="message 2 cannot be trained"):
+        tokenize_supervised([Message("user", "x"), Message("assistant", said)], [], chat_for("qwen3_8"))
+
+
+def called_with(value, *schemas):
+    """Supervised rows of one call for each schema of its argument, with one format: its shapes become known."""
+    chat = load_chat_format(make_tokenizer("qwen3_5_think"))
+    for schema in schemas:
+        function = {"name": "f", "description": "F.", "parameters": {"type": "object", "properties": {"n": schema}}}
+        call = Message("assistant", "", [ToolCall("f", {"n": value}, "abcdefg01")])
+        tools = [{"type": "function", "function": function}] if schema is not None else []
+        tokenize_supervised([Message("user", "x"), call], tools, chat)
+
+
+@pytest.mark.parametrize("kind", ["integer", "number", "boolean", "string"])
+def test_null_in_a_call_is_trained_where_the_schema_allows_it(kind: str) -> None:
+    allowed = {"type": [kind, "null"]}
+    called_with(None, allowed, {"anyOf": [{"type": kind}, {"type": "null"}]}, {}, None)
+    with pytest.raises(ModelError, match=r"read as f.*None.*but the message has f.*null"):
+        called_with(None, allowed, {"type": kind})
+    with pytest.raises(ModelError, match=r"read as f.*None.*but the message has f.*null"):
+        called_with(None, {"type": kind})
+
+
+def test_true_in_a_call_is_trained_where_the_schema_allows_it() -> None:
+    called_with(True, {"type": "boolean"}, {}, None)
+    with pytest.raises(ModelError, match=r"read as f.*True.*but the message has f.*true"):
+        called_with(True, {"type": "boolean"}, {"type": "integer"})
 
 
 def test_fields_in_no_row_are_named_and_counted() -> None:

@@ -173,6 +173,26 @@ def test_an_xml_argument_is_never_dropped(inside: str, why: str) -> None:
 @pytest.mark.parametrize(
     ("schema", "written", "value"),
     [
+        ({"type": ["string", "null"]}, "None", None),
+        ({"type": "string"}, "None", "None"),
+        ({"type": ["string", "null"]}, "true", "true"),
+        ({"enum": ["None", "x"]}, "None", "None"),
+        ({}, "null", None),
+        ({}, "False", False),
+        ({}, "none", "none"),
+    ],
+)
+def test_a_word_in_xml_is_a_value_if_the_schema_allows_it(schema: object, written: str, value: object) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": schema}}}}]
+    assert read("xml", XML.replace("1", written), tools=tools).tool_calls[0].arguments == {"a": value}
+    as_json = CALL.replace("1", json.dumps(written))
+    (call,) = read("hermes", f"<tool_call>{as_json}</tool_call>", tools=tools).tool_calls
+    assert call.arguments == {"a": written}, "JSON has values of its own"
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
         ({"type": "integer"}, "3", 3),
         ({"type": "number"}, "2.5", 2.5),
         ({"type": "boolean"}, "true", True),

@@ -20,10 +20,10 @@ from rollouts.env import tool
 from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError, ModelError, SignatureError
 from rollouts.inference.base import Generation, VersionSpan
+from rollouts.models.loading import load_tokenizer
 from rollouts.runs.plan import make_plan
 from rollouts.runs.rehearsal import ScriptedEngine
 from rollouts.runs.session import load_chat
-from rollouts.training.models import load_tokenizer
 from rollouts.types import Message, Task, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 import rollouts
 from rollouts.chat.token_texts import token_texts
 from rollouts.cli.app import main
+from rollouts.models.loading import load_tokenizer
 from rollouts.runs.inspecting import inspect_data
-from rollouts.training.models import load_tokenizer
 
 ROWS = [
     {
@@ -127,6 +127,34 @@ def test_settings_of_the_data_and_limits(chat, capsys):
     out = capsys.readouterr().out
     assert re.findall(r"\[\[(.*?)\]\]", out) == ["4<|im_end|>"]
     assert "1 conversation from messages; tokens of tiny" in out
+
+
+PARSER = """
+import json
+from rollouts import ToolCall
+
+class Dollar:
+    def __call__(self, text):
+        name, _, arguments = text.removeprefix("$").partition(" ")
+        return ([ToolCall(name, json.loads(arguments))], "") if text.startswith("$") else ([], text)
+
+    def write(self, calls):
+        return "".join(f"${each.name} {json.dumps(each.arguments)}" for each in calls)
+
+dollar = Dollar()
+"""
+
+
+def test_calls_are_shown_as_the_tool_parser_writes_them(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("parsers.py").write_text(PARSER)
+    call = {"role": "assistant", "tool_calls": [{"name": "now", "arguments": {}}]}
+    Path("chat.jsonl").write_text(json.dumps({"messages": [said("user", "?"), call]}))
+    flags = ["--tool-parser", "./parsers.py:dollar"]
+    assert main(["data", "inspect", "chat.jsonl", *flags]) == 0
+    assert re.findall(r"\[\[(.*?)\]\]", capsys.readouterr().out, re.DOTALL) == ["$now {}<|im_end|>"]
+    assert main(["data", "inspect", "chat.jsonl", "--tool-parser", "./parsers.py:none"]) == 2
+    assert "none" in capsys.readouterr().err
 
 
 @given(st.text(max_size=40))

@@ -18,12 +18,12 @@ from terminal import Terminal
 from rollouts.chat.format import load_chat_format
 from rollouts.cli import main
 from rollouts.cli.play import read_reply
+from rollouts.env.methods import as_conversation
 from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError
 from rollouts.inference.chatting import ChatRequest
+from rollouts.models.loading import load_tokenizer
 from rollouts.runs.play import random_value
-from rollouts.training.datasets.buffer import as_conversation
-from rollouts.training.models import load_tokenizer
 from rollouts.types import Message, ToolCall
 
 ENVIRONMENT = '''\

@@ -32,6 +32,11 @@ def test_list_shows_what_is_installed_and_imports_nothing(acme, capsys):
         (None, "there is no module acme_broken"),
         ("try:\n    import no_such\nexcept ImportError:\n    pass\ndef broken(rewards):\n    'Fine'\n", ""),
         ("def __getattr__(name): ...\n", ""),
+        ('"""Doc."""\n__all__ = ["broken"]\nimport no_such\n', "line 3: there is no module no_such"),
+        ("import sys\nsys.path.insert(0, 'vendored')\nimport no_such\ndef broken(rewards):\n    'Fine'\n", ""),
+        ("import acme_broken.paths\nimport no_such\ndef broken(rewards):\n    'Fine'\n", ""),
+        ("import __main__\nfrom __main__ import thing\ndef broken(rewards):\n    'Fine'\n", ""),
+        ("import sys\nsetattr(sys.modules[__name__], 'bro' + 'ken', len)\n", ""),
     ],
 )
 def test_list_shows_what_will_not_import_as_far_as_its_source_shows_it(acme, capsys, source, fault):
@@ -43,9 +48,33 @@ def test_list_shows_what_will_not_import_as_far_as_its_source_shows_it(acme, cap
     assert last == "nothing was imported; to check all, type: rollouts plugins doctor"
 
 
+def test_a_package_that_changes_where_its_modules_are_found_is_not_called_broken(acme, capsys):
+    entry_points = acme / "acme_parts-1.2.dist-info" / "entry_points.txt"
+    entry_points.write_text(entry_points.read_text().replace("acme_broken:broken", "acme_moved.inner:broken"))
+    (acme / "acme_moved").mkdir()
+    (acme / "acme_moved" / "inner.py").write_text("import no_such\ndef broken(rewards):\n    'Fine'\n")
+    own = acme / "acme_moved" / "__init__.py"
+    for source, fault in (
+        ('"""Doc."""\n', "there is no module no_such"),
+        ("import sys\nsys.path.append('vendored')\n", ""),
+        ("from acme_moved import paths\n", ""),
+    ):
+        own.write_text(source)
+        assert main(["plugins", "list", "--kind", "rewards"]) == 0
+        (line,) = (each for each in capsys.readouterr().out.splitlines() if each.split()[1:2] == ["broken"])
+        assert line.endswith(fault) and (("broken: " in line) == bool(fault))
+    (acme / "acme_moved" / "inner.py").unlink()
+    own.write_text("__path__.append('elsewhere')\n")
+    assert main(["plugins", "list", "--kind", "rewards"]) == 0
+    assert "there is no module" not in capsys.readouterr().out
+
+
 DOES_NOT_RETURN = {
     "hangs": ("import time\ntime.sleep(10**6)\ndef broken(rewards): ...\n", "it was still being imported after 1 s;"),
-    "spins": ("while True:\n    try:\n        1 / 0\n    except Exception:\n        pass\n", "after 1 s;"),
+    "spins": (
+        "while True:\n    try:\n        1 / 0\n    except Exception:\n        pass\n",
+        "it was still being imported after 2 s of CPU time;",
+    ),
     "ends": ("import os\nos._exit(0)\n", "it called os._exit(0) ("),
 }
 
@@ -53,7 +82,7 @@ DOES_NOT_RETURN = {
 @pytest.mark.parametrize("what", DOES_NOT_RETURN)
 def test_an_import_that_does_not_return_is_named(acme, capsys, monkeypatch, what):
     pytest.importorskip("torch")  # the run imports it, which may take longer than the limit
-    monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "1")
+    monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "0.2" if what == "spins" else "1")
     source, fault = DOES_NOT_RETURN[what]
     (acme / "acme_broken.py").write_text(source)
     before = os._exit, signal.getsignal(signal.SIGALRM)
@@ -100,6 +129,14 @@ def test_an_import_with_progress_has_time(acme, capsys, monkeypatch):
     assert main(["plugins", "show", "broken"]) == 0
     for number in range(6):
         del sys.modules[f"acme_{number}"]
+
+
+def test_an_import_that_computes_has_time(acme, monkeypatch):
+    """It takes longer than the limit, and imports no module."""
+    monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "0.2")
+    source = "import time\nend = time.process_time() + 0.6\nwhile time.process_time() < end: ...\n"
+    (acme / "acme_broken.py").write_text(f"{source}def broken(trajectory): ...\n")
+    assert main(["plugins", "show", "broken"]) == 0
 
 
 def test_every_component_of_the_core_has_a_description(capsys):

@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from rollouts.cli import main
+from rollouts.models.loading import TINY_PATH
 from rollouts.runs.serve import served_name
-from rollouts.training.models import TINY_PATH
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from fake_engines import started

@@ -10,11 +10,12 @@ from typing import Any, Literal, TypedDict
 
 import pytest
 
-from rollouts.config.convert import complete_settings, convert_settings, convert_value, describe_type
+from rollouts.config.convert import convert_value, describe_type
 from rollouts.config.files import Source
 from rollouts.config.flags import Flag, read_flag
 from rollouts.config.settings import REQUIRED, Setting
 from rollouts.errors import ConfigError
+from rollouts.plugins.settings import complete_settings, convert_settings
 from rollouts.plugins.signature import Signature, read_signature
 
 PATH = ("env", "x")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouts.config.convert import plain
+from rollouts.config.convert import unflagged
 from rollouts.config.files import Source
 from rollouts.config.flags import read_flag, take_dotted_flags
 from rollouts.config.merging import Component, merge
@@ -40,7 +40,7 @@ def resolved(text, *arguments):
 
 def envs(text, *arguments):
     found = resolved(text, *arguments).components["env"]
-    return [each._replace(settings=plain(each.settings)) for each in found]
+    return [each._replace(settings=unflagged(each.settings)) for each in found]
 
 
 def refused(text, *arguments):
@@ -109,7 +109,7 @@ def test_a_weight_is_a_number_points_or_a_curriculum(given, weight):
     result = resolved(text)
     assert result.components["env"][1].weight == weight
     assert resolve(tomllib.loads(to_toml(result))) == result
-    flag = plain(read_flag(given))
+    flag = unflagged(read_flag(given))
     if not isinstance(flag, dict):
         assert envs('env = ["a", "b"]', "--env.b.weight", given.strip('"'))[1].weight == weight
 

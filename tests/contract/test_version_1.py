@@ -22,7 +22,7 @@ from rollouts.check import check_environment_class
 from rollouts.cli import main
 from rollouts.env.authoring import metric, reward, tool
 from rollouts.env.checks import METHODS
-from rollouts.env.inputs import INPUTS
+from rollouts.env.methods import INPUTS
 from rollouts.env.shared import shared_values
 from rollouts.env.toolsets import METHODS as TOOLSET_METHODS
 from rollouts.env.workers.model import RemoteModel

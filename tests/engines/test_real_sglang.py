@@ -30,11 +30,12 @@ from rollouts.inference.servers.options import ServerOptions
 from rollouts.inference.servers.process import ServerCommand
 from rollouts.inference.servers.server import Server
 from rollouts.inference.servers.sglang import SGLang, group_ranks, join_group, leave_group, receive, serve_command
+from rollouts.models.folders import read_tensors
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.batches import Row, TrainBatch
-from rollouts.training.weights.files import manifest_of, read_tensors
+from rollouts.training.weights.files import manifest_of
 from rollouts.training.weights.sync import WeightSyncManager
 
 pytestmark = pytest.mark.engines

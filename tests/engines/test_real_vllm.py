@@ -28,11 +28,11 @@ from rollouts.inference.servers.options import ServerOptions
 from rollouts.inference.servers.process import ServerCommand
 from rollouts.inference.servers.server import Server
 from rollouts.inference.servers.vllm import VLLM, serve_command
+from rollouts.models.loading import load_tokenizer
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.batches import Row, TrainBatch
-from rollouts.training.models import load_tokenizer
 from rollouts.training.weights.sync import WeightSyncManager
 
 pytestmark = pytest.mark.engines

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from rollouts.env.author_thread import AuthorThread
+from rollouts.env.threads import AuthorThread
 
 
 def test_no_call_gets_the_result_of_one_that_ctrl_c_ended() -> None:

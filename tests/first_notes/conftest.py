@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[1] / "servers"))
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from rollouts.training.models import load_tokenizer
+    from rollouts.models.loading import load_tokenizer
 
     return load_tokenizer("tiny")
 

@@ -76,6 +76,15 @@ def test_configs_are_frozen():
             setattr(config, name, 3)
 
 
+def test_configs_have_the_fields_of_the_note_in_its_order():
+    from rollouts.training import RLTrainingConfig, SFTTrainingConfig
+
+    named = {"num_steps": 1000, "sync_every": 10, "baseline": 0.5, "log_every": 10, "checkpoint_every": 100}
+    assert RLTrainingConfig(1000, 10, 0.5, 10, 100) == RLTrainingConfig(**named)
+    named = {"num_steps": 1000, "batch_size": 4, "log_every": 100, "checkpoint_every": 500}
+    assert SFTTrainingConfig(1000, 4, 100, 500) == SFTTrainingConfig(**named)
+
+
 STEPS_OF_RUN_SFT = {
     "    # 1. Load tokenizer + data mixture\n": "    samples = load_sft_dataset(config.data, tokenizer)\n",
     "    # 2. Create training backend (PyTorch or FSDP)\n": (

@@ -12,7 +12,7 @@ from fake_engines import started
 from note_blocks import block, execute
 
 import rollouts.training
-from rollouts.training.models import TINY_PATH
+from rollouts.models.loading import TINY_PATH
 
 BACKEND = 'create_pytorch_backend("tiny", lr=1e-3, num_steps=2, algorithm="grpo", seed=0)'
 

@@ -14,6 +14,7 @@ from fake_engines import started
 from note_blocks import block, execute
 
 import rollouts.training
+from rollouts.models.loading import TINY_PATH
 from rollouts.training import (
     DataBuffer,
     PyTorchTrainingBackend,
@@ -28,7 +29,6 @@ from rollouts.training import (
     grpo_loss,
     load_hf_model,
 )
-from rollouts.training.models import TINY_PATH
 
 PATHS = {"from training.": "from rollouts.training."}
 """The note mixes `training.x` and `rollouts.training.x`; here all of them are `rollouts.training.x`."""

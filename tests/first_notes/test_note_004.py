@@ -12,6 +12,7 @@ from fake_engines import started
 from note_blocks import block, execute
 
 from rollouts import primitives
+from rollouts.models.loading import TINY_PATH
 from rollouts.primitives import (
     Conversation,
     Generation,
@@ -28,7 +29,6 @@ from rollouts.primitives import (
     load_tokenizer,
     parse_xml_tools,
 )
-from rollouts.training.models import TINY_PATH
 
 NAMES = """
     load_model load_tokenizer generate generate_with_logprobs batch_generate apply_chat_template

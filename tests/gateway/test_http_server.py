@@ -129,6 +129,8 @@ def test_a_client_that_waits_to_be_asked_for_its_body():
         (b"GET /" + b"x" * 200_000 + b" HTTP/1.1\r\n\r\n", 431, "no HTTP request"),
         (b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: odd\r\n\r\n", 400, "Transfer-Encoding"),
         (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: \xb2\r\n\r\n", 400, "Content-Length"),
+        (b"POST / HTTP/1.1\r\nHost: h\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n", 400, "Content-Length"),
+        (b"CONNECT h:80 HTTP/1.1\r\nHost: h\r\n\r\n", 405, "this server is no proxy"),
         (post(b"x" * 101), 413, "more than 100 bytes"),
         (
             b"POST / HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n80\r\n" + b"x" * 128,

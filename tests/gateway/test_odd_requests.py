@@ -19,7 +19,7 @@ from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.gateway import chat_completions
 from rollouts.gateway.exchange import APIError
 from rollouts.inference.base import Generation, VersionSpan
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 from rollouts.types import Status
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "double", "arguments": '{"n": 1}'}}

@@ -22,7 +22,7 @@ from rollouts.chat import load_chat_format
 from rollouts.env.mixing import env_term
 from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
 from rollouts.inference.embedded.hf import HFInference
-from rollouts.training.models import load_hf_model, load_tokenizer
+from rollouts.models.loading import load_hf_model, load_tokenizer
 from rollouts.types import Episode, Status, Task
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what other packages warn about is theirs

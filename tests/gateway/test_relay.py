@@ -16,9 +16,9 @@ import trio
 from agent_fakes import FakeEngine, Quiz, check_exact, play
 from gateway.test_endpoint import DecodingChat
 
-from rollouts.env import relay
 from rollouts.env.agent import Agent
 from rollouts.errors import EnvironmentDefinitionError
+from rollouts.gateway import relay
 from rollouts.types import Status, Task
 
 PROGRAM = """

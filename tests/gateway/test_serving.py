@@ -8,9 +8,9 @@ import pytest
 import trio
 from agent_fakes import END, FakeChat, FakeEngine
 
+from rollouts.agent.single_turns import ServedModel
 from rollouts.errors import InferenceError
 from rollouts.gateway.http_server import HTTPRequest
-from rollouts.gateway.single_turns import ServedModel
 from rollouts.runs.serve import handler
 
 USER = {"role": "user", "content": "hi"}

@@ -14,7 +14,7 @@ import trio.testing
 from rollouts.errors import ConfigError, InferenceError, ModelError
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend, WeightUpdate
 from rollouts.inference.embedded.hf import HFInference, create_hf_inference
-from rollouts.training.backends.futures import TorchThread
+from rollouts.models.futures import TorchThread
 
 
 class Training:

@@ -236,7 +236,7 @@ def test_a_server_that_ends_at_once_is_told_with_its_log(tmp_path):
 
 
 def test_the_tokenizer_s_probe_is_the_model_s(tmp_path, monkeypatch):
-    from rollouts.training.models import load_tokenizer
+    from rollouts.models.loading import load_tokenizer
 
     ids = serving._ids_of("tiny", serving.PROBE_TEXT)
     tokenizer = load_tokenizer("tiny")
@@ -249,7 +249,7 @@ def test_an_adapter_is_merged_for_the_servers(tmp_path):
     import torch
     from peft import LoraConfig, get_peft_model
 
-    from rollouts.training.models import TINY_PATH, load_hf_model
+    from rollouts.models.loading import TINY_PATH, load_hf_model
 
     torch.manual_seed(0)
     config = LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)

@@ -42,7 +42,7 @@ from rollouts.inference.servers.vllm import (
     read_reply,
     serve_command,
 )
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 from rollouts.training.rollout_gen.pool import Job, run_episodes
 from rollouts.types import Status, Task
 
@@ -478,7 +478,7 @@ def test_prompts_of_a_model_on_the_hub_are_read_whole_where_its_context_is_known
     transformers = pytest.importorskip("transformers")
     known = transformers.GPT2Config(n_positions=40960)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, **_: known)
-    monkeypatch.setattr("rollouts.training.models._check_hub", lambda name: None)
+    monkeypatch.setattr("rollouts.models.loading._check_hub", lambda name: None)
     command = serve_command("python", "org/model", 8123, ServerOptions(device="cpu"))
     assert values(command.argv)["--max-num-batched-tokens"] == "40960"
     assert "--no-enable-chunked-prefill" in command.argv

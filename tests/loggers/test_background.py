@@ -181,6 +181,29 @@ def test_one_that_cannot_be_made_may_be_left_out(tmp_path):
     assert "no answer" in note and "no answer" in str(fault) and len(made) == 1
 
 
+def test_one_that_hangs_while_it_is_made_may_be_left_out(tmp_path, monkeypatch):
+    """It is closed when it is made at last."""
+    monkeypatch.setattr(loggers_of_a_run, "MADE_SECONDS", 0.05)
+    answers, service, notes = threading.Event(), Service(), []
+
+    def hangs():
+        answers.wait()
+        return service
+
+    chosen = SimpleNamespace(name="far", alias="far", component=hangs, settings={})
+    loggers = Loggers(notes.append)
+    loggers.open([chosen], tmp_path, {}, 3, may_fail=True)
+    loggers.log({}, 3)
+    loggers.close()
+    assert notes == [
+        "warning: the logger far cannot be made, so the run goes on without it: it was not made within 0.05 s"
+    ]
+    assert not service.is_closed
+    answers.set()
+    until(lambda: service.is_closed)
+    assert service.steps == []
+
+
 def test_one_in_the_step_is_called_at_once_and_ends_the_run(tmp_path):
     loggers, service = opened(tmp_path, lambda: Service(lambda step, attempt: step == 1), in_step=True)
     loggers.log({}, 0)

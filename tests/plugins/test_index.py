@@ -9,17 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from rollouts.config.names import names_file, normalize
+from rollouts.doors import HOMES
 from rollouts.errors import AmbiguousComponentError, BrokenPluginError, PluginError, UnknownComponentError
-from rollouts.plugins.index import (
-    KINDS,
-    ComponentRef,
-    find_component,
-    installed_components,
-    names_file,
-    normalize,
-    scan,
-    unknown_component,
-)
+from rollouts.plugins.index import KINDS, ComponentRef, find_component, installed_components, scan, unknown_component
 from rollouts.plugins.loading import load_component
 
 ROOT = Path(__file__).parents[2]
@@ -250,12 +243,12 @@ def test_normalize_and_file_names():
 def test_core_components_use_the_same_door():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     groups = project["entry-points"]
-    assert groups.pop("pytest11") == {"rollouts": "rollouts.check.pytest_plugin"}  # a plugin of pytest, no component
+    assert groups.pop("pytest11") == {"rollouts": "rollouts_check.pytest_plugin"}  # a plugin of pytest, no component
     for group, points in groups.items():
         assert group.removeprefix("rollouts.") in KINDS
         for name, value in points.items():
             module, colon, attribute = value.partition(" [")[0].partition(":")
-            assert module.startswith("rollouts.") and all(map(str.isidentifier, module.split("."))), (name, value)
+            assert module.partition(".")[0] in HOMES and all(map(str.isidentifier, module.split("."))), (name, value)
             assert colon and attribute.isidentifier(), (name, value)
 
 

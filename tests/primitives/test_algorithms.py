@@ -99,6 +99,18 @@ def test_pairs_and_their_loss():
     assert by_name.item() == pytest.approx(expected[0], rel=1e-5)
 
 
+@pytest.mark.parametrize("ids", [1, 2, 3])
+def test_the_better_reply_gains_whatever_the_number_of_ids_is(ids):
+    """With four replies of two ids, the pairs have as many ids as the batch has rollouts."""
+    batch = batch_of([0.0, 0.25, 0.5, 1.0], [ids] * 4, "aaaa")
+    margins = (batch.logprobs - batch.ref_logprobs).detach().reshape(4, ids).sum(1)
+    loss = compute_loss_by_algorithm(batch, create_algorithm_config("dapo", {"beta": 1.0}))
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(margins[0] - margins[3])), rel=1e-5)
+    loss.backward()
+    signs = batch.logprobs.grad.reshape(4, ids).sign()
+    assert signs.tolist() == [[1] * ids, [0] * ids, [0] * ids, [-1] * ids]
+
+
 def test_gae_and_the_value_function():
     batch, gamma, lam = batch_of(), 0.9, 0.8
     value = torch.tensor([0.1, 0.4, -0.2, 0.3, 0.2, 0.7, 5.0, 5.0], requires_grad=True)
@@ -155,7 +167,7 @@ def test_an_algorithm_can_be_an_object_and_its_settings_reach_each_part():
 def refusals():
     batch = batch_of(reference=False)
     bare = batch._replace(logprobs=None)
-    yield lambda: create_algorithm_config("grop"), ConfigError, "no algorithm 'grop'; expected one of cispo, dapo"
+    yield lambda: create_algorithm_config("grop"), ConfigError, "no built-in algorithm 'grop'; did you mean grpo"
     yield lambda: create_algorithm_config("grpo", {"beta": 1.0}), ConfigError, "has no setting 'beta'"
     yield lambda: create_algorithm_config("grpo", {"kl_coef": -1.0}), ConfigError, "kl_coef is -1.0; expected"
     yield lambda: create_algorithm_config("grpo", {"kl_coef": "x"}), ConfigError, "kl_coef is 'x'; expected"

@@ -170,7 +170,7 @@ def test_generators_get_the_model_the_tokenizer_the_prompt_and_the_config(tokeni
 
     reply = generate("a model", tokenizer, "2 + 3", SHORT, generator=own)
     assert calls == [("a model", tokenizer, "2 + 3", SHORT)]
-    assert reply == Generation("five", tokenizer.encode("five"), None, "stop", prompt_tokens=tokenizer.encode("2 + 3"))
+    assert reply == Generation("five", tokenizer.encode("five"), None, "stop", tokenizer.encode("2 + 3"), 1.0)
     batch_generate(None, tokenizer, [[7, 8], [Message("user", "Hi")]], SHORT, generator=own, workers=2)
     assert {tuple(prompt) for _, _, prompt, _ in calls[1:]} == {
         (7, 8),
@@ -393,7 +393,7 @@ def test_parsers_and_executors_are_checked():
 
 @pytest.mark.parametrize(("kind", "generator"), [("vllm", vllm_generator), ("sglang", sglang_generator)])
 def test_replies_of_a_server(kind, generator, tokenizer):
-    from rollouts.training.models import TINY_PATH
+    from rollouts.models.loading import TINY_PATH
 
     with started(kind, TINY_PATH) as server:
         prompt = [Message("user", "What is 2 + 3?")]

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, TrainingError
 from rollouts.primitives import (
     Generation,
     Rollout,
@@ -171,8 +171,10 @@ def test_logprobs_of_the_reference():
     reply = generate(model, tokenizer, "What is 2 + 3?")
     found = get_reference_logprobs(create_reference_model(model), reply)
     assert found.tolist() == pytest.approx(reply.logprobs, abs=1e-4) and not found.requires_grad
-    warm = get_reference_logprobs(model, reply, temperature=2.0)
+    warm = get_reference_logprobs(model, reply._replace(temperature=2.0))
     assert not torch.allclose(warm, found, atol=1e-2)
+    with pytest.raises(TrainingError, match="used at another one: 1 and 2; leave `temperature` out"):
+        get_reference_logprobs(model, reply, temperature=2.0)
     seen = []
     own = get_reference_logprobs(model, reply, logprob_extractor=lambda *given: seen.append(given) or reply.logprobs)
     assert own.tolist() == pytest.approx(reply.logprobs) and seen == [(model, reply)]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from rollouts.errors import ConfigError, RewardError, TrainingError
+from rollouts.errors import ConfigError, RewardError, TrainingError, UnknownComponentError
 from rollouts.primitives import (
     Generation,
     Rollout,
@@ -120,8 +120,12 @@ def test_shaping():
         apply_reward_shaping(ROLLOUT._replace(rewards=1.0), shaping_fn=mine)
 
 
-def test_reward_models_name_their_package_and_work_with_functions():
-    with pytest.raises(ConfigError, match=r"(?s)'a/judge'.*pip install rollouts-reward-model.*model_loader=my_loader"):
+def test_reward_models_name_their_package_and_work_with_functions(monkeypatch):
+    def missing(kind, name):
+        raise UnknownComponentError(f"no {name}")
+
+    monkeypatch.setattr("rollouts.primitives.rewards.find_component", missing)
+    with pytest.raises(ConfigError, match=r"(?s)not installed.*pip install rollouts-reward-model.*model_loader=my_l"):
         load_reward_model("a/judge")
     with pytest.raises(ConfigError, match=r"(?s)pip install rollouts-reward-model.*scorer=my_scorer"):
         compute_reward_model_score("a model", ROLLOUT)

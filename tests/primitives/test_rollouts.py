@@ -21,6 +21,8 @@ from rollouts.primitives import (
     GenerationConfig,
     Rollout,
     ToolCall,
+    compute_dapo_pairs,
+    compute_grpo_advantages,
     create_batch,
     create_batch_rollouts,
     create_multiturn_rollout,
@@ -28,7 +30,9 @@ from rollouts.primitives import (
     create_scripted_generator,
     execute_and_track_tools,
     load_model,
+    load_rollouts,
     load_tokenizer,
+    save_rollouts,
     track_tool_calls,
 )
 from rollouts.primitives.batches import rollout_samples
@@ -124,7 +128,7 @@ def test_sampled_conversations_are_scored_as_they_were_sampled(model):
     rollouts = create_batch_rollouts(
         model, TOKENIZER, prompts, config, samples_per_prompt=4, tools=tools, ref_model=model, reward_fn=lambda r: 1.0
     )
-    assert [each.group_index for each in rollouts] == [number // 4 for number in range(16)]
+    assert create_batch(None, rollouts).group_index.unique_consecutive().tolist() == [0, 1, 2, 3]
     assert len({each.generation.text for each in rollouts}) > 4  # the same prompt, other seeds
     several = [each for each in rollouts if each.turns]
     assert several and all(each.tool_calls for each in several)
@@ -215,3 +219,38 @@ def test_a_reward_sees_the_answer_and_the_kl(model):
 def test_bad_input_is_one_clear_error(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+REWARDS = {"easy": {"a": 0.8, "b": 1.0}, "hard": {"a": 0.0, "b": 0.2}}
+
+
+def sampled(prompts, texts):
+    """Rollouts of one call; in `REWARDS`, "b" is the better reply to both prompts."""
+    script = [Generation(text, [20 + ord(text)], [-0.7], prompt_tokens=[1, 2]) for text in texts]
+    return create_batch_rollouts(
+        None,
+        TOKENIZER,
+        prompts,
+        GenerationConfig(max_tokens=4),
+        samples_per_prompt=len(texts) // len(prompts),
+        generator=create_scripted_generator(script),
+        reward_fn=lambda rollout: REWARDS[rollout.prompt][rollout.generation.text],
+    )
+
+
+@pytest.mark.parametrize("collect", ["one call", "a call for each prompt", "a call for each reply", "files"])
+def test_rollouts_are_compared_within_their_prompt_however_they_were_collected(collect, tmp_path):
+    prompts = list(REWARDS)
+    if collect == "one call":
+        rollouts = sampled(prompts, "abab")
+    elif collect == "a call for each reply":
+        rollouts = [sampled([prompt], text)[0] for prompt in prompts for text in "ab"]
+    else:
+        rollouts = [rollout for prompt in prompts for rollout in sampled([prompt], "ab")]
+    if collect == "files":
+        for place, prompt in enumerate(prompts):
+            save_rollouts(tmp_path / f"{prompt}.jsonl", rollouts[2 * place : 2 * place + 2])
+        rollouts = [rollout for prompt in prompts for rollout in load_rollouts(tmp_path / f"{prompt}.jsonl")]
+    batch = create_batch(None, rollouts)
+    assert compute_grpo_advantages(batch).sign().tolist() == [-1, 1, -1, 1]
+    assert compute_dapo_pairs(batch) == [(1, 0), (3, 2)]

@@ -340,7 +340,7 @@ def refusals():
     yield lambda: train(state, [], 1, SHORT, kl, reward), ConfigError, "ref_model=create_reference_model"
     yield lambda: training_iteration(state, "Hi", SHORT, GRPO, reward), ConfigError, "prompts is str"
     yield lambda: quick_start_training("tiny", [], reward), ConfigError, "expected a list of prompts"
-    yield lambda: quick_start_training("tiny", ["a"], reward, algorithm="x"), ConfigError, "no algorithm 'x'"
+    yield lambda: quick_start_training("tiny", ["a"], reward, algorithm="x"), ConfigError, "no built-in algorithm 'x'"
     one = lambda: train(new_state(), ["2"], 1, SHORT, GRPO, reward, eval_fn=lambda state: "good", samples_per_prompt=1)  # noqa: E731
     yield one, ConfigError, "eval_fn returned 'good'"
     yield lambda: train(state, None, 1, SHORT, GRPO, reward), ConfigError, "prompts is NoneType; expected a list"
@@ -363,3 +363,22 @@ def refusals():
 def test_bad_input_is_one_clear_error(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def test_rollouts_are_trained_at_the_temperature_at_which_they_were_sampled():
+    """The sampler has the weights that are trained, so every ratio is 1: the policy's logprobs are the sampler's."""
+    state = new_state(reference=True)
+    warm = SHORT._replace(temperature=0.5)
+    found = create_batch_rollouts(
+        state.model, TOKENIZER, ["2 + 3 ="], warm, samples_per_prompt=4, ref_model=state.ref_model, reward_fn=reward
+    )
+    batch = create_batch(state.model, found)
+    torch.testing.assert_close(batch.logprobs.detach(), batch.old_logprobs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(batch.ref_logprobs, batch.old_logprobs, rtol=0, atol=1e-4)
+    words = r"used at another one: 0\.5 and 1; leave `temperature` out"
+    with pytest.raises(TrainingError, match=words):
+        training_step(state, found, GRPO, temperature=1.0, train_truncated=True)
+    others = create_batch_rollouts(state.model, TOKENIZER, ["2 + 3 ="], SHORT, reward_fn=reward)
+    with pytest.raises(TrainingError, match=words):
+        training_step(state, [*found, *others], GRPO, train_truncated=True)
+    assert training_step(state, found, GRPO, train_truncated=True)[0].iteration == 1

@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 
 import pytest
-import torch
 
 from rollouts.errors import ConfigError, OutputError
 from rollouts.plugins.signature import call_with, check_signature
 from rollouts.primitives import (
     Conversation,
     Generation,
-    GenerationConfig,
     Message,
     Rollout,
     ToolCall,
     as_component,
     batch_generate,
-    compute_logprobs,
     compute_scalar_reward,
-    create_clipped_reward,
     create_exact_match_reward,
-    create_fixed_logits_model,
     create_prompt_loader,
     create_regex_reward,
     create_scripted_generator,
     create_truncated_kl,
     create_weighted_reward,
-    draw_curve,
     encode_prompt,
-    format_prompts,
     format_rollout,
     generate,
     length_reward,
@@ -40,7 +32,6 @@ from rollouts.primitives import (
     load_rollouts,
     load_tokenizer,
     rollout_of,
-    sample_prompts,
     save_rollouts,
     split_prompts,
     weighted_sum,
@@ -70,9 +61,6 @@ def test_rewards_made_of_others():
     mixed = create_weighted_reward({"right": (create_regex_reward(r"\d+"), 2.0), "short": (length_reward, -0.5)})
     assert mixed(ROLLOUT) == 1.5
     assert create_weighted_reward({"unknown": (lambda rollout: None, 1.0)})(ROLLOUT) is None
-    assert create_clipped_reward(mixed, high=1.25)(ROLLOUT) == 1.25
-    assert create_clipped_reward(lambda rollout: -3.0)(ROLLOUT) == -1.0
-    assert create_clipped_reward(lambda rollout: None)(ROLLOUT) is None
     assert weighted_sum([1.0, 2.0]) == 3.0 and weighted_sum([1.0, None]) is None
     assert compute_scalar_reward(ROLLOUT, mixed) == 1.5
 
@@ -84,14 +72,10 @@ def test_rewards_made_of_others():
         (lambda: create_regex_reward(5), "5 is no regular expression"),
         (lambda: create_weighted_reward({}), "expected a dict such as"),
         (lambda: create_weighted_reward([length_reward]), "expected a dict such as"),
-        (lambda: create_clipped_reward(length_reward, 1.0, 0.0), "at most high"),
         (lambda: length_reward(ROLLOUT, target_tokens=0), "target_tokens=100"),
         (lambda: create_exact_match_reward()(ROLLOUT._replace(metadata={})), r'no answer in metadata\["answer"\]'),
         (lambda: create_exact_match_reward({"3": 3})(ROLLOUT), "'2 \\+ 3' has no answer in answers"),
-        (lambda: sample_prompts([], 1), "give at least one prompt"),
         (lambda: split_prompts(["a"], 1.5), r"split_prompts\(prompts, 0.1\)"),
-        (lambda: format_prompts("{a} + {b}", [{"a": 2}]), "'b'; row 0 has a"),
-        (lambda: create_fixed_logits_model([]), "there are no logits"),
         (lambda: create_prompt_loader([], 1), "there are no prompts"),
         (lambda: create_prompt_loader(["a"], 0), "batch_size=8"),
     ],
@@ -120,18 +104,17 @@ def test_a_run_takes_them(tmp_path):
     import rollouts
 
     small = {"steps": 1, "eval_tasks": 0, "prompts_per_step": 2, "samples_per_prompt": 2, "quiet": True}
-    clipped = create_clipped_reward(create_regex_reward(r"\d", compares=False), 0.25, 0.75)
     rollouts.run(
         env="calculator",
         loss="grpo",
-        reward=as_component(clipped),
+        reward=as_component(create_regex_reward(r"\d", compares=False)),
         kl=create_truncated_kl(threshold=2.0),
         advantage=lambda rewards: rewards - rewards.mean(),
         out=str(tmp_path / "run"),
         **small,
     )
     (metrics,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert 0.25 <= metrics["reward/mean"] <= 0.75 and "reward_part/clipped_reward" in metrics
+    assert 0 <= metrics["reward/mean"] <= 1 and "reward_part/regex_match" in metrics
     assert "policy/kl_ref" in metrics
 
 
@@ -142,13 +125,8 @@ def test_prompts_of_files(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "2 + 3", "answer": 5, "level": 1}\n')
     assert load_prompts(rows) == [Task("2 + 3", 5, {"level": 1})]
-    lines = tmp_path / "lines.txt"
-    lines.write_text("2 + 3\n\n 4 \n")
-    assert load_prompts(str(lines)) == [Task("2 + 3"), Task("4")]
-    lines.write_text("\n")
-    for path, words in ((lines, "write one per line"), (tmp_path / "no.txt", "cannot be read: No such file")):
-        with pytest.raises(ConfigError, match=words):
-            load_prompts(path)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        load_prompts(tmp_path / "no.jsonl")
 
 
 def test_a_task_is_a_prompt_of_its_messages():
@@ -156,10 +134,8 @@ def test_a_task_is_a_prompt_of_its_messages():
     assert encode_prompt(tokenizer, Task("2 + 3")) == encode_prompt(tokenizer, [Message("user", "2 + 3")])
 
 
-def test_samples_and_splits():
+def test_splits():
     prompts = [f"{a} + {b}" for a in range(9) for b in range(9)]
-    assert sample_prompts(prompts, 5, seed=3) == sample_prompts(prompts, 5, seed=3) != sample_prompts(prompts, 5)
-    assert sorted(sample_prompts(["a", "b"], 4)) == ["a", "a", "b", "b"]
     train, held_out = split_prompts([*prompts, prompts[0]], 0.3)
     assert not set(train) & set(held_out) and sorted([*train, *held_out]) == sorted([*prompts, prompts[0]])
     assert set(held_out) <= set(split_prompts([*prompts, "new"], 0.3)[1])
@@ -222,14 +198,6 @@ def test_a_rollout_for_people():
     assert asked.splitlines() == ["user: 2 + 3", "reply: 2 + 3 = 5.", "reward none, 8 tokens, stop"]
 
 
-def test_a_curve_for_people():
-    assert draw_curve([3.0]) == "3 ▁ 3" and draw_curve([1.0, 2.0, 3.0, 4.0], width=2) == "1.5 ▁█ 3.5"
-    assert draw_curve([math.nan, -1.0, math.inf, 1.0]) == "-1  ▁ █ 1"
-    for values in ([], [math.nan]):
-        with pytest.raises(ConfigError, match="there is no number to draw"):
-            draw_curve(values)
-
-
 # --- tests ------------------------------------------------------------------------------------------------------------
 
 
@@ -239,19 +207,3 @@ def test_a_script():
     assert [each.text for each in batch_generate(None, tokenizer, ["a", "b"], generator=script)] == ["5", "7"]
     with pytest.raises(ConfigError, match="the script has 2 replies, and reply 3 was requested"):
         generate(None, tokenizer, "c", generator=script)
-
-
-def test_a_model_whose_logprobs_are_known():
-    tokenizer = load_tokenizer("tiny")
-    logits = [-30.0] * len(tokenizer)
-    logits[20], logits[30] = math.log(3.0), 0.0
-    model = create_fixed_logits_model(logits)
-    replies = batch_generate(model, tokenizer, ["2"] * 40, GenerationConfig(max_tokens=5))
-    tokens = [token for reply in replies for token in reply.tokens]
-    assert set(tokens) == {20, 30} and 0.6 < tokens.count(20) / len(tokens) < 0.9
-    assert replies[0].logprobs == pytest.approx(
-        [math.log({20: 0.75, 30: 0.25}[t]) for t in replies[0].tokens], abs=1e-5
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    (-compute_logprobs(model, replies[:1])[0].sum()).backward()
-    optimizer.step()

@@ -15,12 +15,12 @@ from rollouts.env.shared import shared_values
 from rollouts.env.tools import run_tool
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, SignatureError, UnknownComponentError
 from rollouts.inference.chatting import ChatReply
+from rollouts.models.loading import load_tokenizer
 from rollouts.runs.chat import open_chat
 from rollouts.runs.jobs.demonstrations import demonstration_samples
 from rollouts.runs.play import play_episode
 from rollouts.runs.run_model import model_plan
 from rollouts.runs.session import load_chat
-from rollouts.training.models import load_tokenizer
 from rollouts.types import Message, Status, ToolCall
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -495,6 +495,13 @@ def test_what_a_run_on_saved_groups_does_not_use(tmp_path):
     assert "--sampler difficulty is not used" in note and "saved groups" in note
 
 
+def test_conversations_alone_have_no_held_out_tasks(tmp_path):
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "1?", "completion": "2"}\n')
+    composed = make_plan(resolve({"mode": "sft", "data": str(tmp_path / "chat.jsonl"), "eval_tasks": 2}))
+    assert composed.eval_tasks() == []
+    assert "--eval-tasks 2 is not used: conversations alone have no tasks; name an --env" in composed.notes
+
+
 # --- mode sft --------------------------------------------------------------------------------------------------------
 
 

@@ -69,38 +69,29 @@ def test_a_run_keeps_its_files_and_says_when_they_have_changed(here, capsys):
     Path("hello.py").unlink()
     assert main(["resume", "run", "--steps", "1"]) == 2
     err = capsys.readouterr().err
-    assert err.count("the run's copies of its files: run/code/hello_") == 1 and "the run was begun in" not in err
+    assert err.count("the run's copies of its files: run/code/hello_") == 1
 
 
-def test_a_run_that_is_used_in_another_folder_names_where_it_was_begun(here, capsys, monkeypatch):
+def test_a_run_from_another_machine_names_its_copies(here, capsys, monkeypatch):
     Path("judge.py").write_text("def score(trajectory):\n    return 1.0\n")
     rollouts.run(
         **{"env": "hello.py:Hello", "reward": "./judge.py:score", "out": "run", "eval_tasks": 2, "max_tokens": 4},
         **{"max_turns": 1, "steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2},
     )
-    file, judge = json.loads(Path("run/manifest.json").read_text())["files"]
+    manifest = json.loads(Path("run/manifest.json").read_text())
+    file, judge = manifest["files"]
+    Path("run/manifest.json").write_text(json.dumps(manifest | {"directory": "/lost", "folder": "/lost/run"}))
     Path("elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
     for command in (["rescore", "../run"], ["run", "--from", "../run", "--env", f"{here}/hello.py:Hello"]):
         assert main(command) == 2
         err = capsys.readouterr().err
-        assert f"the run was begun in {here}; there, ./judge.py is found: type the command in that folder\n" in err
-        assert f"or type the copy in place of ./judge.py:score: ../run/{judge['copy']}:score\n" in err
+        assert f"\ntype the copy in place of ./judge.py:score: ../run/{judge['copy']}:score\n" in err
     assert main(["eval", "../run"]) == 2
-    err = capsys.readouterr().err
-    assert f"the run was begun in {here}; there, hello.py is found: type the command in that folder\n" in err
     copy = f"../run/{file['copy']}:Hello"
-    assert "or type the copy in place of hello.py:Hello: " in err and f"{copy}\n" in err
+    assert f"\ntype the copy in place of hello.py:Hello: {copy}\n" in capsys.readouterr().err
     rewards = ["--reward", f"../run/{judge['copy']}:score"]
     assert main(["eval", "../run", "--env", copy, *rewards, "--out", "evaluated"]) == 0
-
-
-def test_a_file_beside_the_settings_is_named(here, capsys, monkeypatch):
-    Path("mine.toml").write_text('env = "./hello.py:Hello"\n')
-    Path("elsewhere").mkdir()
-    monkeypatch.chdir("elsewhere")
-    assert main(["run", "../mine.toml", "--dry-run"]) == 2
-    assert "type it as ../hello.py:Hello, or type: cd ..\n" in capsys.readouterr().err
 
 
 def test_what_is_not_in_a_file_is_not_kept():

@@ -13,9 +13,9 @@ import pytest
 
 from rollouts.cli import main
 from rollouts.errors import EnvironmentDefinitionError
+from rollouts.models.loading import load_tokenizer
 from rollouts.runs.environments import HeldOutPrompts, demonstrations
 from rollouts.training.datasets.buffer import shuffled
-from rollouts.training.models import load_tokenizer
 from rollouts.types import Message, Task
 
 sys.path.insert(0, str(Path(__file__).parent))

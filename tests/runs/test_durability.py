@@ -15,9 +15,9 @@ import pytest
 
 from rollouts.cli import main
 from rollouts.errors import OutputError
+from rollouts.models.loading import TINY_PATH
 from rollouts.runs.folder import RunFolder
 from rollouts.training.backends.torch import TorchBackend
-from rollouts.training.models import TINY_PATH
 
 PARTS = '''\
 import os
@@ -132,6 +132,23 @@ def test_lines_that_are_missing_are_told_and_the_run_goes_on(capsys):
     said = capsys.readouterr().out
     assert "metrics.jsonl lacks 2 of the 2 steps before (the first is step 0)" in said
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2]
+
+
+def test_a_file_that_an_earlier_version_did_not_write_is_not_called_damaged(capsys):
+    """It had no logger `jsonl` if another one was chosen. The steps that are logged now are not excused later."""
+    begun(3, 1)
+    manifest = json.loads(Path("out/manifest.json").read_text())
+    others = [each for each in manifest["components"] if each["name"] != "jsonl"]
+    assert len(others) == len(manifest["components"]) - 1 and any(each["kind"] == "loggers" for each in others)
+    Path("out/manifest.json").write_text(json.dumps(manifest | {"components": others}))
+    Path("out/metrics.jsonl").unlink()
+    capsys.readouterr()
+    assert main(["resume", "out"]) == 0 and main(["resume", "out", "--steps", "4"]) == 0
+    assert "lacks" not in capsys.readouterr().out
+    assert [json.loads(line)["step"] for line in Path("out/metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+    Path("out/metrics.jsonl").write_text("")
+    assert main(["resume", "out", "--steps", "5"]) == 0
+    assert "metrics.jsonl lacks 3 of the 4 steps before (the first is step 1)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("left", [0, 100])

@@ -14,12 +14,13 @@ from rollouts.cli import main
 from rollouts.errors import RunError
 from rollouts.loggers.base import AddsToSteps
 from rollouts.loggers.jsonl import JSONLLogger
-from rollouts.training.weights.store import best_checkpoint, complete_checkpoints, read_state
+from rollouts.models.folders import complete_checkpoints
+from rollouts.training.weights.store import best_checkpoint, read_state
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from fake_engines import started
 
-from rollouts.training.models import TINY_PATH
+from rollouts.models.loading import TINY_PATH
 
 PARTS = '''\
 from pathlib import Path

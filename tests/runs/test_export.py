@@ -16,13 +16,13 @@ import torch
 import rollouts
 from rollouts.cli import main
 from rollouts.errors import ConfigError, ModelError, OutputError
+from rollouts.models.loading import load_hf_model
 from rollouts.runs.export import export, find_checkpoint
 from rollouts.runs.folder import RunFolder
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.batching import make_batch
-from rollouts.training.models import load_hf_model
 from rollouts.types import Sample
 
 PROBE = torch.arange(40)[None]
@@ -61,7 +61,7 @@ def test_an_exported_model_knows_its_environment(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("from rollouts_calculator import Calculator as Mine\n")
     rollouts.run(**SMALL | {"steps": 1, "samples_per_prompt": 2, "env": "./mine.py:Mine", "out": "run"})
-    assert "to use its settings elsewhere, copy ./mine.py to" in export("run", "model").words()
+    assert "to use its settings elsewhere, copy ./mine.py into the exported folder" in export("run", "model").words()
     assert export("model", "again").kind == "full"
     assert Path("model/rollouts.toml").read_text() == Path("again/rollouts.toml").read_text()
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
@@ -70,7 +70,7 @@ def test_an_exported_model_knows_its_environment(tmp_path, monkeypatch, capsys):
     Path("mine.py").unlink()
     assert main(["chat", "again"]) == 0
     error = capsys.readouterr().err
-    assert "note: the environment of the run cannot be loaded (environment './mine.py:Mine': there is no file" in error
+    assert "the environment of the run cannot be loaded (environment 'again/mine.py:Mine': there is no file" in error
     assert "type --env NAME\n" in error and "no environment (type --env NAME for its tools)" in error
     assert "the schemas of its tools are not there: environment './mine.py:Mine'" in export("run", "third").words()
 

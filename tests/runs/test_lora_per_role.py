@@ -10,10 +10,11 @@ import pytest
 import rollouts
 from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError, ModelError
+from rollouts.models.folders import role_adapters
+from rollouts.models.loading import load_tokenizer, resolve_model_name
 from rollouts.runs.export import export, model_of_role
 from rollouts.runs.plan import make_plan
 from rollouts.runs.serve import served_name
-from rollouts.training.models import load_tokenizer, resolve_model_name, role_adapters
 
 GAME = '''
 from rollouts import Message, Role, Task, reward

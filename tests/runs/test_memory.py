@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from rollouts.errors import ConfigError, ModelError
+from rollouts.models.estimates import Rates, decode_seconds, measure_rates, model_size
+from rollouts.models.loading import TINY_PATH, load_config
 from rollouts.runs.amounts import amount_lines
 from rollouts.runs.components import Chosen
 from rollouts.runs.dry_run import describe, memory_lines
 from rollouts.training.backends.fsdp import create_fsdp_backend
-from rollouts.training.estimates import Rates, decode_seconds, measure_rates, model_size
-from rollouts.training.models import TINY_PATH, load_config
 from rollouts.types import Task
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -196,7 +196,7 @@ def test_what_the_run_would_refuse(tmp_path):
 
 
 def test_every_part_is_documented():
-    from rollouts.training.estimates import ModelSize, estimate_memory
+    from rollouts.models.estimates import ModelSize, estimate_memory
 
     page = (Path(__file__).parents[2] / "docs" / "memory-and-speed.md").read_text(encoding="utf-8")
     table = page.partition("| part | bytes |")[2].partition("\n\n")[0]

@@ -11,11 +11,10 @@ import pytest
 
 import rollouts
 from rollouts.cli import main
-from rollouts.errors import ConfigError, ModelError
+from rollouts.errors import ConfigError
+from rollouts.models.loading import TINY_PATH, bundled
 from rollouts.runs.export import find_checkpoint, is_of_run
 from rollouts.runs.jobs.evaluate import model_name
-from rollouts.runs.manifest import check_model_is_here
-from rollouts.training.models import TINY_PATH, bundled
 
 sys.path.insert(0, str(Path(__file__).parent))
 from composing import plan
@@ -35,19 +34,6 @@ def here(tmp_path, monkeypatch):
         (folder / "manifest.json").touch()
     Path("first/config.toml").write_text('env = "calculator"\n')
     return tmp_path
-
-
-def test_a_relative_model_that_is_not_here_names_the_directory_of_the_run(here, monkeypatch):
-    Path("models/base").mkdir(parents=True)
-    Path("first/manifest.json").write_text(json.dumps({"directory": str(here)}))
-    check_model_is_here(Path("first"), "models/base")
-    (here / "other").mkdir()
-    monkeypatch.chdir(here / "other")
-    check_model_is_here(Path("../first"), "Qwen/Qwen3-0.6B")
-    with pytest.raises(ModelError) as caught:
-        check_model_is_here(Path("../first"), "models/base")
-    assert f"the run was begun in {here}, and models/base is found there" in str(caught.value)
-    assert str(caught.value).endswith(f"type: cd {here} && rollouts resume {here / 'first'}")
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ from rollouts.cli import main
 from rollouts.config.files import load_file
 from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError, RunError, UserError
+from rollouts.models.loading import load_hf_model, load_tokenizer
 from rollouts.runs import run as run_resolved
 from rollouts.runs import sft_then_rl as room
 from rollouts.runs.folder import RunFolder
 from rollouts.runs.plan import make_plan
 from rollouts.runs.sft_then_rl import phases
-from rollouts.training.models import load_hf_model, load_tokenizer
 
 PARTS = '''\
 from dataclasses import dataclass

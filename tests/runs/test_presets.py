@@ -70,11 +70,19 @@ def resolved(name: str) -> Any:
     return resolve(*load_file(f"configs/{name}"))
 
 
+FILES_FOR = {
+    "sft_qwen.py": ["--data", "conversations.jsonl"],
+    "rl_math.py": ["--data", "math.jsonl"],
+    "sft_openwebtext.py": ["--env.data", "openwebtext.jsonl"],
+}
+"""These read datasets of the hub, which tests do without."""
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_composes(name, files, capsys):
     """With the rehearsal: every tool, reward and function of its algorithm is called."""
     command = "sft" if name.startswith("sft") or name.endswith("_sft.toml") else "run"
-    assert main([command, f"configs/{name}", "--dry-run"]) == 0, capsys.readouterr().err
+    assert main([command, f"configs/{name}", *FILES_FOR.get(name, ()), "--dry-run"]) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     assert "\nok: " in printed
     if name in OF_REAL_MODELS:
@@ -101,7 +109,8 @@ def test_data_that_is_not_there_is_one_error(data, files, capsys):
     name = {"math": "rl_math", "conversations": "sft_qwen", "openwebtext": "sft_openwebtext"}[
         data.removesuffix(".jsonl")
     ]
-    assert main(["run" if name == "rl_math" else "sft", f"configs/{name}.py", "--dry-run"]) == 2
+    given = [f"configs/{name}.py", *FILES_FOR[f"{name}.py"], "--dry-run"]
+    assert main(["run" if name == "rl_math" else "sft", *given]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and data in error and "Traceback" not in error
 
@@ -115,5 +124,31 @@ def test_the_page_lists_every_preset_with_its_memory():
 
 
 def test_a_run_of_prompts_needs_no_demonstration(files, capsys):
-    assert main(["run", "configs/rl_math.py", "--dry-run"]) == 0, capsys.readouterr().err
+    assert main(["run", "configs/rl_math.py", *FILES_FOR["rl_math.py"], "--dry-run"]) == 0, capsys.readouterr().err
     assert "no demonstration is replayed: math.jsonl has no demonstrations" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("sft_qwen.py", {"messages": ROWS["conversations.jsonl"]["messages"], "category": "chat"}),
+        ("rl_math.py", {"question": "What is 2 + 3?", "answer": "2 + 3 is 5.\n#### 5"}),
+        ("sft_openwebtext.py", ROWS["openwebtext.jsonl"]),
+    ],
+)
+def test_a_preset_starts_with_the_rows_of_its_dataset(name, row, files, monkeypatch, capsys):
+    """Its own data: a dataset of the hub, of which this row has the columns."""
+    asked = []
+
+    def from_hub(source, config="", **options):
+        asked.append(source)
+        return [json.loads(json.dumps(row).replace("2", str(number))) for number in range(99)]
+
+    monkeypatch.setattr("rollouts.data.loaders.load_hub", from_hub)
+    command = "run" if name == "rl_math.py" else "sft"
+    assert main([command, f"configs/{name}", "--dry-run"]) == 0, capsys.readouterr().err
+    # A dry run asks no hub for the tokenizer of Qwen, so it reads no conversation.
+    assert set(asked) == {"rl_math.py": {"openai/gsm8k"}, "sft_openwebtext.py": {"Skylion007/openwebtext"}}.get(
+        name, set()
+    )
+    assert resolved(name).settings.data in ("", "HuggingFaceH4/no_robots", "openai/gsm8k")

@@ -21,6 +21,7 @@ import rollouts
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError, OutputError
+from rollouts.models.loading import TINY_PATH
 from rollouts.runs import resume as resuming
 from rollouts.runs.folder import RunFolder
 from rollouts.runs.jobs.train import Training
@@ -28,7 +29,6 @@ from rollouts.runs.loggers import Loggers
 from rollouts.runs.plan import make_plan
 from rollouts.runs.resume import finished
 from rollouts.training.backends.torch import TorchBackend
-from rollouts.training.models import TINY_PATH
 
 PARTS = '''\
 import os

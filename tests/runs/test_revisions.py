@@ -13,12 +13,14 @@ import pytest
 from huggingface_hub import constants
 
 import rollouts
-from rollouts import revisions
+from rollouts.cli import main
 from rollouts.errors import ConfigError, ModelError
 from rollouts.inference.servers.options import ServerOptions
 from rollouts.inference.servers.sglang import serve_command as serve_sglang
 from rollouts.inference.servers.vllm import serve_command as serve_vllm
-from rollouts.training.models import TINY_PATH, adapters_beneath, load_config, load_tokenizer
+from rollouts.models import revisions
+from rollouts.models.loading import TINY_PATH, adapters_beneath, load_config, load_tokenizer
+from rollouts.runs import seeds
 
 OLD, NEW = "a" * 40, "b" * 40
 NAME = "acme/small"
@@ -74,6 +76,21 @@ def test_a_run_is_resumed_and_repeated_with_its_commit(hub):
     assert known("newest") == {f"{NAME}@main": NEW}
     assert rollouts.run(mode="eval", env="calculator", model="newest", out="eval", eval_tasks=1, quiet=True)
     assert known("eval") == {f"{NAME}@{NEW}": NEW}
+
+
+def test_runs_of_all_seeds_have_the_commit_of_the_first(hub, monkeypatch):
+    def run_command(arguments, variables):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            code = main(arguments)
+        hub.write_text(NEW)
+        return code
+
+    monkeypatch.setattr(seeds, "run_command", run_command)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name != "quiet"]
+    assert main(["run", *flags, f"--model={NAME}", "--out=m", "--seeds=0-1"]) == 0
+    assert known("m/seed_0") == known("m/seed_1") == {NAME: OLD}
 
 
 def test_servers_start_with_the_commit(hub):

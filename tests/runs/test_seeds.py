@@ -58,9 +58,12 @@ def stay_inside(monkeypatch):
     """Each run in this process, which saves its imports; gives the command lines."""
     played = []
 
-    def run_command(arguments):
+    def run_command(arguments, variables):
         played.append(arguments)
-        return main(arguments)
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            return main(arguments)
 
     monkeypatch.setattr(module, "run_command", run_command)
     return played
@@ -155,7 +158,7 @@ def test_one_that_fails_keeps_no_other_from_running(inside, capsys):
 def test_a_refused_seed_names_the_others_and_what_to_type(monkeypatch, capsys):
     ended = {0: 0, 3: 1, 5: 2}
 
-    def run_command(arguments):
+    def run_command(arguments, variables):
         seed = int(next(each for each in arguments if each.startswith("--seed=")).partition("=")[2])
         if ended[seed] != 2:  # a run that is refused leaves no folder
             Path("m", f"seed_{seed}").mkdir()

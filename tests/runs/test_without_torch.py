@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rollouts.cli import main
-from rollouts.training.models import TINY_PATH
+from rollouts.models.loading import TINY_PATH
 
 ENV = '''\
 from rollouts import Message, Task, ToolCall, reward, tool

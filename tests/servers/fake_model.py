@@ -341,7 +341,7 @@ class FakeTrainer:
         """A copy of the weights by name, as torch tensors."""
         import torch
 
-        from rollouts.training.backends.futures import ImmediateTrainFuture
+        from rollouts.models.futures import ImmediateTrainFuture
 
         named = self.adapter if kind == "adapter" else self.merged()
         return ImmediateTrainFuture({name: torch.tensor(value.astype(np.float32)) for name, value in named.items()})
@@ -349,7 +349,7 @@ class FakeTrainer:
     def load_weights(self, weights: Mapping[str, Any]) -> Any:
         """Replace weights by name."""
         from rollouts.errors import TrainingError
-        from rollouts.training.backends.futures import ImmediateTrainFuture
+        from rollouts.models.futures import ImmediateTrainFuture
 
         trained = self.adapter if self.lora_rank else self.tensors
         if weights.keys() - trained.keys():
@@ -360,7 +360,7 @@ class FakeTrainer:
 
     def forward(self, batch: Any, needs: Sequence[str] = ("logprobs",), *, only_live: bool = False) -> Any:
         """Logprobs of the rows' own tokens, at the batch's temperature."""
-        from rollouts.training.backends.futures import ImmediateTrainFuture
+        from rollouts.models.futures import ImmediateTrainFuture
         from rollouts.training.batches import ForwardOutput
 
         assert tuple(needs) == ("logprobs",), needs

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 
 from rollouts.cli import main
 from rollouts.errors import ModelError
+from rollouts.models.loading import TINY_PATH, load_hf_model
 from rollouts.runs.export import export
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.batching import make_batch
-from rollouts.training.models import TINY_PATH, load_hf_model
 from rollouts.types import Sample
 
 TOKENS = list(range(3, 40))

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollouts.env.methods import as_task
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
-from rollouts.training.datasets.buffer import DataBuffer, as_task, draw_tasks
+from rollouts.training.datasets.buffer import DataBuffer, draw_tasks
 from rollouts.types import Message, Task
 
 

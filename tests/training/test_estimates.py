@@ -11,12 +11,12 @@ from torch.optim import optimizer as optim_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from rollouts.errors import ConfigError
+from rollouts.models.estimates import estimate_memory, model_size, model_size_of, peak_flops, train_flops
+from rollouts.models.loading import TINY_PATH, prepare_gradient_checkpointing
+from rollouts.models.lora import add_lora
 from rollouts.training.algorithms.logprobs import CHUNK_ELEMENTS_MAX
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.backends.lora import add_lora
 from rollouts.training.batching import make_batch
-from rollouts.training.estimates import estimate_memory, model_size, model_size_of, peak_flops, train_flops
-from rollouts.training.models import TINY_PATH, prepare_gradient_checkpointing
 
 MODELS = ("qwen3", "untied qwen3", "llama", "gpt2", "gemma2")
 

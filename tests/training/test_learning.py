@@ -32,7 +32,7 @@ from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.batching import part_batch
-from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch
+from rollouts.training.loops.rl_batch import RLSettings, complete_batch, prepare_rl_batch
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
@@ -71,7 +71,7 @@ def train(model, algorithm, *, steps=40, auxiliary_models=None, minibatches=1, r
         )
     )
     generator = torch.Generator().manual_seed(0)
-    config = RLTrainingConfig(steps, response_tokens_max=4, minibatches=minibatches)
+    config = RLSettings(steps, response_tokens_max=4, minibatches=minibatches)
     expected = []
     try:
         for step in range(steps + 1):

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -16,11 +17,14 @@ from typing import ClassVar
 import forks
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file
 
 from rollouts.chat import load_chat_format
 from rollouts.errors import ModelError
-from rollouts.training import models
+from rollouts.models import loading as models
+from rollouts.models import revisions
+from rollouts.models.revisions import model_file
 from rollouts.types import Message
 
 
@@ -314,6 +318,22 @@ def test_an_adapter_of_the_hub_is_told_so(tiny, monkeypatch):
         models.load_hf_model("someone/some-lora")
 
 
+def test_published_packages_find_what_has_moved():
+    import rollouts.training.estimates
+    from rollouts.training.backends.futures import TorchThread
+    from rollouts.training.models import at_revision, load_tokenizer
+
+    from rollouts.models import estimates, futures
+    from rollouts.training import models as earlier
+
+    assert TorchThread is futures.TorchThread
+    assert load_tokenizer is models.load_tokenizer and earlier.TINY_PATH == models.TINY_PATH
+    assert at_revision is revisions.at_revision
+    assert rollouts.training.estimates.estimate_memory is estimates.estimate_memory
+    with pytest.raises(ImportError, match="load_nothing"):
+        from rollouts.training.models import load_nothing  # noqa: F401
+
+
 # --- names of the hub -------------------------------------------------------------------------------------------------
 
 
@@ -322,7 +342,7 @@ def ask_hub(endpoint, home, name, offline=""):
     code = """
 import sys
 from rollouts.errors import ModelError
-from rollouts.training.models import load_tokenizer
+from rollouts.models.loading import load_tokenizer
 try:
     load_tokenizer(sys.argv[1])
 except ModelError as error:
@@ -373,6 +393,48 @@ def test_a_hub_that_cannot_be_asked(tmp_path):
     assert f"there is no folder models/nope, and as a name of the hub, {url} could not be reached" in said
     said = ask_hub(url, tmp_path, "models/nope", offline="1")
     assert "there is no folder models/nope, and as a name of the hub it is not in the cache, and HF_HUB_OFFLINE" in said
+
+
+class HubOfOtherFiles(Hub):
+    """A hub whose models do not have the file that is asked for."""
+
+    def do_GET(self):
+        self.send_response(404)
+        self.send_header("X-Error-Code", "EntryNotFound")
+        self.send_header("X-Repo-Commit", "a" * 40)
+        self.end_headers()
+
+    do_HEAD = do_GET
+
+
+def test_a_file_that_cannot_be_asked_for_is_not_taken_as_absent(tmp_path, monkeypatch):
+    """Without generation_config.json, a model would have fewer ends."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)  # between attempts
+
+    def ask(url, offline=False, name="generation_config.json", **settings):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
+        return model_file("acme/small", name, **settings)
+
+    folder = tmp_path / "models--acme--small" / "snapshots" / ("a" * 40)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder.parents[1] / "refs").mkdir()
+    (folder.parents[1] / "refs" / "main").write_text("a" * 40)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        away = f"http://127.0.0.1:{free.getsockname()[1]}"
+        assert ask(away, name="config.json") == folder / "config.json"
+        said = r"generation_config.json of the model acme/small could not be loaded .*\n.*type HF_HUB_OFFLINE=1 before"
+        with pytest.raises(ModelError, match=said):
+            ask(away)
+        assert ask(away, offline=True) is None and ask(away, local_files_only=True) is None
+        with ThreadingHTTPServer(("127.0.0.1", 0), HubOfOtherFiles) as server:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            assert ask(f"http://127.0.0.1:{server.server_port}") is None
+            server.shutdown()
+        assert ask(away) is None, "the cache has what the hub has said"
 
 
 def test_a_path_is_never_asked_for(tmp_path, monkeypatch):

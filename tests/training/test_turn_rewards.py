@@ -18,7 +18,7 @@ from rollouts.plugins.signature import check_signature
 from rollouts.training.algorithms.advantages import group_mean, turn_return
 from rollouts.training.algorithms.calls import group_advantages
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.loops.rl import RLTrainingConfig
+from rollouts.training.loops.rl import RLSettings
 from rollouts.training.loops.rl_batch import prepare_rl_batch
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.samples import episode_samples
@@ -59,7 +59,7 @@ def test_turns_reach_the_advantage_as_the_formula_says() -> None:
     assert [episode.score.turns for episode in episodes] == by_turn
     assert [episode.score.value for episode in episodes] == [4.0, 4.0, 0.0]
     group = Group(0, episodes[0].task, tuple(episodes))
-    batch = prepare_rl_batch([group], GRPO._replace(advantage=discounted), RLTrainingConfig(1), 0)
+    batch = prepare_rl_batch([group], GRPO._replace(advantage=discounted), RLSettings(1), 0)
     returns = [2.0 + 2.0 * GAMMA**2, 2.0 * GAMMA + 2.0 * GAMMA**2, 0.0]
     mean = sum(returns) / 3
     assert batch.advantages == pytest.approx([each - mean for each in returns])
@@ -232,6 +232,9 @@ def test_turn_return_is_the_formula(gamma: float, scale: bool) -> None:
     whole = turn_return([[1.0], [0.0]], scale=False)
     assert [float(each) for each in whole] == group_mean([1.0, 0.0]).tolist()  # of one turn: as without turns
     assert turn_return([]) == []
+    for scale in (True, False):
+        assert [own.tolist() for own in turn_return([[], []], scale=scale)] == [[], []]
+        assert [own.tolist() for own in turn_return([[], [1.0]], scale=scale)] == [[], [0.0]]
     assert [own.tolist() for own in turn_return([[1.0, 2.0]])] == [[0.0, 0.0]]  # nothing to compare with
     flat = turn_return([[1.0, 2.0], [1.0, 2.0], [1.0]], gamma=0.0, eps=0.0)
     assert [own.tolist() for own in flat] == [[0.0, 0.0], [0.0, 0.0], [0.0]]  # not 0 / 0
@@ -351,7 +354,7 @@ def test_the_tokens_of_each_turn_get_its_advantage() -> None:
     unjudged = episodes[0]._replace(score=Score(None))
     group = Group(0, episodes[0].task, (*episodes, unjudged))
     algorithm = GRPO._replace(advantage=turn_return)
-    rows = prepare_rl_batch([group], algorithm, RLTrainingConfig(1), 0).batch.rows
+    rows = prepare_rl_batch([group], algorithm, RLSettings(1), 0).batch.rows
     wanted = by_loops([episode.score.turns for episode in episodes], 1.0, True)
     for row, episode, numbers in zip(rows[:2], episodes, wanted, strict=False):
         (segment,) = episode.trajectory.segments
@@ -418,3 +421,4 @@ def test_wrong_numbers_by_turn_are_named() -> None:
     with pytest.raises(TrainingError, match="unnamed got 2 rewards and returned"):
         group_advantages(unnamed, [1.0, 0.0], turn_rewards=turns)
     assert group_advantages(turn_return, [1.0, None, 0.0], turn_rewards=[[1.0], [], [0.0]])[1] == 0.0
+    assert group_advantages(turn_return, [1.0, 0.0], turn_rewards=[[1.0], []]) == [0.0, []]

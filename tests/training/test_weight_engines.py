@@ -11,8 +11,8 @@ import pytest
 import trio
 
 from rollouts.errors import ConfigError, InferenceError
+from rollouts.models.loading import TINY_PATH
 from rollouts.training import SGLangEngine, VLLMEngine, WeightSyncManager, sync_weights_to_engines
-from rollouts.training.models import TINY_PATH
 
 
 @pytest.fixture

@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 from rollouts.errors import ConfigError, InferenceError
+from rollouts.models.folders import read_tensors
+from rollouts.models.loading import load_hf_model, load_tokenizer
 from rollouts.training.backends.pytorch_factory import create_pytorch_backend
-from rollouts.training.models import load_hf_model, load_tokenizer
 from rollouts.training.weights.files import (
     ModelFiles,
-    check_folder,
+    check_weights_folder,
     file_tensors,
     find_faults,
     manifest_of,
     prune_folders,
     read_manifest,
-    read_tensors,
     save_tensors,
     write_folder,
 )
@@ -68,7 +68,7 @@ def test_transformers_loads_a_full_folder(backend, tmp_path):
     config = json.loads((path / "config.json").read_text())
     assert config["architectures"] == ["Qwen3ForCausalLM"] and config["dtype"] == "float32"
     assert (path / "generation_config.json").is_file()
-    check_folder(path, manifest, 7)
+    check_weights_folder(path, manifest, 7)
 
 
 def test_peft_loads_an_adapter_folder_and_nothing_else_lies_there(adapted, tmp_path):
@@ -76,7 +76,7 @@ def test_peft_loads_an_adapter_folder_and_nothing_else_lies_there(adapted, tmp_p
     assert sorted(each.name for each in path.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
     merged, own = load_hf_model(str(path), device="cpu").state_dict(), adapted.get_weights("full").wait()
     assert all(torch.allclose(merged[name], own[name], atol=1e-6) for name in own)
-    check_folder(path, manifest, 7)
+    check_weights_folder(path, manifest, 7)
     full, _ = write(adapted, tmp_path, version=8)  # the same weights merged, as a whole model
     loaded = load_hf_model(str(full), device="cpu").state_dict()
     assert all(torch.equal(loaded[name], own[name]) for name in own)
@@ -89,7 +89,7 @@ def test_another_version_takes_over_what_stays_the_same(backend, tmp_path):
     assert (first / "tokenizer.json").samefile(second / "tokenizer.json")
     assert not (first / "model.safetensors").samefile(second / "model.safetensors")
     again, _ = write(backend, tmp_path, version=8, like=second)  # the same version once more
-    check_folder(again, manifest, 8)
+    check_weights_folder(again, manifest, 8)
     (tmp_path / ".v000009.writing-1").mkdir()
     (tmp_path / "notes").mkdir()
     prune_folders(tmp_path, {8, 5})
@@ -117,10 +117,10 @@ def test_a_flipped_bit_is_named(backend, tmp_path):
     last = sorted(manifest, key=lambda each: each.name)[-1]  # the file's last tensor
     flip_bit(path / "model.safetensors")
     with pytest.raises(InferenceError, match=rf"version 7 .*{last.name} has other bytes \(crc32") as caught:
-        check_folder(path, manifest, 7)
+        check_weights_folder(path, manifest, 7)
     assert "No engine was asked" in str(caught.value) and not caught.value.is_transient
     flip_bit(path / "model.safetensors")  # and back
-    check_folder(path, manifest, 7)
+    check_weights_folder(path, manifest, 7)
 
 
 def test_a_dropped_tensor_and_others_that_differ_are_named(backend, tmp_path):
@@ -131,7 +131,7 @@ def test_a_dropped_tensor_and_others_that_differ_are_named(backend, tmp_path):
     tensors["strange"] = dropped
     write_folder(tmp_path, 7, "full", tensors, backend.model_files)
     with pytest.raises(InferenceError, match="3 such faults"):
-        check_folder(tmp_path / "v000007", manifest, 7)
+        check_weights_folder(tmp_path / "v000007", manifest, 7)
     faults = find_faults(manifest, read_manifest(tmp_path / "v000007"))
     assert "model.norm.weight [128] is missing" in faults and "strange does not belong there" in faults
     up = next(each for each in faults if "up_proj" in each)
@@ -165,7 +165,7 @@ def test_folders_that_are_not_whole(backend, tmp_path, spoil, words):
     with pytest.raises(ConfigError, match=words):
         read_manifest(path)
     with pytest.raises(InferenceError, match=words):
-        check_folder(path, manifest, 7)
+        check_weights_folder(path, manifest, 7)
     with pytest.raises(ConfigError, match="there is no folder"):
         read_manifest(tmp_path / "nowhere")
 
@@ -208,7 +208,7 @@ def test_a_folder_that_cannot_be_written_leaves_nothing(backend, tmp_path, monke
     with pytest.raises(InferenceError, match=r"version 7 .*No space left on device; make room .*weights-folder"):
         write(backend, tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == ["v000007"]
-    check_folder(path, manifest, 7)  # the one before is whole
+    check_weights_folder(path, manifest, 7)  # the one before is whole
     (tmp_path / "file").write_text("")
     with pytest.raises(InferenceError, match="cannot be written"):
         write(backend, tmp_path / "file")
@@ -221,7 +221,7 @@ def test_a_file_system_without_modes_of_its_own_takes_a_folder(backend, tmp_path
     monkeypatch.setattr(os, "chmod", refuse)
     monkeypatch.setattr("pathlib.Path.chmod", refuse)
     path, manifest = write(backend, tmp_path)
-    check_folder(path, manifest, 7)
+    check_weights_folder(path, manifest, 7)
 
 
 def test_tied_weights_that_differ_are_refused(backend):

@@ -15,7 +15,7 @@ from backend_fakes import BackendFields
 from rollouts.errors import InferenceError
 from rollouts.inference.base import Capabilities, WeightUpdate
 from rollouts.inference.servers.http import HTTPFailure
-from rollouts.training.backends.futures import ImmediateTrainFuture
+from rollouts.models.futures import ImmediateTrainFuture
 from rollouts.training.backends.pytorch_factory import create_pytorch_backend
 from rollouts.training.batches import ForwardOutput
 from rollouts.training.weights import files as weight_files
@@ -375,7 +375,9 @@ def test_what_is_wrong_on_the_disk_stops_before_a_server_is_asked(full, base, tm
     with pytest.raises(InferenceError, match=r"model\.norm\.weight has other bytes|has other bytes \(crc32"):
         trio.run(sync_weights, full, [engine])
     assert engine.updates == []
-    monkeypatch.setattr(weight_files, "check_folder", lambda *_: None)  # the control: a low bit is below any tolerance
+    monkeypatch.setattr(
+        weight_files, "check_weights_folder", lambda *_: None
+    )  # the control: a low bit is below any tolerance
     trio.run(sync_weights, full, [engine])
     assert len(engine.updates) == 1
 

@@ -11,7 +11,7 @@ import torch
 
 from rollouts.errors import InferenceError
 from rollouts.inference.base import Capabilities, Generation, VersionSpan
-from rollouts.training.models import load_hf_model
+from rollouts.models.loading import load_hf_model
 
 
 class FolderEngine:

@@ -41,6 +41,15 @@ def test_the_main_job_has_the_same_metrics(worker):
     assert 'kind = "process"' in (apart / "config.toml").read_text()
 
 
+@pytest.mark.parametrize("worker", ["inline", "process"])
+def test_rows_that_are_not_there_are_named_before_a_reward_that_is_missing(worker):
+    with pytest.raises(ConfigError, match=r"missing.jsonl cannot be read: No such file"):
+        make_plan(resolve({"env": "prompts", "data": "missing.jsonl", "worker": worker}))
+    Path("there.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    with pytest.raises(EnvironmentDefinitionError, match="has no @reward method"):
+        make_plan(resolve({"env": "prompts", "data": "there.jsonl", "worker": worker}))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["Counting", "OwnRollout"])
 def test_other_environments_have_the_same_metrics(name):

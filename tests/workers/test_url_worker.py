@@ -24,7 +24,7 @@ import rollouts
 from rollouts.cli import main
 from rollouts.config.workers import WorkerSettings
 from rollouts.env.workers import channel, websocket
-from rollouts.env.workers.pool import Lease, WorkerPool
+from rollouts.env.workers.pool import WorkerLease, WorkerPool
 from rollouts.env.workers.protocol import VERSION, Hello
 from rollouts.env.workers.websocket import URLConnector
 from rollouts.errors import ConfigError, PluginError, WorkerError
@@ -279,7 +279,7 @@ def test_limits_of_a_worker_at_an_address_are_set_there(serve):
         rollouts.run(env="calculator", worker={"kind": "ws://127.0.0.1:1", "cpu_seconds": 2}, **SHORT)
     Path("holds.py").write_text(ENV.replace('print("opened")', "while True: pass"))
     _, url = serve("./holds.py:Holds", "--cpu-seconds", "3", "--memory-gib", "8")
-    pool, lease = pool_at(url), Lease(is_episode=True)
+    pool, lease = pool_at(url), WorkerLease(is_episode=True)
     pool.call("make", {"name": "./holds.py:Holds", "settings": {"file": "mine.txt"}}, lease=lease)
     with pytest.raises(WorkerError, match=r"its worker ended \(it used more than the 3 CPU seconds"):
         pool.call("setup", {"prompt": "Say 1.", "messages": []}, lease=lease)
@@ -325,7 +325,7 @@ def test_a_server_that_vanishes_loses_only_its_episodes(serve):
 def test_the_end_of_a_server_or_a_run_closes_the_episodes(how, serve):
     Path("holds.py").write_text(ENV)
     server, url = serve("./holds.py:Holds")
-    pool, lease = pool_at(url), Lease(is_episode=True)
+    pool, lease = pool_at(url), WorkerLease(is_episode=True)
     make = {"name": "./holds.py:Holds", "settings": {"file": "mine.txt"}}
     pool.call("make", make, lease=lease)
     pool.call("setup", {"prompt": "Say 1.", "messages": []}, lease=lease)
@@ -399,7 +399,7 @@ def test_tls(serve):
 def test_a_worker_that_is_killed_is_named(serve):
     Path("holds.py").write_text(ENV.replace('self.file.write_text("open")', "__import__('os')._exit(7)"))
     _, url = serve("./holds.py:Holds")
-    pool, lease = pool_at(url), Lease(is_episode=True)
+    pool, lease = pool_at(url), WorkerLease(is_episode=True)
     pool.call("make", {"name": "./holds.py:Holds", "settings": {"file": "mine.txt"}}, lease=lease)
     with pytest.raises(WorkerError, match=r"its worker ended \(exit code 7"):
         pool.call("setup", {"prompt": "Say 1.", "messages": []}, lease=lease)

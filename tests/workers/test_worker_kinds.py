@@ -15,7 +15,7 @@ from rollouts.config.flags import Flag
 from rollouts.config.resolving import resolve
 from rollouts.config.workers import WorkerSettings, read_workers, workers_of
 from rollouts.env.workers import pool as pools
-from rollouts.env.workers.pool import Lease, WorkerPool
+from rollouts.env.workers.pool import WorkerLease, WorkerPool
 from rollouts.env.workers.process import Options, ProcessConnector, worker_command
 from rollouts.errors import ConfigError, SignatureError, UserError, WorkerError
 from rollouts.runs.plan import make_plan
@@ -152,12 +152,12 @@ def test_a_worker_that_cannot_be_started_does_not_get_the_episodes_of_others(mon
     scarce = Scarce()
     pool = WorkerPool("mine", scarce, WorkerSettings("scarce", count=2))
     make = {"name": "calculator", "settings": {}}
-    pool.call("make", make, lease=Lease(is_episode=True))
+    pool.call("make", make, lease=WorkerLease(is_episode=True))
     results: list[str] = []
 
     async def one() -> None:
         try:
-            await pool.call_async("make", make, lease=Lease(is_episode=True))
+            await pool.call_async("make", make, lease=WorkerLease(is_episode=True))
             results.append("made")
         except WorkerError as error:
             results.append(str(error))

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 from rollouts_bubblewrap import BubblewrapSandboxes
+from rollouts_check.api import Options, check
+from rollouts_check.environments.agents import play_each, says
+from rollouts_check.environments.subject import make_subject
+from rollouts_check.packages import Found
 
 import rollouts
-from rollouts.check.api import Options, check
-from rollouts.check.environments.agents import play_each, says
-from rollouts.check.environments.subject import make_subject
-from rollouts.check.packages import Found
 from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import SandboxLimits

@@ -6,9 +6,10 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rollouts.config.names import names_file
 from rollouts.errors import ConfigError
 from rollouts.plugins import ComponentRef, load_component
-from rollouts.plugins.index import ANY_KIND, find_in_file, names_file
+from rollouts.plugins.index import ANY_KIND, find_in_file
 from rollouts_gymnasium import spaces, views
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from typing import Any, ClassVar, Literal
 import gymnasium
 
 from rollouts import Message, Score, Task, ToolCall, Trajectory, metric, reward, tool
+from rollouts.config.importing import beside
 from rollouts.errors import ConfigError, suggestion
-from rollouts.plugins.loading import beside
 from rollouts_gymnasium import registry, views
 from rollouts_gymnasium.codecs import Codec, load_codec
 from rollouts_gymnasium.experts import attempts_max, expert, is_solved

@@ -26,7 +26,7 @@ from rollouts_ray.driver import lack
 
 import rollouts
 from rollouts.config.workers import WorkerSettings
-from rollouts.env.workers.pool import Lease, WorkerPool
+from rollouts.env.workers.pool import WorkerLease, WorkerPool
 from rollouts.env.workers.process import Options
 from rollouts.errors import ConfigError, WorkerError
 
@@ -195,7 +195,7 @@ class TestCluster:
     )
     def test_the_error_of_a_dead_worker_names_the_node(self, how, said, cluster):
         made = rollouts_ray.RayWorkers("./fragile.py:Fragile", 1, Options(), address=cluster.address)
-        pool, lease = WorkerPool("there", made, WorkerSettings(kind="ray")), Lease(is_episode=True)
+        pool, lease = WorkerPool("there", made, WorkerSettings(kind="ray")), WorkerLease(is_episode=True)
         pool.call("make", {"name": "./fragile.py:Fragile", "settings": {}}, lease=lease)
         Path(how).touch()
         with pytest.raises(WorkerError, match=said):

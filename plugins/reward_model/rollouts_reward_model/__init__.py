@@ -17,8 +17,8 @@ import trio
 from msgspec import Meta
 
 from rollouts import Score, Trajectory
+from rollouts.models.loading import resolve_device
 from rollouts.plugins.checks import checked_by
-from rollouts.training.models import resolve_device
 from rollouts_reward_model.loading import DTYPES, RewardModel, check_model, load_reward_model
 from rollouts_reward_model.scoring import Scored, compute_reward_model_score, score_conversations
 

@@ -13,16 +13,16 @@ from typing import Any
 
 from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.errors import ConfigError, ModelError, first_line, near_misses
-from rollouts.plugins.loading import require_packages
-from rollouts.training.models import (
+from rollouts.models.loading import (
     adapters_beneath,
-    at_revision,
     is_remote_code_allowed,
     load_config,
     load_tokenizer,
     one_at_a_time,
     resolve_device,
 )
+from rollouts.models.revisions import at_revision
+from rollouts.plugins.loading import require_packages
 
 DTYPES = ("float32", "bfloat16", "float16")
 HEAD = "ForSequenceClassification"

@@ -19,11 +19,11 @@ from rollouts_reward_model.loading import check_model
 from rollouts_reward_model.scoring import score_conversations
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
-from rollouts import Message, Task, Trajectory
+from rollouts import Message, Task, Trajectory, primitives
 from rollouts.cli import main
 from rollouts.errors import ConfigError, ModelError, RewardError
+from rollouts.models.loading import TINY_PATH
 from rollouts.primitives import Generation, Rollout
-from rollouts.training.models import TINY_PATH
 
 GOOD, BAD = "The answer is 84.", "I do not know."
 REPLIES = (GOOD, BAD, "7", "", "a longer reply, with several words of no use " * 3, "<|im_end|>")
@@ -167,6 +167,14 @@ def test_a_good_answer_is_above_a_bad_one(trained: str) -> None:
         assert compute_reward_model_score(loaded, given) == pytest.approx(good.value, abs=1e-6)
     with pytest.raises(RewardError, match="not str"):
         compute_reward_model_score(loaded, GOOD)
+
+
+def test_the_primitives_of_these_names_are_its_functions(trained: str) -> None:
+    rollout = Rollout("What is 2 + 2?", Generation("4"))
+    model = primitives.load_reward_model(trained)
+    assert model is load_reward_model(trained)
+    score = primitives.compute_reward_model_score(model, rollout)
+    assert score == compute_reward_model_score(model, rollout) and isinstance(score, float)
 
 
 def test_one_of_several_labels(tmp_path: Path) -> None:

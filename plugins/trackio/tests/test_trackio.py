@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from rollouts_trackio import TrackioLogger
 
-from rollouts.config.convert import convert_settings
 from rollouts.config.flags import take_dotted_flags
 from rollouts.config.merging import merge
 from rollouts.config.resolving import resolve
 from rollouts.errors import UserError
 from rollouts.plugins import read_signature
+from rollouts.plugins.settings import convert_settings
 
 RUN = """
 import sys

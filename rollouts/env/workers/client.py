@@ -1,6 +1,6 @@
 """The run's side: one worker, its requests and its heartbeat.
 
-All of this runs in one trio loop of the process, in a thread of its own (`Background`), because composing a run is
+All of this runs in one trio loop of the process, in a thread of its own (`WorkerLoop`), because composing a run is
 synchronous, and a run has its own trio loop: both use the same workers. A caller in any thread hands in a `Call` and
 gets its events back. Not here: which worker gets a request, and new workers in place of dead ones (`pool`).
 """
@@ -116,7 +116,7 @@ class WorkerLog:
         self._kept.clear()
 
 
-class Background:
+class WorkerLoop:
     """The trio loop of this process's workers, in a daemon thread. It starts at the first use."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class Background:
             await trio.sleep_forever()
 
 
-background = Background()
+background = WorkerLoop()
 
 
 class Worker:

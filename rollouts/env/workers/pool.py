@@ -46,7 +46,7 @@ REPEATED = ("describe", "configure", "make", "show_sandbox", "try_sandbox")
 
 
 @dataclass(eq=False)
-class Lease:
+class WorkerLease:
     """An environment object in a worker. `worker` is None until one has it."""
 
     is_episode: bool
@@ -62,7 +62,7 @@ class _Slot:
     number: int
     log: WorkerLog = field(default_factory=WorkerLog)
     worker: Worker | None = None
-    queued: list[tuple[Call, Lease | None]] = field(default_factory=list)
+    queued: list[tuple[Call, WorkerLease | None]] = field(default_factory=list)
     is_starting: bool = False
     rests_until: float = -math.inf
 
@@ -81,14 +81,14 @@ class WorkerPool:
         self.lock: Path | None = None  # the versions in the virtual environment of the workers
         self._connector = connector
         self._slots = [_Slot(number) for number in range(settings.count)]
-        self._waiting: deque[tuple[Call, Lease]] = deque()
+        self._waiting: deque[tuple[Call, WorkerLease]] = deque()
         self._sessions = itertools.count(1)
         self._in_a_row = 0
         self._last: RunError | None = None
         self._open = 0  # slots with a task
         self._all_closed: list[threading.Event] = []
 
-    def call(self, method: str, arguments: Any = None, *, kind: Any = Any, lease: Lease | None = None) -> Any:
+    def call(self, method: str, arguments: Any = None, *, kind: Any = Any, lease: WorkerLease | None = None) -> Any:
         """Make a request and wait for its result, which is of this type. Do not call it in a trio task.
 
         `lease` None: a request of no environment object. Raises WorkerError, WorkersLostError, and what the worker
@@ -110,7 +110,7 @@ class WorkerPool:
         arguments: Any = None,
         *,
         kind: Any = Any,
-        lease: Lease | None = None,
+        lease: WorkerLease | None = None,
         seconds: float = math.inf,
         whose: str = "",
         serve: Serve | None = None,
@@ -129,7 +129,7 @@ class WorkerPool:
         before, self._reported = self._reported, self.deaths
         return self._reported - before
 
-    def forget(self, lease: Lease) -> None:
+    def forget(self, lease: WorkerLease) -> None:
         """Drop the environment object of a lease, without its `close`. Does not wait."""
         if not lease.is_closed:
             background.soon(self._forget, lease)
@@ -146,7 +146,7 @@ class WorkerPool:
 
     # --- in the loop of the workers -----------------------------------------------------------------------------------
 
-    def _begin(self, lease: Lease | None, call: Call) -> None:
+    def _begin(self, lease: WorkerLease | None, call: Call) -> None:
         if self._in_a_row >= DEATHS_MAX:
             call.deliver(self._lost())
         elif lease is None:
@@ -173,7 +173,7 @@ class WorkerPool:
             self._in_a_row = 0
         deliver(event)
 
-    def _place(self, call: Call, lease: Lease) -> None:
+    def _place(self, call: Call, lease: WorkerLease) -> None:
         """Give a new environment object to the worker with the fewest. An episode waits if all have too many."""
         now = trio.current_time()
         slot = min(self._slots, key=lambda slot: (now < slot.rests_until, slot.episodes))
@@ -182,7 +182,7 @@ class WorkerPool:
         else:
             self._give(slot, call, lease)
 
-    def _give(self, slot: _Slot, call: Call, lease: Lease | None) -> None:
+    def _give(self, slot: _Slot, call: Call, lease: WorkerLease | None) -> None:
         if slot.worker is None:
             slot.queued.append((call, lease))
             if not slot.is_starting:
@@ -195,7 +195,7 @@ class WorkerPool:
             slot.worker.sessions.add(lease.session)
         slot.worker.begin(call)
 
-    def _release(self, lease: Lease) -> None:
+    def _release(self, lease: WorkerLease) -> None:
         lease.is_closed = True
         if lease.worker is not None:
             lease.worker.sessions.discard(lease.session)
@@ -254,7 +254,7 @@ class WorkerPool:
                 event.set()
             self._all_closed.clear()
 
-    def _cancel(self, lease: Lease | None, call: Call) -> None:
+    def _cancel(self, lease: WorkerLease | None, call: Call) -> None:
         places: list[Any] = [self._waiting, *(slot.queued for slot in self._slots)]
         for place in places:
             for entry in [entry for entry in place if entry[0] is call]:
@@ -265,7 +265,7 @@ class WorkerPool:
             if worker is not None:
                 worker.cancel(call)
 
-    def _forget(self, lease: Lease) -> None:
+    def _forget(self, lease: WorkerLease) -> None:
         if lease.worker is not None and lease.worker.lost is None and not lease.is_closed:
             lease.worker.begin(Call("forget", encode_value(None), math.inf, lambda _: None, lease.session))
         self._release(lease)
@@ -283,6 +283,6 @@ class WorkerPool:
         self._ended()
 
 
-def _send(lease: Lease | None, message: Any) -> None:
+def _send(lease: WorkerLease | None, message: Any) -> None:
     if lease is not None and lease.worker is not None:
         lease.worker.send(message)

@@ -22,8 +22,8 @@ from rollouts.env.authoring import JudgeMethod, Remote, ToolMethod
 from rollouts.env.results import ToolOutcome
 from rollouts.env.workers.describe import Description, Given, JudgeSent, settings_as_sent
 from rollouts.env.workers.model import ClientAnswer, ClientAsked, ModelAnswer, ModelAsked, ModelState, Refused
-from rollouts.env.workers.pool import DEATHS_MAX, Lease, WorkerPool
-from rollouts.env.workers.protocol import Ask, decode_value, error_received
+from rollouts.env.workers.pool import DEATHS_MAX, WorkerLease, WorkerPool
+from rollouts.env.workers.protocol import Ask, Error, decode_value, error_received
 from rollouts.env.workers.remote_sandboxes import RemoteLease, RemoteSandboxes
 from rollouts.env.workers.sessions import (
     BATCH_MAX,
@@ -101,7 +101,7 @@ class RemoteEnvironment(Remote):
     def _begin(self, settings: Mapping[str, Any], *, is_episode: bool) -> None:
         self._given, self._settings = settings, settings_as_sent(settings)
         self._key = msgspec.json.encode(self._settings)
-        self._lease = Lease(is_episode)
+        self._lease = WorkerLease(is_episode)
         weakref.finalize(self, self.pool.forget, self._lease).atexit = False
 
     def _make_request(self) -> dict[str, Any]:
@@ -145,8 +145,15 @@ class RemoteEnvironment(Remote):
 
     def remote_check(self) -> None:
         """Raise the environment's first mistake."""
-        if self._shape.error is not None:
-            raise error_received(self._shape.error, self.pool.name)
+        self._raise(self._shape.error)
+
+    def remote_check_data(self) -> None:
+        """Raise ConfigError if the environment reads rows that are not there."""
+        self._raise(self._shape.data_error)
+
+    def _raise(self, error: Error | None) -> None:
+        if error is not None:
+            raise error_received(error, self.pool.name)
 
     def remote_warnings(self) -> list[tuple[str, int, str]]:
         """The warnings for its author."""

@@ -46,7 +46,7 @@ class RemoteSandboxes:
 
 
 class RemoteLease:
-    """The sandbox of one episode, in the worker that has its environment object; see `rollouts.sandboxes.lease`."""
+    """The sandbox of one episode, in the worker that has its environment object; see `rollouts.sandboxes.opening`."""
 
     def __init__(self, request: Request, sandboxes: RemoteSandboxes) -> None:
         self.lost = ""

@@ -22,8 +22,7 @@ from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.settings import check_defaults, converted
 from rollouts.plugins.signature import check_signature
 from rollouts.sandboxes.base import Sandbox, Sandboxes
-from rollouts.sandboxes.lease import Lease
-from rollouts.sandboxes.making import make_sandboxes, try_sandbox
+from rollouts.sandboxes.opening import Lease, make_sandboxes, try_sandbox
 
 KIND = "sandboxes"
 

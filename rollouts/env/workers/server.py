@@ -22,6 +22,7 @@ import msgspec
 import outcome
 import trio
 
+from rollouts.config.importing import ImportProgress
 from rollouts.env.workers import sessions
 from rollouts.env.workers.channel import Channel, ChannelClosedError
 from rollouts.env.workers.describe import Description, Given, Library, Loaded, SandboxSent, settings_as_sent
@@ -47,7 +48,6 @@ from rollouts.env.workers.sandboxing import OpenSandboxes
 from rollouts.env.workers.sessions import EnvironmentSession
 from rollouts.error_log import ErrorLog, Fault
 from rollouts.errors import BrokenPluginError, leaves_of, words_of
-from rollouts.plugins.importing import Progress
 from rollouts.types import Task, Trajectory
 from rollouts.version import __version__
 
@@ -104,9 +104,8 @@ async def serve(channel: Channel, library: Library | None = None, sandboxes: Ope
         await server.close_sessions()
 
 
-async def _cancel_if_stalled(scope: trio.CancelScope) -> None:
+async def _cancel_if_stalled(scope: trio.CancelScope, progress: ImportProgress) -> None:
     """Cancel the scope when the import in it makes no progress."""
-    progress = Progress()
     for _ in iter(progress.has_stalled, True):
         await trio.sleep(progress.pause)
     scope.cancel()
@@ -252,15 +251,15 @@ class _Server:
         return await self._sandboxes.open(request.session, sent, seconds)
 
     async def _describe(self, name: str) -> Description:
-        found: list[outcome.Outcome[Loaded]] = []
+        found, progress = list[outcome.Outcome[Loaded]](), ImportProgress()
         async with trio.open_nursery() as nursery:  # an import may take long, or not return
-            nursery.start_soon(_cancel_if_stalled, nursery.cancel_scope)
+            nursery.start_soon(_cancel_if_stalled, nursery.cancel_scope, progress)
             found.append(
                 await trio.to_thread.run_sync(outcome.capture, self._library.load, name, abandon_on_cancel=True)
             )
             nursery.cancel_scope.cancel()
         if not found:
-            raise BrokenPluginError(f"the environment {name} does not import\n{Progress()}")
+            raise BrokenPluginError(f"the environment {name} does not import\n{progress}")
         return found[0].unwrap().describe()
 
     async def _make(self, number: int, asked: Make, seconds: float) -> Any:

@@ -22,24 +22,31 @@ from rollouts.author_code import with_place
 from rollouts.env import calls
 from rollouts.env.advice import CONTRACT, warnings_about
 from rollouts.env.asking import ask
-from rollouts.env.author_thread import AuthorThread
 from rollouts.env.authoring import JudgeMethod, ToolMethod, environment_name, metrics_of, rewards_of, roles_of, tools_of
 from rollouts.env.checks import check_environment, check_source, line_of, requests_of
-from rollouts.env.inputs import names_input, with_inputs
+from rollouts.env.methods import (
+    as_conversation,
+    as_task,
+    finite_metric,
+    names_input,
+    plain_state,
+    reply_messages,
+    with_inputs,
+)
 from rollouts.env.mixing import with_reason
+from rollouts.env.prompts import Prompts
 from rollouts.env.results import ToolOutcome
-from rollouts.env.returned import finite_metric, plain_state, reply_messages
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import shared_value
 from rollouts.env.task_tools import read_tools
+from rollouts.env.threads import AuthorThread
 from rollouts.env.tools import run_tool
 from rollouts.env.workers.describe import Loaded
 from rollouts.env.workers.model import ModelState, RemoteModel, Run
 from rollouts.env.workers.protocol import Error, encode_value, error_as_sent
-from rollouts.errors import RewardError
+from rollouts.errors import ConfigError, RewardError
 from rollouts.plugins.loading import install_hint
 from rollouts.sandboxes.base import Sandbox
-from rollouts.training.datasets.buffer import as_conversation, as_task
 from rollouts.types import Message, Role, Score, Task, ToolCall, Trajectory
 
 BATCH_SECONDS = 0.05  # tasks that come within this time are sent together
@@ -58,7 +65,7 @@ class ToolSent(NamedTuple):
 class Shape(msgspec.Struct):
     """What an environment object has: the methods that rollouts calls, its tools and roles, and warnings for its author
     (file, line, words). `error` is its first mistake, if it has one; then there are no tools. `has_sandbox`: its
-    `setup` names one.
+    `setup` names one. `data_error`: why the rows that it reads are not there.
     """
 
     methods: list[str]
@@ -67,6 +74,7 @@ class Shape(msgspec.Struct):
     warnings: list[tuple[str, int, str]] = []
     error: Error | None = None
     has_sandbox: bool = False
+    data_error: Error | None = None
 
 
 class StreamStart(msgspec.Struct):
@@ -166,9 +174,18 @@ class EnvironmentSession:
                 list(roles_of(self._env)),
                 warnings_about(self._env),
                 has_sandbox=names_input(self._env, "setup", "sandbox"),
+                data_error=self._data_error(),
             )
         except Exception as error:  # a descriptor of the author's class may raise anything
             return Shape(methods, error=error_as_sent(error, hint=self.hint))
+
+    def _data_error(self) -> Error | None:
+        try:
+            if isinstance(self._env, Prompts):
+                self._env.check_data()
+        except ConfigError as error:
+            return error_as_sent(error)
+        return None
 
     async def setup(self, task: Task, seconds: float, sandbox: dict[str, Sandbox]) -> None:
         """Run `setup` for the task of the episode. `sandbox` is the input of this name, if `setup` names it."""

@@ -33,7 +33,7 @@ from rollouts.inference.embedded.decode_slots import (
     detect_cache_support,
 )
 from rollouts.inference.embedded.scheduler import InferenceStatistics
-from rollouts.training.backends.lora import use_adapter
+from rollouts.models.lora import use_adapter
 
 BLOCK = 64  # random numbers per draw
 GROWTH = 64  # columns reserved for replies at first; longer replies grow the buffer

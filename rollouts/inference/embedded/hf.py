@@ -25,9 +25,9 @@ import trio
 from rollouts.errors import ConfigError, InferenceError, named
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
 from rollouts.inference.embedded.scheduler import BatchScheduler, InferenceStatistics, PendingRequest
+from rollouts.models.estimates import estimated_as
+from rollouts.models.futures import TorchThread
 from rollouts.plugins.checks import check_bounds
-from rollouts.training.backends.futures import TorchThread
-from rollouts.training.estimates import estimated_as
 
 if TYPE_CHECKING:
     from rollouts.inference.embedded.decode_slots import DecodeRow
@@ -198,7 +198,7 @@ class HFInference:
         """Runs in the torch thread, so no batch is active."""
         import torch
 
-        from rollouts.training.backends.lora import adapter_parameters
+        from rollouts.models.lora import adapter_parameters
 
         if update.weights is None:
             raise InferenceError(f"the hf engine has its own weights, but the update {update.version} brings none")
@@ -283,7 +283,7 @@ class HFInference:
 
     def _failure(self, error: Exception, words: str) -> InferenceError:
         """The error for a failure of the model. If memory is too small, it says what to type, and holds no tensors."""
-        from rollouts.training.backends.out_of_memory import memory_cause
+        from rollouts.models.out_of_memory import memory_cause
 
         failure = InferenceError(f"{words}: {named(error)}")
         failure.__cause__ = error
@@ -353,8 +353,9 @@ def create_hf_inference(
         ("--inference.context-tokens", context_tokens, context_tokens >= 0, "0 (the model's own limit) or more"),
         ("--inference.wait-seconds", wait_seconds, wait_seconds > 0, "a number above 0"),
     )
-    from rollouts.training.backends.lora import load_role_adapters
-    from rollouts.training.models import base_of, load_hf_model, role_adapters
+    from rollouts.models.folders import role_adapters
+    from rollouts.models.loading import base_of, load_hf_model
+    from rollouts.models.lora import load_role_adapters
 
     adapter, roles = None, tuple(lora_roles or ())
     if training is None:
@@ -396,8 +397,8 @@ def _refuse(**given: str) -> None:
 
 def _copy(model: str, training: Any) -> tuple[Any, Any]:
     """A model like the trainer's, to which updates bring the weights; with LoRA, also the PeftModel around it."""
-    from rollouts.training.backends.lora import wrap_in_adapter
-    from rollouts.training.models import load_hf_model
+    from rollouts.models.loading import load_hf_model
+    from rollouts.models.lora import wrap_in_adapter
 
     network, adapter_config = load_hf_model(model, dtype=training.compute_dtype, device=training.device), None
     if training.model_files is not None:

@@ -12,10 +12,9 @@ from pathlib import Path
 import trio
 
 from rollouts.errors import ConfigError, InferenceError
-from rollouts.inference.base import Capabilities, Probe, VersionSpan, WeightUpdate
+from rollouts.inference.base import Capabilities, Probe, VersionSpan, WeightUpdate, furthest_apart
 from rollouts.inference.servers.dialect import Dialect, GroupCalls, Sampled, ServerInfo
 from rollouts.inference.servers.http import HTTPFailure, PlainClient, Retries
-from rollouts.training.weights.probe import furthest_apart
 
 HANDSHAKE_SECONDS = 60.0  # a server's first generation may take long
 

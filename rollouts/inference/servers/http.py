@@ -86,12 +86,12 @@ def failure_of_status(status: int, body: bytes, retry_after_seconds: float | Non
 def message_of_body(body: bytes) -> str:
     """The server's message in the body of an error; the body as text if it is not JSON."""
     try:
-        return message_of(msgspec.json.decode(body))
+        return error_message(msgspec.json.decode(body))
     except UNREADABLE:
         return _cut(body.decode("utf-8", "replace"))
 
 
-def message_of(found: Any) -> str:
+def error_message(found: Any) -> str:
     """The message in an error's JSON: `error.message` (OpenAI, vLLM), `detail` (FastAPI), or the whole JSON."""
     for key in ("error", "message", "detail"):
         if isinstance(found, dict) and found.get(key):

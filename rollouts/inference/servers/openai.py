@@ -29,11 +29,11 @@ from rollouts.data.messages import BadRowError, read_message
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, Spending, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
-from rollouts.inference.servers.http import HTTPFailure, PlainClient, Retries, message_of, read_url
+from rollouts.inference.servers.http import HTTPFailure, PlainClient, Retries, error_message, read_url
 from rollouts.inference.servers.meter import Meter
+from rollouts.models.loading import BUNDLED
 from rollouts.plugins.checks import checked_by
 from rollouts.spending import SpendingStore, check_file, check_prices
-from rollouts.training.models import BUNDLED
 from rollouts.types import Message, ToolCall
 
 OPENAI_URL = "https://api.openai.com/v1"
@@ -309,7 +309,7 @@ class OpenAIInference:
         """The single choice as a message. Raises InferenceError."""
         choices = completion.choices or []
         if len(choices) != 1:
-            said = f": {message_of({'error': completion.error})}" if completion.error else ""
+            said = f": {error_message({'error': completion.error})}" if completion.error else ""
             raise InferenceError(f"{self.url} returned a reply with {len(choices)} choices, expected 1{said}")
         choice = choices[0]
         if choice.finish_reason == "error":

@@ -29,13 +29,13 @@ import trio
 
 from rollouts.child_environment import child_environment
 from rollouts.errors import ConfigError, ModelError, OutputError
+from rollouts.inference.base import TOLERANCE_HALF
 from rollouts.inference.servers.checks import ServerSetup
 from rollouts.inference.servers.dialect import Dialect, GroupCalls
 from rollouts.inference.servers.http import read_url
 from rollouts.inference.servers.process import ServerCommand, ServerProcess, has_gpu
 from rollouts.inference.servers.server import Server
 from rollouts.inference.servers.server_pool import ServerPool
-from rollouts.training.weights.probe import TOLERANCE_HALF
 
 PROBE_TEXT = 'Tokens in, tokens out:\n\n  12 * 34 = 408; "naïve" café 東京 🙂 <tool>{"a": [1, 2]}</tool>'
 SPARE_CONNECTIONS = 8  # for health checks while every episode waits for a reply
@@ -163,7 +163,7 @@ def create_server_pool(
 
     Raises ConfigError if the engine is not installed or is too old, and ModelError if the model cannot be used.
     """
-    from rollouts.training.models import adapters_beneath
+    from rollouts.models.loading import adapters_beneath
 
     urls = urls_of(options.url)
     # Without a run folder, logs go to a temporary folder, which is created at the first write.
@@ -222,7 +222,7 @@ def _processes(
     serve: Serve, package: EnginePackage, run: ServedRun, options: ServerOptions, place: Path, model: str
 ) -> list[ServerProcess]:
     """The processes of the servers, not started yet. Raises ConfigError."""
-    from rollouts.training.models import is_remote_code_allowed
+    from rollouts.models.loading import is_remote_code_allowed
 
     python, _ = find_engine(options.python, package)
     trusted = ("--trust-remote-code",) if is_remote_code_allowed() else ()
@@ -390,7 +390,7 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 def _write_merged(model: str, whole: str, folder: Path, dtype: str) -> None:
     """Merge the adapters of `model` into `whole`, and write the result. Raises ModelError, OutputError."""
-    from rollouts.training.models import load_config, load_hf_model, load_tokenizer, no_progress_bars
+    from rollouts.models.loading import load_config, load_hf_model, load_tokenizer, no_progress_bars
 
     if dtype == "auto":
         dtype = str(getattr(load_config(whole), "dtype", None) or "float32").removeprefix("torch.")
@@ -411,7 +411,7 @@ def context_of(model: str) -> int:
     except (OSError, ValueError):
         context = None
     if not context:
-        from rollouts.training.models import load_config
+        from rollouts.models.loading import load_config
 
         try:
             context = getattr(load_config(model).get_text_config(decoder=True), "max_position_embeddings", None)
@@ -422,7 +422,7 @@ def context_of(model: str) -> int:
 
 def _vocabulary_size(model: str, training: Any) -> int:
     """The number of rows of the model's embedding. Larger ids crash some servers."""
-    from rollouts.training.models import adapters_beneath, load_config
+    from rollouts.models.loading import adapters_beneath, load_config
 
     network = getattr(training, "model", None)
     if network is not None:
@@ -431,6 +431,6 @@ def _vocabulary_size(model: str, training: Any) -> int:
 
 
 def _ids_of(model: str, text: str) -> list[int]:
-    from rollouts.training.models import load_tokenizer
+    from rollouts.models.loading import load_tokenizer
 
     return [int(token) for token in load_tokenizer(model)(text, add_special_tokens=False)["input_ids"]]

@@ -156,7 +156,7 @@ class ServerProcess:
             scope.cancel()
 
         with trio.move_on_at(deadline):
-            async with background(watch):
+            async with in_background(watch):
                 with trio.CancelScope() as scope:
                     await self._until_ready(command.ready_path, smoke, reasons)
             return not self.has_ended  # if it has ended, another process may have answered on its port
@@ -236,7 +236,7 @@ class ServerProcess:
 
 
 @contextlib.asynccontextmanager
-async def background(task: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+async def in_background(task: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     """Run a task during the block. An exception of the block is not wrapped in an exception group."""
     error: BaseException | None = None
     async with trio.open_nursery() as nursery:

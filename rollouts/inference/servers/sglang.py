@@ -35,7 +35,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollouts import revisions
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
 from rollouts.inference.servers import sglang_wire as wire
@@ -53,6 +52,7 @@ from rollouts.inference.servers.options import (
 from rollouts.inference.servers.process import ServerCommand
 from rollouts.inference.servers.server_pool import ServerPool
 from rollouts.inference.servers.sglang_wire import group_ranks, join_group, leave_group, receive
+from rollouts.models import revisions
 from rollouts.plugins.checks import checked_by
 
 MINIMUM_VERSION = "0.5.22"  # the first version in which updates over torch.distributed have a begin and an end

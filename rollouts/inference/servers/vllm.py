@@ -39,7 +39,6 @@ from typing import Any, Literal
 import msgspec
 import trio
 
-from rollouts import revisions
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
 from rollouts.inference.servers.dialect import FINISHES, RequestTarget, Sampled, ServerInfo, ids_of_text
@@ -54,8 +53,9 @@ from rollouts.inference.servers.options import (
     offline,
     version_numbers,
 )
-from rollouts.inference.servers.process import ServerCommand, background
+from rollouts.inference.servers.process import ServerCommand, in_background
 from rollouts.inference.servers.server_pool import ServerPool
+from rollouts.models import revisions
 
 MINIMUM_VERSION = "0.32"  # the oldest tested version
 PACKAGE = EnginePackage("vllm", f"pip install 'vllm>={MINIMUM_VERSION}'", MINIMUM_VERSION)
@@ -337,7 +337,7 @@ class VLLM:
             finally:
                 shielded.deadline = trio.current_time() + LEFT_SECONDS
 
-        async with background(bound):
+        async with in_background(bound):
             with shielded:
                 try:
                     await post("/pause?mode=keep", {}, bytes)

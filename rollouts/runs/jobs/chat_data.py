@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.shown import lost_words
-from rollouts.config.convert import plain
+from rollouts.config.convert import unflagged
 from rollouts.data.conversations import BadRowError, add_unread, described, read_conversation, unread_words
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import Row, RowSettings, choose_loader, open_rows
@@ -69,7 +69,7 @@ def chat_data(
     its place and a sample.
     """
     settings, (component,) = plan.settings, plan.resolved.components["data"]
-    data = {"name": component.name, **plain(component.settings)}
+    data = {"name": component.name, **unflagged(component.settings)}
     rows = choose_loader(plan.manager, data).rows
     if rows.patience and not (rows.held_out and settings.eval_every):
         raise ConfigError(
@@ -131,7 +131,7 @@ def tried_rows(plan: Plan, chat: ChatFormat, count: int) -> tuple[str, bool]:
     ConfigError for one that the run would refuse, and if there is none.
     """
     settings, (component,) = plan.settings, plan.resolved.components["data"]
-    data = {"name": component.name, **plain(component.settings)}
+    data = {"name": component.name, **unflagged(component.settings)}
     rows = choose_loader(plan.manager, data).rows
     lines = plan.resolved.source.objects.rows.get(component.name)
     forms, unread, lost, tokens, live, bad = Counter[str](), set[str](), Counter[str](), 0, 0, 0

@@ -50,9 +50,8 @@ from rollouts.runs.session import (
 )
 from rollouts.runs.times import evaluation_times
 from rollouts.runs.workers import death_metrics, open_folder
-from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
 from rollouts.training.rollout_gen.groups import check_judged, group_scorer
-from rollouts.training.rollout_gen.pool import Job, run_episodes
+from rollouts.training.rollout_gen.pool import FailurePolicy, Failures, Job, run_episodes
 from rollouts.types import Episode, Score, Task
 
 TRAJECTORIES = "eval"  # trajectories/eval.jsonl
@@ -80,7 +79,7 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path, resume:
         observer.phase(f"loading {Path(settings.model).name}")
         inference = make_inference(plan.one("inference"), engine_gets, plan.environments, must_train=False)
         files = code_files(plan.references, plan.resolved.source)
-        manifest = make_manifest(settings.seed, plan.references, files)
+        manifest = make_manifest(settings.seed, plan.references, files, folder)
         if resume is None:
             folder.write_text(CONFIG, plan.config)
             folder.write_json(MANIFEST, manifest)

@@ -21,17 +21,15 @@ from rollouts.errors import ConfigError, cause_of
 from rollouts.evaluate import Evaluation, check_passes, evaluate
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import read_lines
-from rollouts.runs.folder import EVALUATED, episode_records
-from rollouts.runs.listing import METRICS
+from rollouts.runs.folder import EVALUATED, METRICS, episode_records
 from rollouts.runs.plan import Plan
 from rollouts.runs.resume import RunState
 from rollouts.runs.sample_rows import EVAL_SAMPLES, held_out_rollouts
 from rollouts.runs.session import Player, Session, make_inference
 from rollouts.runs.times import evaluation_times
 from rollouts.training.batches import TrainingBackend
-from rollouts.training.rollout_gen.failures import Failures
 from rollouts.training.rollout_gen.groups import GroupScorer
-from rollouts.training.rollout_gen.pool import Job
+from rollouts.training.rollout_gen.pool import Failures, Job
 from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Episode, Task
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollouts.config.settings import Settings
+from rollouts.models.loading import BUNDLED
 from rollouts.training.algorithms.advantages import SPREAD_MIN
 from rollouts.training.algorithms.algorithm import Algorithm, function_label, needs, requests
 from rollouts.training.algorithms.checks import ONE_SAMPLE, compares_groups
-from rollouts.training.models import BUNDLED
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.types import Episode, Status, ToolCall, Trajectory
 

@@ -18,10 +18,11 @@ from typing import Any, Literal
 from rollouts.config.settings import Settings
 from rollouts.config.stopping import Ranking, read_ranking
 from rollouts.errors import suggestion
+from rollouts.models.folders import complete_checkpoints
 from rollouts.runs.folder import STEP, RunFolder
 from rollouts.runs.manifest import update_manifest, with_revisions
 from rollouts.runs.token_files import SUFFIX
-from rollouts.training.weights.store import complete_checkpoints, prune_checkpoints, remove_checkpoint
+from rollouts.training.weights.store import prune_checkpoints, remove_checkpoint
 
 Occasion = Literal["", "steps", "clock"]
 

@@ -14,10 +14,9 @@ from rollouts.runs.saved import SavedRuns, open_runs
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import advantage_rewards, why_untrained
-from rollouts.training.rollout_gen.failures import Failures
 from rollouts.training.rollout_gen.groups import Group, GroupScorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-from rollouts.training.rollout_gen.pool import Play
+from rollouts.training.rollout_gen.pool import Failures, Play
 from rollouts.training.rollout_gen.saved import SavedGroups, positions_buffer
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Task

@@ -54,13 +54,13 @@ from rollouts.runs.session import (
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.batches import RankServer, TrainingBackend
-from rollouts.training.loops.rl import LoopState, StepReport, run_rl_training
-from rollouts.training.loops.rl_batch import RLTrainingConfig
-from rollouts.training.loops.sft import SFTTrainingConfig, run_sft_training
-from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
+from rollouts.training.loops.rl import LoopState, StepReport, train_rl
+from rollouts.training.loops.rl_batch import RLSettings
+from rollouts.training.loops.sft import SFTSettings, train_sft
 from rollouts.training.rollout_gen.groups import Group, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import environment_metrics
+from rollouts.training.rollout_gen.pool import FailurePolicy, Failures
 from rollouts.training.rollout_gen.saved import SavedGroups
 from rollouts.training.weights.store import best_checkpoint, write_metric
 from rollouts.training.weights.sync import WeightSyncManager
@@ -108,7 +108,7 @@ def train(
         session.resources.callback(backend.close)
         folder = open_folder(session, environments, make_folder)
         loggers, code = plan.chosen["logger"], code_files(plan.references, plan.resolved.source)
-        manifest = make_manifest(settings.seed, plan.references, code) | tasks.as_manifest
+        manifest = make_manifest(settings.seed, plan.references, code, folder) | tasks.as_manifest
         engines = make_engines(plan, backend, folder.path)
         session.backends = [(plan.one("training"), backend), (plan.one("inference"), engines[0])]
         own, resumed, first = [each for each in loggers if each.component is JSONLLogger], None, 0
@@ -369,7 +369,7 @@ class Training:
         is_synchronous = settings.over_sampling == settings.sync_every == 1 and settings.staleness == 0
         samples = settings.samples
         is_current = samples and self.inference.capabilities.in_process and is_synchronous
-        config = RLTrainingConfig(
+        config = RLSettings(
             settings.steps,
             settings.sync_every if samples else max(1, settings.steps),  # evaluations get the newest weights themselves
             temperature=settings.temperature,
@@ -379,7 +379,7 @@ class Training:
             record=settings.record == "tokens",
             samples=samples,
         )
-        return run_rl_training(
+        return train_rl(
             self.backend,
             self.tasks.buffer,
             manager,
@@ -415,10 +415,10 @@ class Training:
 
         settings, schedule = self._settings, self.plan.schedule
         self._interrupts.is_held = self._start.step < settings.steps  # a step of this mode is training alone
-        return run_sft_training(
+        return train_sft(
             self.backend,
             self.data.samples,
-            SFTTrainingConfig(settings.steps, settings.prompts_per_step, schedule[0].algorithm.aggregation),
+            SFTSettings(settings.steps, settings.prompts_per_step, schedule[0].algorithm.aggregation),
             self.session.loggers,
             schedule=schedule,
             on_step=on_step,
@@ -572,7 +572,7 @@ class Training:
         state = RunState(
             done,
             self._settings.mode,
-            self.plan.flat,
+            self._folder.move.flat(self.plan.flat),
             **self._loop,
             evaluation=dict(evaluations),
             metric=self._saving.metric(self._metrics),

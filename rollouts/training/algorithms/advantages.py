@@ -102,14 +102,16 @@ def turn_return(
         returns[:, turn] += gamma * returns[:, turn + 1].nan_to_num(0.0)
     compare = functools.partial(group_norm, eps=eps) if scale else group_mean
     group = len(turn_rewards)
-    compared, columns = returns.new_zeros(group), []
+    if not most:
+        return list(returns)
+    compared, columns = returns.new_full((group,), nothing), []  # a rollout without turns is compared with none
     for own in returns.unbind(1):
         has_turn = ~own.isnan()
         compared = own if int(has_turn.sum()) > 1 else own.where(has_turn, compared)
         count = int((~compared.isnan()).sum())
         # A return has the weight 1 / count in its own mean. The factor makes that 1 / group at every turn.
         columns.append(compare(compared) * ((1 - 1 / group) / (1 - 1 / count) if count > 1 else 0.0))
-    return [torch.stack(columns, 1)[row, : len(turns)] for row, turns in enumerate(turn_rewards)] if most else []
+    return [torch.stack(columns, 1)[row, : len(turns)] for row, turns in enumerate(turn_rewards)]
 
 
 def baseline(rewards: Tensor | Sequence[float | None], *, value: float = 0.0) -> Tensor:

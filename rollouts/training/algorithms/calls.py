@@ -45,7 +45,7 @@ def wrong_result(word: str, function: Function, given: str, expected: str, but: 
     return TrainingError(f"the {word} {function_label(function)} {but}returned {given}; expected {expected}")
 
 
-def per_rollout(word: str, function: Function, available: Mapping[str, Any], count: int) -> list[float]:
+def call_per_rollout(word: str, function: Function, available: Mapping[str, Any], count: int) -> list[float]:
     """The `count` finite numbers that the function returned, one per rollout. Raises TrainingError, which names the
     function.
     """
@@ -111,7 +111,7 @@ def check_advantages(function: Function, returned: Any, turn_rewards: Sequence[A
         shapes = ", ".join(map(str, counts))
         expected = f"one finite number per rollout, or lists with one for each turn: of {shapes} numbers"
         raise wrong_result("advantage", function, shown([row.tolist() for row in lists]), expected)
-    return [row.tolist() if len(row) > 1 else float(row) for row in lists]
+    return [float(row) if len(row) == 1 else row.tolist() for row in lists]
 
 
 def mixed_rewards(
@@ -233,7 +233,7 @@ def _at_places(
     is empty.
     """
     spread: list[float | None] = [None] * count
-    values = per_rollout(word, function, available, len(places)) if places else []
+    values = call_per_rollout(word, function, available, len(places)) if places else []
     for place, value in zip(places, values, strict=True):
         spread[place] = value
     return spread

@@ -17,10 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-# The logits of one chunk: 2**26 fp32 numbers are 256 MiB, or 441 rows of 151,936. Each chunk reads the head's weight;
-# chunks of a quarter of this size took a quarter more time. Logits of at most this size are one chunk, so nothing is
-# computed twice.
-CHUNK_ELEMENTS_MAX = 1 << 26
+from rollouts.models.estimates import CHUNK_ELEMENTS_MAX
 
 # Replaces a logprob of -inf (a masked vocabulary entry), because p = 0 times -inf would be NaN. The value is so low
 # that p is 0 too, and its product with a gradient is finite.

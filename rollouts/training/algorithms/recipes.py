@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+from rollouts.errors import ConfigError, near_misses
 from rollouts.training.algorithms.advantages import group_mean, group_norm, ones, rloo
 from rollouts.training.algorithms.algorithm import Algorithm, Term
 from rollouts.training.algorithms.losses import (
@@ -59,3 +60,20 @@ DPO = Algorithm(group_norm, "pair_mean", (Term(dpo),), pairs=best_worst)
 """DPO (Rafailov et al. 2023), on the best and the worst rollout of each prompt."""
 OPD = Algorithm(distill, "token_mean", (Term(importance), _ENTROPY))
 """On-policy distillation (Agarwal et al. 2024; Lu 2025): the reverse KL to a teacher as the reward of each token."""
+
+
+def built_in(name: str) -> Algorithm:
+    """The algorithm of this name in lower case. Raises ConfigError.
+
+    >>> built_in("grpo") is GRPO
+    True
+    """
+    known = {key.lower(): value for key, value in globals().items() if isinstance(value, Algorithm)}
+    if name not in known:
+        near = near_misses(name, known)
+        hint = f"; did you mean {', '.join(near)}?" if near else ""
+        raise ConfigError(
+            f"there is no built-in algorithm {name!r}{hint}\nbuilt-in: {', '.join(sorted(known))}; give any other one "
+            "as a loss function or an Algorithm"
+        )
+    return known[name]

@@ -1,6 +1,5 @@
 """Training backends: engines that hold model and optimizer.
 
-    futures       TrainFuture, and the one thread that does all torch work in order
     torch         the backend: futures around an executor, which carries out commands; Executor is one process
     fsdp          the sharded backend: starts the ranks
     ranks         their executor, `heartbeats` to find a failed rank, `rendezvous` by which they meet
@@ -12,9 +11,7 @@
     batch_shards  each rank's rows of a batch
     metric_sums   metrics, read from the device once a batch, joined over ranks
     optimizer     settings, optimizers and learning rates
-    lora          adapters through peft
     profiling     traces, and peak memory
-    out_of_memory      what to type if a device has too little memory
     pytorch_factory    a backend for your own torch objects
 
 Nothing is imported until it is used. Checkpoints are in `rollouts.training.weights`.
@@ -24,15 +21,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollouts.lazy import lazy_face
+from rollouts.lazy import lazy_face, moved_modules
 
 if TYPE_CHECKING:
+    from rollouts.models.futures import ImmediateTrainFuture as ImmediateTrainFuture
+    from rollouts.models.futures import TrainFuture as TrainFuture
     from rollouts.training.backends.fsdp import FSDPTrainingBackend as FSDPTrainingBackend
-    from rollouts.training.backends.futures import ImmediateTrainFuture as ImmediateTrainFuture
-    from rollouts.training.backends.futures import TrainFuture as TrainFuture
     from rollouts.training.backends.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
     from rollouts.training.backends.pytorch_factory import create_pytorch_backend as create_pytorch_backend
     from rollouts.training.backends.pytorch_factory import is_sharded as is_sharded
     from rollouts.training.batches import TrainingBackend as TrainingBackend
 
 __getattr__, __dir__ = lazy_face(__name__)
+moved_modules(__name__, {"futures": "rollouts.models.futures"})

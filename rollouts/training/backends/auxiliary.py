@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rollouts.errors import ConfigError, ModelError
+from rollouts.models.loading import load_hf_model, one_at_a_time
 from rollouts.training.algorithms.algorithm import function_label, requests
 from rollouts.training.algorithms.calls import call_author
 from rollouts.training.algorithms.logprobs import topk_logprobs
 from rollouts.training.backends.transformer import ModelPaths, Selection, inspect_model, run
 from rollouts.training.batches import Row
-from rollouts.training.models import load_hf_model, one_at_a_time
 
 T = TypeVar("T")
 

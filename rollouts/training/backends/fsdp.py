@@ -10,24 +10,31 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollouts.errors import ConfigError
+from rollouts.models.estimates import estimated_as
+from rollouts.models.loading import (
+    adapters_beneath,
+    build_hf_model,
+    load_config,
+    load_hf_model,
+    resolve_device,
+    resolve_model_name,
+)
 from rollouts.plugins.checks import check_bounds, checked_by
 from rollouts.training.algorithms.algorithm import Algorithm
 from rollouts.training.backends import sharding
-from rollouts.training.backends.optimizer import TorchSettings, check_sharded
-from rollouts.training.backends.optimizer_state import MakeOptimizer
-from rollouts.training.backends.ranks import DistributedExecutor, Worker, gather_ranks
+from rollouts.training.backends.optimizer import MakeOptimizer, TorchSettings, check_sharded
+from rollouts.training.backends.ranks import DistributedExecutor, RankWorker, gather_ranks
 from rollouts.training.backends.rendezvous import place_of_this_process, secret_of
 from rollouts.training.backends.sharding import Sharding
 from rollouts.training.backends.torch import TorchBackend, check_torch, put_in
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batches import AuxiliaryModels
-from rollouts.training.estimates import estimated_as
-from rollouts.training.models import build_hf_model, load_hf_model, resolve_device, resolve_model_name
 
 
 def check_fsdp(values: Mapping[str, Any]) -> None:
@@ -75,7 +82,7 @@ def create_fsdp_backend(
     settings: TorchSettings = TorchSettings(),
     stall_seconds: float = 45.0,
     start_seconds: float = 600.0,
-) -> TorchBackend | Worker:
+) -> TorchBackend | RankWorker:
     """Train a model that is sharded over several ranks (FSDP2). Raises UserError, RankError.
 
     Args:
@@ -97,6 +104,7 @@ def create_fsdp_backend(
     chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=False)
     agreed = f"{model}, seed {seed}, {lora_rank=}, {replicas=}, {chosen}, {sorted(algorithms.items())}"
     on_gpus = kind != "cpu"
+    _find_commits(model, auxiliary_models or AuxiliaryModels())
     group = gather_ranks(world_size, config, stall_seconds=stall_seconds, start_seconds=start_seconds, on_gpus=on_gpus)
     with group.starting("cpu:gloo,cuda:nccl" if on_gpus else "gloo", _without_addresses(agreed)):
         place = _device(kind, group.place.local_rank)
@@ -122,11 +130,19 @@ def create_fsdp_backend(
             make_optimizer=make_optimizer,
         )
     if group.place.rank > 0:
-        return Worker(trainer, group)
+        return RankWorker(trainer, group)
     backend = FSDPTrainingBackend(DistributedExecutor(trainer, group))
     assert group.detector is not None, "this is rank 0"
     group.detector.on_fault = backend.thread.abandon
     return backend
+
+
+def _find_commits(model: str, beside: AuxiliaryModels) -> None:
+    """Note which commits of models of a hub are loaded. Rank 0 sends them to the other ranks, before those load any."""
+    names = {model, beside.teacher, beside.critic} - {"", "head"}
+    for whole in (adapters_beneath(name)[0] for name in names):
+        if not Path(whole).is_dir():
+            load_config(whole)
 
 
 def _without_addresses(text: str) -> str:

@@ -62,7 +62,7 @@ class RankStatus(msgspec.Struct):
         return f"{self.command}{count}{' (done)' if self.done else ''}"
 
 
-class Failure(msgspec.Struct):
+class RankFailure(msgspec.Struct):
     """Why a rank above 0 ends.
 
     `symptom`: another rank failed, and this one could not meet it. `known`: the error is a RolloutsError, which rank 0
@@ -139,7 +139,7 @@ class _Heard(msgspec.Struct):
     at: float
     status: RankStatus = msgspec.field(default_factory=RankStatus)
     beat: bytes | None = None
-    failure: Failure | None = None
+    failure: RankFailure | None = None
     failed_at: float = 0.0
 
 
@@ -238,7 +238,7 @@ class FailureDetector:
         for rank, heard in self._heard.items():
             failure = self.channel.read(f"failed/{rank}") if heard.failure is None else None
             if failure is not None:
-                heard.failure, heard.failed_at = msgspec.msgpack.decode(failure, type=Failure), now
+                heard.failure, heard.failed_at = msgspec.msgpack.decode(failure, type=RankFailure), now
             beat = self.channel.read(f"beat/{rank}")
             if beat is not None and beat != heard.beat:
                 heard.beat, heard.at, heard.status = beat, now, msgspec.msgpack.decode(beat, type=RankStatus)

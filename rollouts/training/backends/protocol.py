@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from rollouts.training.backends.futures import ImmediateTrainFuture as ImmediateTrainFuture
-from rollouts.training.backends.futures import TrainFuture as TrainFuture
+from rollouts.models.futures import ImmediateTrainFuture as ImmediateTrainFuture
+from rollouts.models.futures import TrainFuture as TrainFuture
 from rollouts.training.batches import TrainingBackend as TrainingBackend

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.training.models import no_progress_bars
+from rollouts.models.loading import no_progress_bars
 from rollouts.training.weights.checkpoint import model_fingerprint
 from rollouts.training.weights.store import check_folder, finish_checkpoint, new_checkpoint, read_state
 

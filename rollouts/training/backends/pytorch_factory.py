@@ -15,22 +15,27 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from rollouts.errors import ConfigError, TrainingError, near_misses
+from rollouts.errors import ConfigError, TrainingError
+from rollouts.models.futures import TorchThread, on_thread
 from rollouts.plugins.signature import call_with, keywords_of
-from rollouts.training.algorithms import recipes
 from rollouts.training.algorithms.algorithm import Algorithm, as_algorithm
 from rollouts.training.algorithms.logprobs import label_logprobs
-from rollouts.training.backends.futures import TorchThread, on_thread
-from rollouts.training.backends.optimizer import TrainerSettings, check_settings, lr_factor, make_optimizer
-from rollouts.training.backends.optimizer_state import MakeOptimizer
+from rollouts.training.algorithms.recipes import built_in
+from rollouts.training.backends.optimizer import (
+    MakeOptimizer,
+    TrainerSettings,
+    check_settings,
+    lr_factor,
+    make_optimizer,
+)
 from rollouts.training.backends.pytorch_checkpoint import load_objects, other_parameters, replace_weights, save_objects
-from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, TrainBatch
+from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, TrainBatch, live_count
 from rollouts.training.datasets.sft import prepare_sft_batch
 from rollouts.training.weights.files import ModelFiles
 from rollouts.types import Sample
@@ -108,7 +113,7 @@ def create_pytorch_backend(
     """
     from rollouts.training.backends.torch import create_torch_backend
 
-    chosen = _recipe(algorithm) if isinstance(algorithm, str) else as_algorithm(algorithm)
+    chosen = built_in(algorithm) if isinstance(algorithm, str) else as_algorithm(algorithm)
     return create_torch_backend(
         model,
         seed,
@@ -123,19 +128,6 @@ def create_pytorch_backend(
     )
 
 
-def _recipe(name: str) -> Algorithm:
-    known = {name.lower(): name for name, each in vars(recipes).items() if isinstance(each, Algorithm)}
-    if name not in known:
-        near = near_misses(name, known)
-        hint = f"; did you mean {', '.join(near)}?" if near else ""
-        raise ConfigError(
-            f"there is no built-in algorithm {name!r}{hint}\nbuilt-in: {', '.join(sorted(known))}; give any other one "
-            "as a loss function or an Algorithm"
-        )
-    found: Algorithm = getattr(recipes, known[name])
-    return found
-
-
 def is_sharded(model: nn.Module) -> bool:
     """Whether a part of the model is sharded: by `fully_shard` (FSDP2), or wrapped in FullyShardedDataParallel."""
     classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
@@ -147,9 +139,10 @@ class PyTorchTrainingBackend:
 
     `loss_fn` gets the inputs that its parameters name: `logits` [B, L, V] and the batch's tensors (`labels`,
     `loss_mask`, `advantages` or any other). It returns a scalar, the mean over the batch; or two scalars, a sum and its
-    denominator. If the function has a parameter `loss_mask`, a mean counts by the sum of the mask (from position 1 on,
-    because nothing predicts the first token); else it counts by the batch's number of rows. So several batches before
-    one `optim_step` have the same gradient as one batch of all their rows.
+    denominator. `mean_over` says what a mean is over: "tokens", the sum of the mask from position 1 on, because nothing
+    predicts the first token; or "rows", those with a trained token. None: "tokens" for a function that has a parameter
+    `loss_mask` and none `advantages`, else "rows". So several batches before one `optim_step` have the same gradient as
+    one batch of all their rows.
 
     `optim_step` divides the gradients once by the sum of the denominators, clips them if there is a `max_grad_norm`,
     and also steps the `scheduler`. If the denominators add up to 0, it changes no weight. `weight_version` is the
@@ -173,7 +166,10 @@ class PyTorchTrainingBackend:
         *,
         scheduler: LambdaLR | None = None,
         max_grad_norm: float | None = None,
+        mean_over: Literal["tokens", "rows"] | None = None,
     ) -> None:
+        if mean_over not in (None, "tokens", "rows"):
+            raise ConfigError(f'mean_over is {mean_over!r}; expected "tokens", "rows" or None')
         if is_sharded(model):
             raise ConfigError(
                 "this model is sharded (FSDP), and a PyTorchTrainingBackend trains in one process; use "
@@ -189,6 +185,10 @@ class PyTorchTrainingBackend:
         self.scheduler = scheduler
         self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._denominator = 0.0
+        named = inspect.signature(self._loss_fn).parameters
+        self._over_tokens = mean_over == "tokens" or (
+            mean_over is None and "loss_mask" in named and "advantages" not in named
+        )
 
     @property
     def version(self) -> int:
@@ -218,17 +218,21 @@ class PyTorchTrainingBackend:
 
         A TrainBatch, as the loops make it, is converted: see `prepare_sft_batch`. The loss function may also name
         `advantages` [B], the mean of each row's trained tokens, and `old_log_probs` [B, L], the sampler's. Where they
-        are unknown, they are those of this model.
+        are unknown, they are those of this model. Rows without a trained token are left out. The logits are divided by
+        the batch's sampling temperature.
         """
+        temperatures: Tensor | None = None
         if isinstance(batch, TrainBatch):
-            batch = _tensors_of(batch.rows)
+            rows = [row for row in batch.rows if live_count(row)] or batch.rows
+            temperatures = _temperatures(batch, rows)
+            batch = _tensors_of(rows)
         if "input_ids" not in batch:
             raise TrainingError(f"the batch has {', '.join(sorted(batch)) or 'nothing'}; it needs input_ids [B, L]")
         device = next(self.model.parameters()).device
         tensors = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         beside = {name: tensors[name] for name in ("attention_mask", "position_ids") if name in tensors}
         output = self.model(tensors["input_ids"], **beside)
-        tensors["logits"] = getattr(output, "logits", output)
+        tensors["logits"] = _tempered(getattr(output, "logits", output), temperatures)
         parameters = inspect.signature(self._loss_fn).parameters
         if _OLD in parameters and _OLD in tensors:
             own, _ = label_logprobs(tensors["logits"].detach(), tensors["labels"])
@@ -277,8 +281,7 @@ class PyTorchTrainingBackend:
         with torch.no_grad():
             tensors = {name: each.to(device) for name, each in _tensors_of(batch.rows).items()}
             output = self.model(tensors["input_ids"])
-            divisors = [batch.temperature if row.temperature is None else row.temperature for row in batch.rows]
-            logits = getattr(output, "logits", output) / torch.tensor(divisors, device=device)[:, None, None]
+            logits = _tempered(getattr(output, "logits", output), _temperatures(batch, batch.rows))
             found = label_logprobs(logits, tensors["labels"])
         live = tensors["loss_mask"] > 0 if only_live else torch.ones_like(tensors["loss_mask"])
         logprobs, entropy = (
@@ -314,13 +317,11 @@ class PyTorchTrainingBackend:
         self.thread.close()
 
     def _weight_of(self, tensors: Mapping[str, Any]) -> float:
-        """The weight of a batch's mean: the sum of the mask if the loss function has the parameter `loss_mask`, else
-        the number of rows.
-        """
+        """What a batch's mean is over: its trained tokens, or its rows with a trained token."""
         mask = tensors.get("loss_mask")
-        if isinstance(mask, Tensor) and "loss_mask" in inspect.signature(self._loss_fn).parameters:
-            return float(mask[:, 1:].sum())
-        return float(len(tensors["input_ids"]))
+        if not isinstance(mask, Tensor):
+            return float(len(tensors["input_ids"]))
+        return float(mask[:, 1:].sum() if self._over_tokens else (mask[:, 1:] > 0).any(1).sum())
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
@@ -362,6 +363,15 @@ def _tensors_of(rows: Sequence[Row]) -> dict[str, Tensor]:
         live = [each for each, weight in zip(row.advantages, row.loss_mask, strict=True) if weight > 0]
         advantages[place] = sum(live) / max(len(live), 1)
     return {**tensors, "advantages": advantages, _OLD: old}
+
+
+def _temperatures(batch: TrainBatch, rows: Sequence[Row]) -> Tensor:
+    """The sampling temperature of each row [B]."""
+    return torch.tensor([batch.temperature if row.temperature is None else row.temperature for row in rows])
+
+
+def _tempered(logits: Tensor, temperatures: Tensor | None) -> Tensor:
+    return logits if temperatures is None else logits / temperatures.to(logits)[:, None, None]
 
 
 def _sum_and_denominator(returned: Any, weight: float) -> tuple[Tensor, float]:

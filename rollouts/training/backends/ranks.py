@@ -25,14 +25,14 @@ from typing import Any
 import msgspec
 from torch import distributed
 
-from rollouts import revisions
 from rollouts.author_code import innermost_place
 from rollouts.errors import ConfigError, RankError, RolloutsError, words_of
+from rollouts.models import revisions
 from rollouts.training.backends import rendezvous
 from rollouts.training.backends.batch_shards import BatchShard
-from rollouts.training.backends.heartbeats import Failure, FailureDetector, Heartbeat
+from rollouts.training.backends.heartbeats import FailureDetector, Heartbeat, RankFailure
 from rollouts.training.backends.metric_sums import Reading
-from rollouts.training.backends.rendezvous import SECRET, Channel, Place
+from rollouts.training.backends.rendezvous import SECRET, Channel, RankPlace
 from rollouts.training.backends.torch import Command, CommandName, Executor
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batches import StepResult
@@ -53,7 +53,7 @@ _ANSWERED: dict[str, Any] = {
 class RankGroup:
     """All ranks of a run, as one of them sees them: its own `place`, and the `processes` that it started."""
 
-    place: Place
+    place: RankPlace
     channel: Channel
     processes: Mapping[int, subprocess.Popen[bytes]]
     stall_seconds: float
@@ -92,11 +92,14 @@ class RankGroup:
             raise
 
     def join(self, backend: str, agreement: str) -> None:
-        """Wait for all ranks, then make the process group. `agreement` describes the run that this rank composed.
+        """Wait for all ranks, use rank 0's commits of models of a hub, then make the process group. `agreement`
+        describes the run that this rank composed.
 
         Raises RankError if a rank does not join in time, and ConfigError if a rank composed something else than rank 0.
         """
         rank = self.place.rank
+        if rank == 0:
+            self.channel.post("revisions", json.dumps(revisions.known()).encode())
         self.meet("composed", agreement)
         first = (self.channel.read("composed/0") or b"").decode()
         if first != agreement:
@@ -104,6 +107,7 @@ class RankGroup:
                 f"rank {rank} has other settings than rank 0; start all ranks with the same command\n"
                 f"  rank 0: {first}\n  rank {rank}: {agreement}"
             )
+        revisions.adopt(json.loads(self.channel.read("revisions") or b"{}"))
         # On GPUs the failure detector must be first, because torch ends the process without a message there.
         seconds = self.stall_seconds * (1 if backend == "gloo" else 4)
         with self.failures():
@@ -189,7 +193,7 @@ def gather_ranks(
     if place is not None:
         channel = rendezvous.join_ranks(place)
     else:
-        place = Place(0, processes, 0, False)
+        place = RankPlace(0, processes, 0, False)
         channel, variables = rendezvous.open_here(processes)
         started = _start_others(processes, config, variables)
     return RankGroup(place, channel, started, stall_seconds, start_seconds, on_gpus)
@@ -283,7 +287,7 @@ class DistributedExecutor(Executor):
 
 
 @dataclass(eq=False)
-class Worker:
+class RankWorker:
     """A rank above 0: runs commands on its trainer until rank 0 ends it."""
 
     trainer: Trainer
@@ -328,7 +332,7 @@ def report_failure(channel: Channel, rank: int, error: BaseException, activity: 
     """Report to rank 0 why this rank ends: its command, and the error. The first report is kept."""
     known = isinstance(error, RolloutsError)
     symptom = isinstance(error, RuntimeError) and not known and _is_collective(error)
-    failure = Failure(
+    failure = RankFailure(
         f"{activity}: {error if known else words_of(error, innermost_place)}", symptom=symptom, known=known
     )
     with contextlib.suppress(Exception):  # if rank 0 is gone, that is the cause

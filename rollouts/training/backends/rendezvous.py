@@ -31,7 +31,7 @@ _PIECE_BYTES = 4 << 20
 _TAG_BYTES = hashlib.sha256().digest_size
 
 
-class Place(NamedTuple):
+class RankPlace(NamedTuple):
     """Which of how many ranks this process is. `launched`: by torchrun or the like, or by rank 0."""
 
     rank: int
@@ -40,7 +40,7 @@ class Place(NamedTuple):
     launched: bool
 
 
-def place_of_this_process() -> Place | None:
+def place_of_this_process() -> RankPlace | None:
     """The place from RANK and WORLD_SIZE, which a launcher sets; None without a launcher.
 
     Raises ConfigError if only some of the variables are set, or if they are not numbers.
@@ -60,10 +60,10 @@ def place_of_this_process() -> Place | None:
             f"this process was launched as a rank, but its variables are {shown}; start it with "
             "`torchrun --nproc-per-node N -m rollouts run …`, or type --training.processes N without a launcher"
         ) from error
-    return Place(rank, world_size, local_rank, "ROLLOUTS_STARTED_BY_RANK_0" not in os.environ)
+    return RankPlace(rank, world_size, local_rank, "ROLLOUTS_STARTED_BY_RANK_0" not in os.environ)
 
 
-def secret_of(place: Place) -> bytes:
+def secret_of(place: RankPlace) -> bytes:
     """The secret of this rank's run. Empty if there is none and all ranks are on this machine.
 
     Raises ConfigError if it is missing or too short.
@@ -88,7 +88,7 @@ def open_here(world_size: int) -> tuple[Channel, dict[str, str]]:
     return Channel(PrefixStore("rollouts/0", store), secret.encode(), "/0"), variables
 
 
-def join_ranks(place: Place) -> Channel:
+def join_ranks(place: RankPlace) -> Channel:
     """The channel of rank 0, or of a rank that a launcher started. Raises ConfigError if the secret is missing."""
     secret, size, is_first = secret_of(place), place.world_size, place.rank == 0
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -112,7 +112,7 @@ def join_ranks(place: Place) -> Channel:
     return Channel(PrefixStore(f"rollouts/{attempt}", store), secret, f"{run}/{attempt}")
 
 
-def _all_here(place: Place) -> bool:
+def _all_here(place: RankPlace) -> bool:
     """Whether all ranks are on this machine, according to the launcher."""
     address = os.environ["MASTER_ADDR"]
     is_loopback = address in ("localhost", "::1") or address.startswith("127.")

@@ -16,29 +16,28 @@ import msgspec
 import torch
 
 from rollouts.errors import OutOfMemoryError, TrainingError, first_line
+from rollouts.models import lora
+from rollouts.models.estimates import ModelSize, estimated_as, peak_flops, train_flops
+from rollouts.models.futures import TorchThread, TrainFuture, on_thread
+from rollouts.models.loading import load_hf_model, resolve_model_name
+from rollouts.models.out_of_memory import free_memory, memory_cause, training_words
 from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
-from rollouts.training.backends import lora
 from rollouts.training.backends.batch_shards import BatchShard, gather_outputs, shard_batch
-from rollouts.training.backends.futures import TorchThread, TrainFuture, on_thread
-from rollouts.training.backends.metric_sums import Reading, metrics_of
+from rollouts.training.backends.metric_sums import Reading, batch_metrics, join_records
 from rollouts.training.backends.optimizer import (
+    MakeOptimizer,
     TorchSettings,
     check_chosen,
     check_settings,
     check_trained_weights,
 )
-from rollouts.training.backends.optimizer_state import MakeOptimizer
-from rollouts.training.backends.out_of_memory import free_memory, memory_cause, training_words
 from rollouts.training.backends.profiling import peak_gib
-from rollouts.training.backends.token_record import join_records
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.backends.transformer import use_float32_head
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, StepResult, TrainBatch
 from rollouts.training.batching import Keep
-from rollouts.training.estimates import ModelSize, estimated_as, peak_flops, train_flops
-from rollouts.training.models import load_hf_model, resolve_model_name
 from rollouts.training.weights import store
 
 
@@ -154,8 +153,28 @@ def run_command(trainer: Trainer, name: CommandName, *shards: BatchShard, **sett
     free_memory(trainer.device)
     rows, checkpoints = trainer.microbatch, trainer.checkpoints_activations
     tokens = trainer.microbatch_tokens(rows)
-    words = training_words(name, rows, tokens, trainer.device, why, checkpoints=checkpoints)
+    smaller = _smaller(trainer, shards[0].batch, tokens) if shards else 0
+    lengths = [len(row.tokens) for row in rows]
+    words = training_words(name, lengths, tokens, smaller, trainer.device, why, checkpoints=checkpoints)
     raise OutOfMemoryError(words, tokens=tokens, can_halve=can_halve and len(rows) > 1)
+
+
+def _kept_together(algorithm: Algorithm) -> Keep:
+    """The largest unit that the loss names: it needs the rows of each one together."""
+    names: tuple[Keep, ...] = ("group", "pair", "rollout")
+    return next((name for name in names if f"{name}_index" in needs(algorithm)), "")
+
+
+def _smaller(trainer: Trainer, batch: TrainBatch, tokens: int) -> int:
+    """Half of these tokens, or as many as the batch's loss needs in one microbatch: the number to advise."""
+    keep = _kept_together(trainer.algorithms[batch.algorithm]) if batch.algorithm in trainer.algorithms else ""
+    together: dict[tuple[str, int], list[Row]] = {}
+    for row in batch.rows if keep else ():
+        if any(row.loss_mask):
+            key = (row.role if trainer.roles else "", getattr(row, f"{keep}_index"))
+            together.setdefault(key, []).append(row)
+    needed = [trainer.microbatch_tokens(rows) for rows in together.values() if len(rows) > 1]
+    return max(1, tokens // 2, *needed)
 
 
 class Executor:
@@ -243,8 +262,7 @@ class TorchBackend:
                 f"the batch names the algorithm {batch.algorithm!r}; this backend has: "
                 f"{', '.join(sorted(trainer.algorithms))}"
             )
-        names: tuple[Keep, ...] = ("group", "pair", "rollout")  # keep the largest unit that a loss names
-        keep: Keep = next((name for name in names if f"{name}_index" in needs(algorithm)), "")
+        keep = _kept_together(algorithm)
         start = time.perf_counter()
         shard = functools.partial(self._shard, batch, keep, only_live=True, trained=True)
         shards, readings = self._run_shards("forward_backward", shard)
@@ -258,7 +276,7 @@ class TorchBackend:
                     "them from `logprobs` or `entropy`, without .detach(), torch.no_grad() or a conversion to whole "
                     "numbers"
                 )
-            metrics = metrics_of(readings, batch.denominator)
+            metrics = batch_metrics(readings, batch.denominator)
         except TrainingError:
             self._executor.call("forget_gradients")
             raise
@@ -342,7 +360,7 @@ class TorchBackend:
         """Run a command on the shards of a batch. Returns them and their results.
 
         If a microbatch does not fit into memory, the whole batch runs once more, in microbatches of at most half its
-        size, which all later batches get too. Raises OutOfMemoryError.
+        size, which later batches of this command get too. Raises OutOfMemoryError.
         """
         shards, trainer = make_shards(), self._trainer
         try:
@@ -350,16 +368,17 @@ class TorchBackend:
         except OutOfMemoryError as error:
             if not error.can_halve:
                 raise
-            before, trainer.tokens_max = trainer.tokens_max, max(1, error.tokens // 2)
-            try:
-                shards = make_shards()
-            except TrainingError:  # its rows must stay together
-                trainer.tokens_max = before
-                raise error from None
-            words, tokens = first_line(error), trainer.tokens_max
+            before, failed, tokens = trainer.lower_limits, set(map(id, trainer.microbatch)), max(1, error.tokens // 2)
+            trainer.lower_limits = {**before, name: tokens}
+            shards = make_shards()
+            if any(failed <= set(map(id, rows)) for shard in shards for rows in shard.microbatches()):
+                trainer.lower_limits = before  # its rows must stay together
+                raise
+            words, smaller = first_line(error), _smaller(trainer, shards[0].batch, error.tokens)
+            type_this = f"; to begin with less, type --tokens-per-microbatch {smaller}" * (smaller < error.tokens)
         self.notes += (
-            f"warning: {words}; the batch runs again, and from now on microbatches have at most {tokens} tokens; to "
-            f"begin with that, type --tokens-per-microbatch {tokens}",
+            f"warning: {words}; the batch runs again, and from now on microbatches of {name} have at most {tokens} "
+            f"tokens, unless their rows must stay together{type_this}",
         )
         return shards, self._executor.each(name, shards, **settings)
 

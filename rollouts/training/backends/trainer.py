@@ -14,6 +14,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -21,18 +22,19 @@ from torch import Tensor, nn
 
 from rollouts.author_code import place_of
 from rollouts.errors import ConfigError, TrainingError, words_of
+from rollouts.models import lora
+from rollouts.models.estimates import model_size_of, moments_of
+from rollouts.models.loading import prepare_gradient_checkpointing
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, needs, requests, setting_of
 from rollouts.training.algorithms.objective import evaluate, importance_weights
-from rollouts.training.backends import forward, lora, optimizer, optimizer_state, sharding
+from rollouts.training.backends import forward, optimizer, sharding
 from rollouts.training.backends.auxiliary import Critic, Networks, ReferencePolicy, Teacher
 from rollouts.training.backends.batch_shards import BatchShard
 from rollouts.training.backends.forward import Models, Scored
-from rollouts.training.backends.metric_sums import MetricSums, Microbatch, Reading
-from rollouts.training.backends.optimizer import TrainerSettings
-from rollouts.training.backends.optimizer_state import MakeOptimizer
+from rollouts.training.backends.metric_sums import MetricSums, Microbatch, Reading, TokenRecord
+from rollouts.training.backends.optimizer import MakeOptimizer, TrainerSettings
 from rollouts.training.backends.profiling import Profile
 from rollouts.training.backends.sharding import Sharding
-from rollouts.training.backends.token_record import TokenRecord
 from rollouts.training.backends.transformer import ModelPaths, inspect_model, prefers_packing
 from rollouts.training.batches import AuxiliaryModels, Row, StepResult, TrainBatch
 from rollouts.training.batching import (
@@ -43,8 +45,6 @@ from rollouts.training.batching import (
     split_by_role,
     split_microbatches,
 )
-from rollouts.training.estimates import model_size_of, moments_of
-from rollouts.training.models import prepare_gradient_checkpointing
 from rollouts.training.weights import checkpoint, files, store
 
 # On a GPU, a pass through a small model mostly costs kernel launches, as much as some thousand tokens.
@@ -72,11 +72,14 @@ class Trainer:
         roles: the roles with an adapter of their own; empty: there is one policy
         version: the number of optimizer steps that changed the weights
         tokens_max: the largest number of tokens of a microbatch
+        lower_limits: smaller numbers of tokens by command, after it ran out of memory. Rows that must stay together may
+            still have `tokens_max`
         microbatch: the rows that run now, or ran last
         notes: which optimizations this model cannot use, for the user
     """
 
     microbatch: Sequence[Row] = ()
+    lower_limits: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class Trainer:
         self.rank = rank
         self.algorithms = dict(algorithms)
         self.adapter = adapter
-        self.roles = lora.roles_of(adapter)
+        self.roles = lora.adapter_roles(adapter)
         self.kind: Literal["full", "adapter"] = "full" if adapter is None else "adapter"  # the content of checkpoints
         self.is_sharded = shards is not None
         # Absolute, because every save reads it, and the working directory may have changed.
@@ -145,7 +148,7 @@ class Trainer:
         rule, adapters = wanted.reference, adapter is not None
         self._reference = None if rule is None else ReferencePolicy(self._parameters, rule, adapters=adapters)
         self._optimizer = optimizer.make_optimizer(self._sets, settings, make_optimizer)
-        self._made = optimizer_state.group_values(self._optimizer)
+        self._made = optimizer.group_values(self._optimizer)
         if settings.gradient_checkpointing:
             prepare_gradient_checkpointing(causal)
 
@@ -185,7 +188,8 @@ class Trainer:
         """Split the rows into microbatches. If `trained`, flat rows may get microbatches of their own."""
         split = functools.partial(
             split_microbatches,
-            tokens_max=self.tokens_max,
+            tokens_max=self.lower_limits.get("forward_backward" if trained else "forward", self.tokens_max),
+            together_max=self.tokens_max,
             share_prefix=self.shares_prefix,
             keep=keep,
             only_live=only_live,
@@ -374,7 +378,7 @@ class Trainer:
         weights = self.get_weights(self.kind)
         if self.rank == 0:
             files.write_weights(folder, self.kind, weights, self.model_files)
-        return checkpoint.random_state()
+        return checkpoint.generator_states()
 
     def checkpoint_bytes(self) -> int:
         """The approximate size on disk of a checkpoint of all ranks: weights, critic, reference, and moments."""
@@ -391,12 +395,12 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """The counters, for a checkpoint."""
         counters = {"version": self.version, "skipped": self._skipped, "not_finite": self._not_finite}
-        return counters | {"optimizer": optimizer_state.plain_state(self._optimizer, self._names, self._made)}
+        return counters | {"optimizer": optimizer.plain_optimizer_state(self._optimizer, self._names, self._made)}
 
     def check_checkpoint(self, path: str) -> None:
         """Raise ConfigError or ModelError if the checkpoint is damaged, or not of this trainer."""
         store.check_folder(path, kind=self.kind, fingerprint=self.fingerprint)
-        optimizer_state.check_class(self._optimizer, store.read_state(path)["backend"].get("optimizer"), path)
+        optimizer.check_class(self._optimizer, store.read_state(path)["backend"].get("optimizer"), path)
         saved = checkpoint.saved_tensors(path)
         has_critic = any(key.startswith("critic") for key in saved)
         if (self._models.critic is not None) != has_critic:
@@ -421,13 +425,13 @@ class Trainer:
         """Restore what `save` wrote, with any number of ranks. `weights` come from `read_weights`."""
         self.load_weights(weights)
         tensors = self._loadable_tensors(checkpoint.saved_tensors(path))
-        checkpoint.read_tensors(path, tensors, group=self._files_group, alone=self._shards is None)
+        checkpoint.read_trainer_tensors(path, tensors, group=self._files_group, alone=self._shards is None)
         self.forget_gradients()
         state = store.read_state(path)["backend"]
         self.version = int(state["version"])
         self._skipped = int(state["skipped"])
         if plain := state.get("optimizer"):  # an older checkpoint has no such state
-            optimizer_state.load_plain_state(self._optimizer, self._names, plain)
+            optimizer.load_plain_state(self._optimizer, self._names, plain)
         self._not_finite = int(state["not_finite"])
         if self.rank < len(state["random"]):
             checkpoint.set_random_state(state["random"][self.rank])
@@ -451,7 +455,7 @@ class Trainer:
         into them.
         """
         own = {name.removeprefix("optimizer."): each for name, each in (saved or {}).items()}
-        tensors: dict[str, Any] = {"optimizer": optimizer_state.optimizer_tensors(self._optimizer, self._names, own)}
+        tensors: dict[str, Any] = {"optimizer": optimizer.optimizer_tensors(self._optimizer, self._names, own)}
         if self._models.critic is not None:
             tensors["critic"] = dict(self._models.critic.state_dict())
         if self._reference is not None and self._reference.follows:

@@ -3,7 +3,7 @@
 Its only state is its position: `epoch_id`, and `sample_offset` (tasks taken in this epoch, skipped ones included). A
 sequence is shuffled again in each epoch, by the seed. Any other source is a function of the epoch; it is read forward,
 and read again up to the position on resume. A sampler may choose other tasks than the next one in this order; its state
-is then part of the buffer's. Not here: several sources, and curricula (`mixing`), and samplers (`sampling`).
+is then part of the buffer's. Not here: several sources, and curricula (`mixing`), and samplers (`samplers`).
 """
 
 from __future__ import annotations
@@ -14,68 +14,17 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import msgspec
-
-from rollouts.author_code import authors_code, message_of, printable, shown, why_no_list
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted, named
+from rollouts.author_code import why_no_list
+from rollouts.env.methods import as_task
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted
 from rollouts.plugins.protocols import TaskSampler
-from rollouts.training.datasets.samplers import Uniform
-from rollouts.training.datasets.sampling import TASKS_MAX, Sampling
-from rollouts.types import Message, Task
+from rollouts.training.datasets.samplers import TASKS_MAX, Sampling, Uniform
+from rollouts.types import Task
 
 HELD_OUT_PART = 5  # if tasks are finite and ignore the split, at most a fifth of them is held out
 SKIPPED_MAX = 10_000  # after this many excluded tasks in a row, a source counts as empty
 SHUFFLE_WINDOW = 1000  # how many values of an iterator are in memory while it is shuffled
 _END = object()  # not None: a source that yields None has an error, and is not at its end
-
-
-def as_task(value: Any) -> Task:
-    """Make a Task of a Task, a prompt, or a mapping with the key `prompt`. Its keys `answer`, `id` and `info` are
-    optional; all other keys are added to `info`.
-
-    Messages may be written as mappings (`{"role": "user", "content": "..."}`). Raises EnvironmentDefinitionError.
-
-    >>> as_task({"prompt": [{"role": "user", "content": "2 + 2?"}], "answer": 4, "level": 1}).info
-    {'level': 1}
-    """
-    try:
-        with authors_code():
-            task = _read_task(value)
-        if task is not None:
-            return task
-        reason = ""
-    except Exception as error:  # an author's object may raise anything
-        reason = f" ({message_of(error) if isinstance(error, msgspec.ValidationError) else named(error)})"
-    wanted = "rollouts.Task objects, prompts (text, or a list of messages), or mappings with `prompt`"
-    given = f"{shown(value)} ({type(value).__name__}){reason}"
-    raise EnvironmentDefinitionError(f"tasks() gave {given}; it must give {wanted}")
-
-
-def _read_task(value: Any) -> Task | None:
-    if isinstance(value, Task):
-        prompt, identity = _as_prompt(value.prompt), _as_id(value.id)
-        if prompt is value.prompt and identity is value.id:
-            return value
-        return msgspec.structs.replace(value, prompt=prompt, id=identity)
-    if isinstance(value, Mapping) and "prompt" in value:
-        rest = {key: value[key] for key in value if key not in ("prompt", "answer", "id", "info")}
-        info = {**msgspec.convert(value.get("info") or {}, dict[str, Any]), **rest}
-        return Task(_as_prompt(value["prompt"]), value.get("answer"), info, _as_id(value.get("id")))
-    return Task(_as_prompt(value)) if isinstance(value, str | list) else None
-
-
-def _as_id(identity: Any) -> str | None:
-    return None if identity is None else printable(identity if isinstance(identity, str) else str(identity))
-
-
-def _as_prompt(prompt: Any) -> str | list[Message]:
-    """Return a prompt unchanged, or convert its messages. Raises msgspec.ValidationError."""
-    return printable(prompt) if isinstance(prompt, str) else _as_messages(prompt)
-
-
-def _as_messages(given: Any) -> list[Message]:
-    is_converted = isinstance(given, list) and all(isinstance(message, Message) for message in given)
-    return given if is_converted else msgspec.convert(given, list[Message])
 
 
 def draw_tasks(source: Iterable[Any], count: int, *, exclude: frozenset[str] = frozenset()) -> list[Task]:
@@ -94,21 +43,6 @@ def draw_tasks(source: Iterable[Any], count: int, *, exclude: frozenset[str] = f
         if len(drawn) >= count or repeated >= SKIPPED_MAX:
             break
     return list(drawn.values())
-
-
-def as_conversation(value: Any, label: str) -> list[Message]:
-    """The messages of a demonstration, which needs a reply of the assistant.
-
-    Raises EnvironmentDefinitionError; its message begins with `label`.
-    """
-    expected = "a list of Message with at least one of the role 'assistant'"
-    try:
-        messages = _as_messages(value)
-    except (msgspec.ValidationError, UnicodeError) as error:  # half of a surrogate pair is no text
-        raise EnvironmentDefinitionError(f"{label} gave {shown(value)} ({error}); expected {expected}") from error
-    if all(message.role != "assistant" for message in messages):
-        raise EnvironmentDefinitionError(f"{label} gave {shown(value)}, which teaches no reply; expected {expected}")
-    return messages
 
 
 def shuffled(values: Iterable[Any], rng: random.Random, window: int = SHUFFLE_WINDOW) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from rollouts.chat.masks import (
     check_masks,
     encode_rows,
     supervised_texts,
+    thoughts_apart,
     trained_turns,
 )
 from rollouts.data.conversations import BadRowError, Conversation
@@ -92,6 +93,7 @@ def plan_rows(conversation: Conversation, chat: ChatFormat, options: ChatOptions
         messages, given = [Message("system", options.system), *messages], [None, *given]
     if options.thinking == "drop":
         messages = [_without_thinking(message) for message in messages]
+    messages = thoughts_apart(messages, chat)
     spoken = [place for place, message in enumerate(messages) if message.role == "assistant"]
     begun = next((place for place, message in enumerate(messages) if message.role != "assistant"), len(messages))
     weights = [0.0] * len(messages)

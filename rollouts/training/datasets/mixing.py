@@ -222,14 +222,14 @@ def pick(shares: Sequence[float], seed: int, number: int) -> int:
 
 def share_out(count: int, shares: Sequence[float]) -> list[int]:
     """Split `count` by shares into whole numbers, as close to the shares as possible. Each share above 0 gets at least
-    1, if `count` is large enough.
+    1, if `count` is large enough. Without shares, nothing is split.
 
-    >>> share_out(10, [0.5, 0.33, 0.17]), share_out(3, [0.98, 0.01, 0.01]), share_out(4, [1.0, 0.0])
-    ([5, 3, 2], [1, 1, 1], [4, 0])
+    >>> share_out(10, [0.5, 0.33, 0.17]), share_out(3, [0.98, 0.01, 0.01]), share_out(4, [1.0, 0.0]), share_out(4, [])
+    ([5, 3, 2], [1, 1, 1], [4, 0], [])
     """
     wanted = [index for index, share in enumerate(shares) if share > 0]
     given = [1 if index in wanted and count >= len(wanted) else 0 for index in range(len(shares))]
-    while sum(given) < count:
+    while wanted and sum(given) < count:
         most = max(wanted, key=lambda index: (count * shares[index] - given[index], -index))
         given[most] += 1
     return given

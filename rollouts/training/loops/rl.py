@@ -1,8 +1,9 @@
 """The reinforcement learning loop: generate, train, sync. Read it from top to bottom.
 
-`run_rl_training` is a function: it changes none of its arguments, and returns the metrics. rl_batch.py makes
-batches of rollouts. If the manager prefetches steps, it samples while the loop trains. It pauses only while the loop
-changes weights, logs, evaluates and saves. Not here: how prefetching works (`rollout_gen.manager`).
+`train_rl` is a function: it returns the metrics. Of its arguments, it changes only the weights of the backend and the
+`policy_version` of the manager. rl_batch.py makes batches of rollouts. If the manager prefetches steps, it samples
+while the loop trains. It pauses only while the loop changes weights, logs, evaluates and saves. Not here: how
+prefetching works (`rollout_gen.manager`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rollouts.training.algorithms.kl import steer_coefficient
 from rollouts.training.batches import TrainBatch, TrainingBackend, step_metrics
 from rollouts.training.batching import part_batch
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.loops.rl_batch import RLTrainingConfig, complete_batch, prepare_rl_batch, rollout_advantages
+from rollouts.training.loops.rl_batch import RLSettings, complete_batch, prepare_rl_batch, rollout_advantages
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.manager import RewardFn
 from rollouts.training.rollout_gen.metrics import rollout_metrics
@@ -88,12 +89,12 @@ OnLogged = Callable[[StepReport], Awaitable[None]]
 """Called after a step is logged, with all metrics. Save here: a checkpoint is then never newer than the logs."""
 
 
-async def run_rl_training(
+async def train_rl(
     backend: TrainingBackend,
     data_buffer: DataBuffer,
     rollout_manager: GroupSource,
     inference_engines: Sequence[InferenceBackend],
-    config: RLTrainingConfig,
+    config: RLSettings,
     metrics_logger: MetricsLogger | None = None,
     *,
     algorithm: Algorithm,

@@ -41,7 +41,7 @@ _STAMPS = {"ref_logprobs": "ref_logprobs", "teacher_logprobs": "teacher_logprobs
 
 
 @dataclass(frozen=True)
-class RLTrainingConfig:
+class RLSettings:
     """Settings of the loop.
 
     Args:
@@ -94,7 +94,7 @@ class PreparedBatch(NamedTuple):
 def prepare_rl_batch(
     groups: Sequence[Group],
     algorithm: Algorithm,
-    config: RLTrainingConfig,
+    config: RLSettings,
     step: int,
     *,
     name: str = "main",

@@ -1,6 +1,6 @@
 """The supervised loop: take the next batch of samples, do one optimizer step, repeat.
 
-`run_sft_training` is a function over a backend and a list of samples. Not here: curricula.
+`train_sft` is a function over a backend and a list of samples. Not here: curricula.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollouts.loggers.base import MetricsLogger
 from rollouts.training.algorithms.algorithm import Stage, stage_at
@@ -17,12 +17,9 @@ from rollouts.training.batching import make_batch
 from rollouts.training.datasets.sft import take_batch
 from rollouts.types import Sample
 
-if TYPE_CHECKING:
-    from rollouts.training.backends.pytorch_factory import PyTorchTrainingBackend
-
 
 @dataclass(frozen=True)
-class SFTTrainingConfig:
+class SFTSettings:
     """The number of optimizer steps, and the number of samples for each."""
 
     num_steps: int
@@ -34,10 +31,10 @@ class SFTTrainingConfig:
         assert self.batch_size > 0, f"batch_size must be > 0, got {self.batch_size}"
 
 
-async def run_sft_training(
-    backend: TrainingBackend | PyTorchTrainingBackend,
+async def train_sft(
+    backend: TrainingBackend | Any,
     samples: Sequence[Sample],
-    config: SFTTrainingConfig,
+    config: SFTSettings,
     metrics_logger: MetricsLogger | None = None,
     *,
     schedule: Sequence[Stage] = (),

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from rollouts.training.simple.rollouts import AsyncRolloutManager as AsyncRolloutManager
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager as AsyncRolloutManager

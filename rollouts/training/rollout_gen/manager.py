@@ -8,21 +8,23 @@ memory, with environment, conversation and deadlines, and continue in the next s
 each group is exactly one of kept, dropped, carried or in flight (`statistics`). Here a group is all rollouts of a
 prompt, whatever roles they have: it is kept if at least one of its roles is trained.
 
-With an `over_sampling_factor` of 1, a step waits for all of its groups, nothing is carried over, and a seed determines
-the result. Above 1, the set of groups in a step depends on which groups are complete first. With a `staleness` above 0,
-that many steps are prefetched while earlier ones are trained; change weights only inside `pause`. Not here: playing
-episodes (`pool`, `rollouts.agent.episode`).
+With an `over_sampling_factor` of 1, or with `keep="best"`, a step waits for all of its groups, nothing is carried over,
+and a seed determines the result. Otherwise, the set of groups in a step depends on which groups are complete first.
+With a `staleness` above 0, that many steps are prefetched while earlier ones are trained; change weights only inside
+`pause`. Not here: playing episodes (`pool`, `rollouts.agent.episode`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Generic, TypeVar, cast
 
@@ -31,21 +33,26 @@ import trio
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Capabilities, InferenceBackend
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.failures import FailurePolicy, Failures
+from rollouts.training.rollout_gen.endpoint import EndpointPlayer
 from rollouts.training.rollout_gen.groups import (
     Filter,
     Group,
     GroupScorer,
+    LiveGroup,
+    begin_group,
     check_judged,
+    drop_all_but_best,
     filter_group,
+    group_state,
+    pending_sample,
+    restore_groups,
     role_groups,
 )
-from rollouts.training.rollout_gen.live import LiveGroup, begin_group, group_state, restore_groups
-from rollouts.training.rollout_gen.pool import EpisodePool, Job, Play
+from rollouts.training.rollout_gen.pool import EpisodePool, FailurePolicy, Failures, Job, Play
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics, RolloutStep
-from rollouts.training.rollout_gen.user_functions import filter_group_by, generate, reward_group, sample_group
+from rollouts.training.rollout_gen.user_functions import filter_group_by, generate, graded, reward_group, sample_group
 from rollouts.training.samples import episode_samples
-from rollouts.types import Episode, Sample
+from rollouts.types import Episode, Sample, Task
 
 RewardFn = Callable[[Sample], Any]
 Step = TypeVar("Step")
@@ -109,29 +116,35 @@ class Prefetch(Generic[Step]):
         self._moved = trio.Event()
 
 
+def _no_tasks(epoch: int) -> list[Task]:
+    raise ConfigError("this manager has no prompts: give data_buffer=DataBuffer(prompts=[...])")
+
+
 class _PlayedStep(RolloutStep):
     """A step, with its groups as a checkpoint stores them while the step is prefetched."""
 
     live: list[LiveGroup]
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(init=False, eq=False, repr=False)
 class AsyncRolloutManager:
     """Generates groups concurrently, and returns them step by step.
 
-    Give either `play`, or a configuration with a `generate_fn`. Inside `async with`, unfinished episodes continue in
-    the next step. Outside of a block, each `generate_batch` cancels them at its end; leaving the block cancels them
-    too. The next call plays the unfinished groups again, with the same numbers and seeds: from the suspended turn if
-    the environment can be restored, else from the first turn.
+    Give either `play`, or a configuration with a `generate_fn`, or one with an `endpoint` and its `environment`. Inside
+    `async with`, unfinished episodes continue in the next step. Outside of a block, each `generate_batch` cancels them
+    at its end; leaving the block cancels them too. The next call plays the unfinished groups again, with the same
+    numbers and seeds: from the suspended turn if the environment can be restored, else from the first turn.
 
     `policy_version` is the version that the engines serve, or None; `run_rl_training` sets it. If samples of a
     `generate_fn` have logprobs but no versions, their version is `policy_version` at the time of the call.
 
     Args:
-        data_buffer: the tasks
-        config: the number of groups, of rollouts, and of concurrent episodes
+        data_buffer: the tasks; None: the training tasks of the environment
+        config: the number of groups, of rollouts, and of concurrent episodes; `rollout_config` is another name for it
+        over_sampling_factor: replaces the configuration's
+        filter_fn: replaces the configuration's
         play: plays one episode on `inference`
-        inference: the engine
+        inference: the engine; None: that of the endpoint, if there is one
         filters: group filters, applied in order
         see_rewards: computes the rewards that filters get, from a group and a step; None: the group's own
         score_groups: adds group rewards; None if there are none
@@ -140,21 +153,43 @@ class AsyncRolloutManager:
 
     data_buffer: DataBuffer
     config: RolloutConfig
-    _: KW_ONLY
-    play: Play | None = None
-    inference: InferenceBackend | None = None
-    filters: Sequence[Filter] = ()
-    see_rewards: Callable[[Group, int], list[float | None]] | None = None
-    score_groups: GroupScorer | None = None
-    failures: Failures | None = None
 
-    def __post_init__(self) -> None:
-        if (self.play is None) == (self.config.generate_fn is None):
-            given = "both" if self.play is not None else "neither"
+    def __init__(
+        self,
+        data_buffer: DataBuffer | None = None,
+        config: RolloutConfig | None = None,
+        *,
+        rollout_config: RolloutConfig | None = None,
+        over_sampling_factor: float | None = None,
+        filter_fn: Callable[..., Any] | None = None,
+        play: Play | None = None,
+        inference: InferenceBackend | None = None,
+        filters: Sequence[Filter] = (),
+        see_rewards: Callable[[Group, int], list[float | None]] | None = None,
+        score_groups: GroupScorer | None = None,
+        failures: Failures | None = None,
+    ) -> None:
+        config = config or rollout_config
+        if config is None:
+            raise ConfigError("AsyncRolloutManager needs a configuration: rollout_config=RolloutConfig(...)")
+        changes: dict[str, Any] = {"over_sampling_factor": over_sampling_factor, "filter_fn": filter_fn}
+        if config.reward_fn is not None:
+            changes["reward_fn"] = graded(config.reward_fn)
+        config = dataclasses.replace(config, **{name: each for name, each in changes.items() if each is not None})
+        self._player = None if config.endpoint is None else EndpointPlayer(config.endpoint, config.environment)
+        if self._player is not None:
+            play = play or self._player.play
+        if (play is None) == (config.generate_fn is None):
+            given = "both" if play is not None else "neither"
             raise ConfigError(f"give either `play` or a generate_fn in the configuration; {given} is given")
+        self.own_buffer = data_buffer
+        tasks = _no_tasks if self._player is None else self._player.tasks
+        self.data_buffer = data_buffer or DataBuffer(tasks)
+        self.config, self.inference, self.filters, self.see_rewards = config, inference, filters, see_rewards
+        self.score_groups, self.failures = score_groups, failures
         self.policy_version: int | None = None
-        self._play = self.play or (lambda job, session, engine: generate(self.config, job.task, self.policy_version))
-        self._jobs_per_group = 1 if self.play is None else self.config.n_samples_per_prompt
+        self._play = play or (lambda job, session, engine: generate(config, job.task, self.policy_version))
+        self._jobs_per_group = 1 if play is None else config.n_samples_per_prompt
         self._begun = self._kept = self._dropped = self._steps = 0  # prefetched steps included
         self._live: dict[int, LiveGroup] = {}  # groups of prefetched steps excluded
         self._to_restore: list[dict[str, Any]] = []
@@ -163,9 +198,33 @@ class AsyncRolloutManager:
         self._reward_fn: RewardFn | None = None  # for steps that begin from now on
         self._is_playing = self._is_paused = False
         self._changed = trio.Event()
+        self._opened = contextlib.AsyncExitStack()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the manager is inside `async with`."""
+        return self._pool is not None
+
+    def connect(self, backend: Any = None) -> None:
+        """Make the engine of the endpoint, unless there is one: with the trainer's weights, or with its own.
+
+        Raises ConfigError, ModelError.
+        """
+        if self._player is not None and self.inference is None:
+            self.inference = self._player.connect(backend, self.config.concurrency)
 
     async def __aenter__(self) -> AsyncRolloutManager:
         assert self._pool is None, "the manager is entered already"
+        self.connect()
+        async with contextlib.AsyncExitStack() as opened:
+            if self._player is not None and self.inference is not None:
+                opened.callback(setattr, self, "inference", None)  # an engine is entered once
+                await opened.enter_async_context(self.inference)
+            await self._open_pool()
+            self._opened = opened.pop_all()
+        return self
+
+    async def _open_pool(self) -> None:
         failures = self.failures or Failures(FailurePolicy(retries=0))
         inference, concurrency = self.inference or NO_ENGINE, self.config.concurrency
         pool = EpisodePool(self._play, inference, concurrency, self._end_episode, failures)
@@ -175,9 +234,12 @@ class AsyncRolloutManager:
         if self.config.staleness:
             self._prefetch = Prefetch(functools.partial(self._play_step, pool), self.config.staleness)
             pool.nursery.start_soon(self._prefetch.run)
-        return self
 
     async def __aexit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        async with self._opened:
+            await self._close_pool(kind, error, traceback)
+
+    async def _close_pool(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         pool, self._pool = self._pool, None
         assert pool is not None, "the manager was entered"
         for (number, index), suspended in pool.suspended.items():
@@ -210,6 +272,11 @@ class AsyncRolloutManager:
         if self._pool is None:
             return self._generate_alone(reward_fn)
         return self._play_step(self._pool) if self._prefetch is None else self._prefetch.take(wanted)
+
+    async def generate_batches(self, count: int = 1) -> list[RolloutStep]:
+        """The next `count` batches, with the rewards and the errors of `generate_batch`."""
+        async with contextlib.nullcontext() if self.is_open else self:
+            return [await self.generate_batch(wanted=count - place) for place in range(count)]
 
     async def _generate_alone(self, reward_fn: RewardFn | None) -> RolloutStep:
         async with self:
@@ -248,10 +315,16 @@ class AsyncRolloutManager:
 
     @property
     def partial_samples(self) -> list[Sample]:
-        """The samples of finished rollouts in unfinished groups."""
+        """What the next step continues: the samples of finished rollouts in unfinished groups, and replies that were
+        suspended (pending, with their tokens so far and without a reward).
+        """
         outcomes = [outcome for group in self._live.values() for _, outcome in sorted(group.outcomes.items())]
         samples = [episode_samples(each, 0, 0) if isinstance(each, Episode) else list(each) for each in outcomes]
-        return [sample for some in samples for sample in some]
+        waiting = self._pool.waiting if self._pool is not None else {}
+        tasks = {order: self._live[order[0]].task for order in sorted(waiting)}
+        return [sample for some in samples for sample in some] + [
+            pending_sample(task.prompt, *waiting[order]) for order, task in tasks.items()
+        ]
 
     def state_dict(self) -> dict[str, Any]:
         """The manager's state for a checkpoint, as plain data. Call it between steps, in `pause`."""
@@ -340,13 +413,14 @@ class AsyncRolloutManager:
         ready = sorted((group for group in unjudged if group.is_complete), key=lambda group: group.number)
         if self.config.in_rounds and len(ready) < len(unjudged):
             ready = []
-        missing = self.config.batch_size - sum(group.is_kept for group in self._live.values())
+        missing = max(0, self.config.batch_size - sum(group.is_kept for group in self._live.values()))
         while missing and ready:
-            chosen, ready = ready[:missing], ready[missing:]
+            count = len(ready) if self.config.keep == "best" else missing
+            chosen, ready = ready[:count], ready[count:]
             for group, judged in zip(chosen, await self._judge(chosen, reward_fn), strict=True):
                 group.judged = tuple(judged)
                 self._report(group)
-                missing -= group.is_kept
+                missing = max(0, missing - group.is_kept)
         return missing
 
     def _report(self, group: LiveGroup) -> None:
@@ -386,6 +460,7 @@ class AsyncRolloutManager:
         judged = sorted((group for group in self._live.values() if group.judged), key=lambda group: group.number)
         for group in judged:
             del self._live[group.number]
+        drop_all_but_best(judged, self.config.batch_size)
         kept = sum(group.is_kept for group in judged)
         number, self._steps = self._steps, self._steps + 1
         self._kept += kept

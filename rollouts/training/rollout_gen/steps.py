@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError
+from rollouts.training.rollout_gen.endpoint import Endpoint
 from rollouts.training.rollout_gen.groups import Group, group_samples
-from rollouts.training.simple.samples import Sample as TensorSample
-from rollouts.training.simple.samples import with_tensors
+from rollouts.training.samples import with_tensors
 from rollouts.types import Sample
 
 
@@ -24,8 +24,10 @@ class RolloutConfig:
     Args:
         batch_size: groups of a step
         n_samples_per_prompt: rollouts of a group
-        over_sampling_factor: ceil(batch_size * factor) groups are in flight. The step ends when `batch_size` of them
-            are complete; the others continue in the next step
+        over_sampling_factor: ceil(batch_size * factor) groups are in flight; `keep` says which of them are trained
+        keep: "first": the step ends when `batch_size` groups are complete; the others continue in the next step.
+            "best": the step waits for all of them, and keeps those whose rewards differ most (their standard deviation;
+            of equal ones the first)
         generate_fn: generate_fn(prompts) makes the samples of one group. See `user_functions`
         reward_fn: reward_fn(sample) returns the reward
         filter_fn: filter_fn(samples) says whether to keep a group
@@ -33,6 +35,8 @@ class RolloutConfig:
         refill: replace groups that a filter drops, in at most `refills_max` rounds (dynamic sampling of DAPO)
         generate_seconds: deadline of a call of `generate_fn`
         staleness: how many steps are prefetched while an earlier one is trained
+        endpoint: the model that plays episodes of `environment`, in place of a `generate_fn`
+        environment: an environment, as an object or a class
     """
 
     batch_size: int
@@ -46,6 +50,9 @@ class RolloutConfig:
     refills_max: int = 8
     generate_seconds: float = 3600.0
     staleness: int = 0
+    keep: str = "first"
+    endpoint: Endpoint | None = None
+    environment: Any = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "n_samples_per_prompt", "concurrency", "refills_max", "generate_seconds"):
@@ -54,11 +61,17 @@ class RolloutConfig:
         factor = self.over_sampling_factor
         if not 1 <= factor < math.inf:
             raise ConfigError(f"over_sampling_factor {factor}: expected 1 or more, such as 1.5")
+        if (self.endpoint is None) != (self.environment is None):
+            raise ConfigError("RolloutConfig: endpoint and environment belong together; give both, or a generate_fn")
+        if self.keep not in ("first", "best"):
+            raise ConfigError(f'keep is {self.keep!r}; expected "first" or "best"')
+        if self.keep == "best" and factor == 1:
+            raise ConfigError('keep="best" chooses among more groups than a step needs; give over_sampling_factor=1.5')
 
     @property
     def in_rounds(self) -> bool:
         """Whether a step waits for all of its groups. If so, a seed determines the result."""
-        return self.over_sampling_factor == 1
+        return self.over_sampling_factor == 1 or self.keep == "best"
 
     def in_flight(self, groups: int) -> int:
         """How many groups are in flight if a step needs this many."""
@@ -95,7 +108,7 @@ class RolloutBatch:
     rows: Sequence[Sample] = field(default_factory=list, repr=False, compare=False)
 
     @property
-    def samples(self) -> list[TensorSample]:
+    def samples(self) -> list[Sample]:
         """The rows as samples with tensors: `input_ids`, `labels` and `loss_mask` [L]."""
         return with_tensors(self.rows)
 

@@ -20,8 +20,7 @@ from rollouts.error_log import report
 from rollouts.errors import RolloutsError, RunError, words_of
 from rollouts.training.rollout_gen.groups import Group, drop_reason, group_samples
 from rollouts.training.rollout_gen.steps import RolloutConfig
-from rollouts.training.samples import episode_samples
-from rollouts.training.simple.samples import with_lists
+from rollouts.training.samples import episode_samples, with_grade, with_lists
 from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Task, Trajectory
 
 
@@ -100,6 +99,11 @@ def sample_episode(sample: Sample, task: Task, order: tuple[int, int]) -> Episod
 def score_of(returned: Any) -> Score:
     """Turn the result of `reward_fn` into a score. Raises RewardError if it is not a reward."""
     return mix([read_verdict("reward_fn", 1.0, returned)])
+
+
+def graded(reward_fn: Callable[[Sample], Any]) -> Callable[[Sample], Any]:
+    """The function, for samples whose metadata has `correct` (`with_grade`)."""
+    return lambda sample: reward_fn(with_grade(sample))
 
 
 async def reward_group(group: Group, reward_fn: Callable[..., Any]) -> Group:

@@ -1,15 +1,11 @@
-"""Training with plain objects: samples with tensors, your own model, optimizer and loss function, metrics as dicts.
+"""Training with plain objects: your own model, optimizer and loss function, metrics as dicts. The engine imports
+nothing of it.
 
-samples        Sample, which also takes and shows tensors
 batches        rewards and advantages; samples to one batch of tensors
 losses         losses over logits
-conversations  conversations and datasets to samples
-config         one configuration of nested dataclasses, as the settings of a run
 sharded        create_fsdp_backend
 configs        the settings of the training functions
 sft rl         run_sft_training, run_rl_training: they fill in what the loops need, and call them
-rollouts       AsyncRolloutManager for an endpoint and an environment
-endpoint       which model plays, and where; `environments`: CalculatorEnvironment
 metrics        a logger for your own program
 progress       printed lines, checkpoints, weights for servers that load checkpoints
 

@@ -22,16 +22,18 @@ from rollouts.types import Sample
 
 
 def _mean_by_row(values: Tensor, loss_mask: Tensor) -> Tensor:
-    """The mean over rows [B] of each row's mean over its trained tokens, from position 1 on."""
+    """The mean over the rows with a trained token of each row's mean over these, from position 1 on; 0 without one."""
     weights = loss_mask.to(values.dtype).clone()
     weights[:, 0] = 0.0
-    return ((values * weights).sum(1) / weights.sum(1).clamp(min=1.0)).mean()
+    totals = weights.sum(1)
+    return ((values * weights).sum(1) / totals.clamp(min=1e-9)).sum() / (totals > 0).sum().clamp(min=1)
 
 
 def grpo_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> Tensor:
     """The simplified policy gradient: the mean of -A * (the mean logprob of the row's trained tokens).
 
-    `logits` [B, L, V], `labels` [B, L], `loss_mask` [B, L], `advantages` [B]. Returns a scalar.
+    Rows without a trained token do not count. `logits` [B, L, V], `labels` [B, L], `loss_mask` [B, L], `advantages`
+    [B]. Returns a scalar.
 
     >>> logits, ids = torch.zeros(1, 3, 8), torch.tensor([[1, 2, 3]])
     >>> round(grpo_loss(logits, ids, torch.tensor([[0, 1, 1]]), torch.tensor([2.0])).item() / 2, 4)  # log(8)
@@ -64,6 +66,8 @@ def compute_grpo_loss(samples: Sequence[Sample], config: Any = None) -> Tensor:
     `rollout_log_probs` that are a tensor with a gradient. Raises TrainingError if a sample has no logprobs or no
     reward.
     """
+    if not samples:
+        raise TrainingError("there are no samples; give one or more")
     terms = []
     for number, sample in enumerate(samples):
         if sample.rollout_log_probs is None or sample.reward is None:
@@ -73,6 +77,5 @@ def compute_grpo_loss(samples: Sequence[Sample], config: Any = None) -> Tensor:
             (given,) = compute_advantages([sample.reward], getattr(config, "baseline", None) or 0.0)
         values = torch.as_tensor(sample.rollout_log_probs) * torch.as_tensor(given)
         terms.append(-_mean_by_row(values[None], torch.as_tensor(sample.loss_mask)[None]))
-    if not terms:
-        raise TrainingError("there are no samples; give one or more")
-    return torch.stack(terms).mean()
+    trained = sum(any(weight > 0 for weight in sample.loss_mask[1:]) for sample in samples)
+    return torch.stack(terms).sum() / max(trained, 1)

@@ -9,7 +9,7 @@ from typing import Any
 from rollouts.errors import ConfigError
 from rollouts.training.weights.sync import InferenceEngine, sync_weights_to_engines
 
-NAMES = {
+_NAMES = {
     "mean_reward": "reward/mean",
     "loss": "policy/loss",
     "grad_norm": "optim/grad_norm",
@@ -17,7 +17,7 @@ NAMES = {
 }
 """The short names of metrics, and the names that the loops give them."""
 
-SHOWN = {"mean_reward": "reward={:.2f}", "loss": "loss={:.4f}", "grad_norm": "grad_norm={:.4f}", "lr": "lr={:.4e}"}
+_SHOWN = {"mean_reward": "reward={:.2f}", "loss": "loss={:.4f}", "grad_norm": "grad_norm={:.4f}", "lr": "lr={:.4e}"}
 """The metrics of a printed line, and what is printed of each."""
 
 
@@ -55,7 +55,7 @@ class CheckpointSync:
         return {"sync/version": float(backend.version)}
 
 
-class Progress:
+class StepLines:
     """Prints lines and saves checkpoints by `log_every` and `checkpoint_every` of a config."""
 
     def __init__(self, config: Any, backend: Any) -> None:
@@ -73,7 +73,7 @@ class Progress:
         """Print and save after a step (0-based), if it is time."""
         config = self._config
         if self.prints and step % config.log_every == 0:
-            shown = [words.format(metrics[name]) for name, words in SHOWN.items() if name in metrics]
+            shown = [words.format(metrics[name]) for name, words in _SHOWN.items() if name in metrics]
             self.say(f"Step {step}: {', '.join(shown)}")
         if config.checkpoint_every and (step + 1) % config.checkpoint_every == 0:
             self.say(f"  Saved checkpoint to {await self.checkpoints.save(step + 1, metrics)}")
@@ -90,7 +90,7 @@ def short_names(metrics: Mapping[str, float]) -> dict[str, float]:
     >>> short_names({"reward/mean": 0.5, "optim/lr": 1e-3, "time/step": 2.0})
     {'mean_reward': 0.5, 'lr': 0.001}
     """
-    return {short: metrics[name] for short, name in NAMES.items() if name in metrics and short not in metrics}
+    return {short: metrics[name] for short, name in _NAMES.items() if name in metrics and short not in metrics}
 
 
 def set_learning_rate(backend: Any, learning_rate: float | None) -> None:

@@ -9,9 +9,8 @@ It fills in what the loop needs (`rollouts.training.loops.rl`), and calls it.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rollouts.errors import ConfigError
@@ -21,15 +20,16 @@ from rollouts.training.algorithms.advantages import baseline
 from rollouts.training.algorithms.algorithm import FIRST, Algorithm
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops import rl
+from rollouts.training.loops.rl_batch import RLSettings
 from rollouts.training.rollout_gen.groups import group_samples
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager, RewardFn
+from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.rollout_gen.user_functions import graded
+from rollouts.training.samples import with_lists
 from rollouts.training.simple.batches import compute_reward
 from rollouts.training.simple.configs import RLTrainingConfig, as_config
-from rollouts.training.simple.progress import CheckpointSync, Progress, set_learning_rate, short_names
-from rollouts.training.simple.rollouts import AsyncRolloutManager, RolloutConfig, graded, task_of
-from rollouts.training.simple.samples import with_lists
-from rollouts.types import Sample
-
-RewardFn = Callable[[Sample], Any]
+from rollouts.training.simple.progress import CheckpointSync, StepLines, set_learning_rate, short_names
+from rollouts.types import Sample, Task
 
 
 async def run_rl_training(
@@ -68,23 +68,22 @@ async def run_rl_training(
     config = as_config(RLTrainingConfig, config)
     set_learning_rate(backend, config.learning_rate)
     manager = _manager_of(rollout_manager, data_buffer, samples, config)
-    if isinstance(manager, AsyncRolloutManager):
-        manager.connect(backend)
+    manager.connect(backend)
     if inference_engines is None:
         inference_engines = [] if manager.inference is None else [manager.inference]
-    progress = Progress(config, backend)
+    progress = StepLines(config, backend)
     if options.get("syncing") is None and (servers := _checkpoint_servers(inference_engines)):
         options["syncing"] = CheckpointSync(servers, progress.checkpoints, prints=progress.prints)
 
     after, logged = _observers(progress, on_step, on_logged)
     progress.begin("RL", steps=config.num_steps, weight_sync_every=f"{config.sync_every} steps")
     async with contextlib.nullcontext() if manager.is_open else manager:
-        history = await rl.run_rl_training(
+        history = await rl.train_rl(
             backend,
             manager.data_buffer,
             manager,
             inference_engines,
-            dataclasses.replace(config, minibatches=_minibatches(config, manager.config)),
+            _settings_of(config, manager.config),
             metrics_logger,
             algorithm=algorithm or _algorithm_of(backend, config),
             reward_fn=_reward_of(reward_fn, manager.config),
@@ -98,15 +97,17 @@ async def run_rl_training(
 
 
 def _observers(
-    progress: Progress, on_step: rl.OnStep | None, on_logged: rl.OnLogged | None
+    progress: StepLines, on_step: rl.OnStep | None, on_logged: rl.OnLogged | None
 ) -> tuple[rl.OnStep, rl.OnLogged]:
     """The caller's observers, with the short names of metrics, printed lines and checkpoints."""
 
     async def after(report: rl.StepReport) -> dict[str, float]:
         rewards = [each.reward for each in group_samples(report.groups) if each.reward is not None]
         added = {"max_reward": max(rewards), "min_reward": min(rewards)} if rewards else {}
-        report.metrics.update(short_names(report.metrics) | added)
-        return await on_step(report) if on_step is not None else {}
+        added = short_names(report.metrics) | added
+        if on_step is not None:
+            added |= await on_step(report._replace(metrics=report.metrics | added))
+        return added
 
     async def logged(report: rl.StepReport) -> None:
         await progress.step(report.step, report.metrics)
@@ -133,12 +134,26 @@ def _reward_of(reward_fn: RewardFn | None, config: Any) -> RewardFn | None:
     return lambda sample: compute_reward(sample) if "correct" in sample.metadata else sample.reward
 
 
-def _minibatches(config: RLTrainingConfig, rollouts: Any) -> int:
-    """Optimizer steps of a batch, from `batch_size` in rollouts."""
-    if config.batch_size is None:
-        return config.minibatches
-    count: int = rollouts.batch_size * rollouts.n_samples_per_prompt
-    return math.ceil(count / config.batch_size)
+def _settings_of(config: RLTrainingConfig, rollouts: Any) -> RLSettings:
+    """The settings of the loop. Raises ConfigError if the rollouts are sampled at another temperature."""
+    endpoint, minibatches, temperature = rollouts.endpoint, config.minibatches, config.temperature
+    if config.batch_size is not None:
+        minibatches = math.ceil(rollouts.batch_size * rollouts.n_samples_per_prompt / config.batch_size)
+    if temperature is None:
+        temperature = 1.0 if endpoint is None else endpoint.temperature
+    elif endpoint is not None and endpoint.temperature != temperature:
+        differ = (
+            f"the Endpoint samples at temperature {endpoint.temperature:g} and RLTrainingConfig has {temperature:g}"
+        )
+        raise ConfigError(f"{differ}; leave temperature out of RLTrainingConfig, or give both the same")
+    if temperature <= 0:
+        raise ConfigError(
+            f"the Endpoint samples at temperature {temperature:g}, and greedy replies cannot be trained; give "
+            "Endpoint(temperature=1.0), or another number above 0"
+        )
+    return RLSettings(
+        config.num_steps, config.sync_every, temperature, config.response_tokens_max, minibatches, config.staleness
+    )
 
 
 def _checkpoint_servers(engines: Sequence[Any]) -> list[Any]:
@@ -158,16 +173,23 @@ def _manager_of(manager: Any, buffer: Any, samples: Sequence[Sample] | None, con
         if not samples:
             raise ConfigError("run_rl_training needs a rollout_manager, or samples to train on; both are missing")
         return _replay(samples, config)
-    own = getattr(manager, "own_buffer", manager.data_buffer)
+    own = manager.own_buffer
     if buffer is not None and own is not None and buffer is not own:
         raise ConfigError("data_buffer is not the manager's own buffer; give the same one, or leave it out")
     if samples is not None:
         if buffer is not None or own is not None:
             raise ConfigError("the prompts come from data_buffer and from samples; give one of the two")
-        buffer = DataBuffer([task_of(sample) for sample in samples])
+        buffer = DataBuffer([_task_of(sample) for sample in samples])
     if buffer is not None:
         manager.data_buffer = buffer
     return manager
+
+
+def _task_of(sample: Sample) -> Task:
+    """The task of a sample: its prompt, and its metadata as `answer`, `id` and `info`."""
+    rest = dict(sample.metadata)
+    answer, identity = rest.pop("answer", None), rest.pop("id", None)
+    return Task(sample.prompt, answer, rest, identity)
 
 
 def _replay(samples: Sequence[Sample], config: RLTrainingConfig) -> AsyncRolloutManager:

@@ -8,9 +8,9 @@ from typing import Any
 from rollouts.errors import ConfigError
 from rollouts.loggers.base import MetricsLogger
 from rollouts.training.loops import sft
+from rollouts.training.samples import with_lists
 from rollouts.training.simple.configs import SFTTrainingConfig, as_config
-from rollouts.training.simple.progress import Progress, set_learning_rate, short_names
-from rollouts.training.simple.samples import with_lists
+from rollouts.training.simple.progress import StepLines, set_learning_rate, short_names
 from rollouts.types import Sample
 
 
@@ -37,7 +37,7 @@ async def run_sft_training(
     if not samples:
         raise ConfigError("run_sft_training needs samples to train on; samples is empty")
     set_learning_rate(backend, config.learning_rate)
-    progress = Progress(config, backend)
+    progress = StepLines(config, backend)
     progress.begin("SFT", samples=len(samples), steps=config.num_steps, batch_size=config.batch_size)
 
     async def after(step: int, metrics: dict[str, float]) -> dict[str, float]:
@@ -50,8 +50,7 @@ async def run_sft_training(
             await on_logged(step, metrics)
 
     rows = [with_lists(sample) for sample in samples]
-    history = await sft.run_sft_training(
-        backend, rows, config, metrics_logger, on_step=after, on_logged=logged, **options
-    )
+    settings = sft.SFTSettings(config.num_steps, config.batch_size, config.aggregation)
+    history = await sft.train_sft(backend, rows, settings, metrics_logger, on_step=after, on_logged=logged, **options)
     progress.say("Training complete!")
     return [metrics | {"step": step} for step, metrics in enumerate(history, options.get("first_step", 0))]

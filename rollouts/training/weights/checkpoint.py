@@ -83,7 +83,7 @@ def check_tensors(path: str | Path, template: dict[str, Any]) -> None:
             raise ConfigError(f"the checkpoint {path} has {name} with {shapes}; {settings}")
 
 
-def read_tensors(path: str | Path, template: dict[str, Any], *, group: Any = None, alone: bool = False) -> None:
+def read_trainer_tensors(path: str | Path, template: dict[str, Any], *, group: Any = None, alone: bool = False) -> None:
     """Read the tensors of `template` in place (names and shapes as in `write_tensors`). Every rank calls this.
 
     Tensors may be plain or DTensors, with any number of ranks. Other tensors of the checkpoint are ignored. Raises
@@ -232,7 +232,7 @@ def model_fingerprint(named: Mapping[str, Tensor]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def random_state() -> dict[str, Any]:
+def generator_states() -> dict[str, Any]:
     """The states of this process's random generators as plain data: of python, numpy, torch, and of the GPUs that it
     has used.
     """
@@ -251,7 +251,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore `random_state`. If there are fewer GPUs than before, it restores the first ones. Raises ConfigError."""
+    """Restore `generator_states`: of the first GPUs, if there are fewer than before. Raises ConfigError."""
     import numpy as np
 
     try:

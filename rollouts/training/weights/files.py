@@ -4,9 +4,9 @@
                of an adapter: adapter_config.json, adapter_model.safetensors
 
 Checkpoints have the same files (`write_weights`, `read_weights`); if each role has an adapter, in a folder
-`adapters/<role>`. Names of tensors are those of transformers' and
-peft's files. Of tied weights, only the first is written. A folder for servers gets its name when it is complete, and
-`check_folder` reads every byte of it. Not here: sending (`sync`), and other parts of a checkpoint (`checkpoint`).
+`adapters/<role>`. Names of tensors are those of transformers' and peft's files. Of tied weights, only the first is
+written. A folder for servers gets its name when it is complete, and `check_weights_folder` reads every byte of it. Not
+here: sending (`sync`), and other parts of a checkpoint (`checkpoint`).
 """
 
 from __future__ import annotations
@@ -17,21 +17,17 @@ import json
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from rollouts.disk import HIDDEN_NAME, new_folder
 from rollouts.errors import ConfigError, InferenceError, ModelError
 from rollouts.inference.base import TensorInfo
-from rollouts.training.models import ADAPTERS, load_hf_model, load_tokenizer, no_progress_bars, role_adapters
+from rollouts.models.folders import ADAPTERS, WEIGHTS, Kind, read_files, read_tensors, role_adapters
+from rollouts.models.loading import load_hf_model, load_tokenizer, no_progress_bars
 from rollouts.training.weights.store import crc32_of, damaged
 
-Kind = Literal["full", "adapter"]
-
-WEIGHTS: Mapping[Kind, str] = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
-CONFIGS: Mapping[Kind, str] = {"full": "config.json", "adapter": "adapter_config.json"}
-_INDEX = "model.safetensors.index.json"
 _HEADER_BYTES_MAX = 100_000_000  # the limit of safetensors
 _VERSIONED = re.compile(r"v(\d{6,})")
 
@@ -253,7 +249,7 @@ def prune_folders(parent: str | Path, keep: Collection[int]) -> None:
             shutil.rmtree(entry, ignore_errors=True)  # the next call removes what is left
 
 
-def check_folder(path: str | Path, manifest: Sequence[TensorInfo], version: int) -> None:
+def check_weights_folder(path: str | Path, manifest: Sequence[TensorInfo], version: int) -> None:
     """Read a written folder, and compare it with the manifest. Raises InferenceError, which names the tensors."""
     try:
         faults = find_faults(manifest, read_manifest(path))
@@ -271,29 +267,7 @@ def read_manifest(path: str | Path) -> tuple[TensorInfo, ...]:
 
     Raises ConfigError if the folder does not exist, is incomplete, or is not a model.
     """
-    return tuple(_read(path, _infos_of))
-
-
-def read_tensors(path: str | Path) -> dict[str, Any]:
-    """The tensors of a folder with a model or an adapter, by name, memory-mapped: bytes are read when they are used.
-    Raises ConfigError.
-    """
-    from safetensors.torch import load_file
-
-    return dict(_read(path, lambda file: load_file(file).items()))
-
-
-def _read(path: str | Path, read: Callable[[Path], Iterable[Any]]) -> Iterator[Any]:
-    """Call `read` for each file of weights, one after the other. Raises ConfigError."""
-    from safetensors import SafetensorError
-
-    for file in _weight_files(Path(path)):
-        try:
-            yield from read(file)
-        except SafetensorError as error:
-            raise ConfigError(f"{file} is no safetensors file, or cut off: {error}") from error
-        except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
+    return tuple(read_files(path, _infos_of))
 
 
 def _infos_of(file: Path) -> Iterator[TensorInfo]:
@@ -310,25 +284,3 @@ def _infos_of(file: Path) -> Iterator[TensorInfo]:
                 tensor = checked.get_tensor(name)  # for its type and shape
                 data.seek(start + places[name]["data_offsets"][0])
                 yield _info(name, tensor, crc32_of(data, tensor.nbytes))
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; give one with a model's weights, or with an adapter's")
-    if (folder / _INDEX).is_file():
-        try:
-            names = set(json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ConfigError(f"{folder / _INDEX} cannot be read: {error!r}") from error
-        missing = sorted(name for name in names if not (folder / name).is_file())
-        if missing:
-            raise ConfigError(f"the folder {folder} lacks {missing[0]}, which {_INDEX} names ({len(missing)} such)")
-        files = [folder / name for name in sorted(names)]
-    else:
-        files = [folder / name for name in WEIGHTS.values() if (folder / name).is_file()][:1]
-    if not files:
-        raise ConfigError(f"the folder {folder} holds no {' and no '.join(WEIGHTS.values())}")
-    config = CONFIGS["adapter" if files[0].name == WEIGHTS["adapter"] else "full"]
-    if not (folder / config).is_file():
-        raise ConfigError(f"the folder {folder} holds no {config}")
-    return files

@@ -16,10 +16,19 @@ from typing import Any, NamedTuple, TypeVar
 import trio
 
 from rollouts.errors import ConfigError, InferenceError, TrainingError
-from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend, members_of
+from rollouts.inference.base import (
+    TOLERANCE_HALF,
+    Apart,
+    GenerateRequest,
+    Generation,
+    InferenceBackend,
+    furthest_apart,
+    members_of,
+)
 from rollouts.inference.servers.http import HTTPFailure
+from rollouts.models.folders import Kind, read_tensors
 from rollouts.training.batches import Row, TrainBatch, TrainingBackend
-from rollouts.training.weights.files import Kind, manifest_of, read_manifest, read_tensors, tied_weights
+from rollouts.training.weights.files import manifest_of, read_manifest, tied_weights
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -29,7 +38,6 @@ PROMPT_TOKENS = 160  # fills a block of every server's cache; the largest has 12
 SAMPLED_TOKENS = 12
 TOLERANCE = 1e-3  # nats per token, in float32 and float64, for engines that compute like the trainer
 TOLERANCE_SERVER = 1e-4  # for servers in float32; measured: 7e-6
-TOLERANCE_HALF = 5e-2  # for weights of 16 bits or fewer
 NOISE_SHARE = 0.1  # fraction of the tolerance by which two computations with the same weights differ
 MOVED_NOISES = 20.0  # if the trainer's numbers moved by this many times the noise, its weights have changed
 FIND_SECONDS = 60.0
@@ -48,28 +56,6 @@ class Sequences(NamedTuple):
     prompt: list[int]
     other: list[int]
     sampled: int
-
-
-class Apart(NamedTuple):
-    """The largest difference between two computations: the token's place, both numbers, and the allowed difference."""
-
-    place: int
-    ours: float
-    theirs: float
-    apart: float
-    allowed: float
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the difference is allowed. NaN is never allowed."""
-        return self.apart <= self.allowed
-
-    def words(self, what: str) -> str:
-        """Describe it; `what` is the name of the sequence."""
-        return (
-            f"token {self.place} of {what} has the log-probability {self.theirs:.6g} there and {self.ours:.6g} in the "
-            f"trainer, {self.apart:.2g} apart (at most {self.allowed:g})"
-        )
 
 
 def probe_sequences(context_tokens: int, vocabulary_size: int) -> Sequences:
@@ -114,18 +100,7 @@ async def trainer_logprobs(backend: TrainingBackend, tokens: list[int], temperat
     return output.logprobs[0]
 
 
-def furthest_apart(ours: Sequence[float], theirs: Sequence[float], tolerance: float, *, first: int = 1) -> Apart:
-    """The largest difference from place `first` on."""
-    assert len(ours) == len(theirs) > first, f"{len(ours)=} {len(theirs)=} {first=}"
-    # In 16 bits, the error of the logarithm of a small probability is proportional to its size.
-    is_half = tolerance >= TOLERANCE_HALF
-    scales = [max(1.0, abs(value)) if is_half else 1.0 for value in ours]
-    apart = [abs(one - other) for one, other in zip(ours, theirs, strict=True)]
-    place = max(range(first, len(ours)), key=lambda index: (math.isnan(apart[index]), apart[index] / scales[index]))
-    return Apart(place, ours[place], theirs[place], apart[place], tolerance * scales[place])
-
-
-def agree(ours: Sequence[float], theirs: Sequence[float], tolerance: float) -> bool:
+def logprobs_agree(ours: Sequence[float], theirs: Sequence[float], tolerance: float) -> bool:
     """Whether all tokens agree."""
     return furthest_apart(ours, theirs, tolerance).agrees
 
@@ -221,10 +196,10 @@ class Proof:
             if engine.capabilities.is_pool:
                 await engine.health()  # a pool checks each of its servers, and leaves out dead ones
             if member in members_of(engine):
-                given = f"{label_of(member)} was given the weights of version {self.version}"
+                given = f"{engine_label(member)} was given the weights of version {self.version}"
                 raise InferenceError(f"{given}, and cannot be asked whether it serves them: {each}") from each
         if not found:
-            raise InferenceError(f"no server of {label_of(engine)} is left to serve version {self.version}")
+            raise InferenceError(f"no server of {engine_label(engine)} is left to serve version {self.version}")
         return found
 
     async def _prove(self, member: InferenceBackend) -> float:
@@ -235,7 +210,7 @@ class Proof:
             raise _not_served(member, self.version, f"{worst.words('a test sequence')}; {why}")
         served = self.memory.version
         last, before = self.known.get(served, []), self.before.get(repr(member), [])
-        agreed = bool(last and before) and agree(last, before, self.tolerance)
+        agreed = bool(last and before) and logprobs_agree(last, before, self.tolerance)
         if agreed and has_not_moved((last, self.numbers), (before, scored), self.tolerance):
             moved = f"the trainer's log-probabilities of a test sequence have moved since version {served}"
             still = f"{moved}, and the server's have not; it still serves version {served}"
@@ -274,9 +249,9 @@ class Proof:
         if any(map(math.isnan, scored)):
             return "some of its numbers are NaN: it has weights that nothing was written into"
         kind, last = member.capabilities.weights_kind, self.memory.version
-        old = [version for version, numbers in self.known.items() if agree(numbers, scored, self.tolerance)]
+        old = [version for version, numbers in self.known.items() if logprobs_agree(numbers, scored, self.tolerance)]
         before = self.before.get(repr(member))
-        if before is not None and agree(before, scored, self.tolerance):
+        if before is not None and logprobs_agree(before, scored, self.tolerance):
             served = f"version {last}" if last in old else "what it served before"
             words = f"its numbers are those of before: it still serves {served}"
             if kind == "full":
@@ -374,11 +349,11 @@ async def probe_parity(backend: TrainingBackend, engine: InferenceBackend, toler
 
 
 def _not_served(engine: InferenceBackend, version: int, what: str) -> InferenceError:
-    given = f"{label_of(engine)} does not serve the weights of version {version} that it was given"
+    given = f"{engine_label(engine)} does not serve the weights of version {version} that it was given"
     return InferenceError(f"{given}: {what}", is_transient=False)
 
 
-def label_of(engine: InferenceBackend) -> str:
+def engine_label(engine: InferenceBackend) -> str:
     """An engine's name in errors: its repr, or its class if the repr is an address in memory."""
     has_own = type(engine).__repr__ is not object.__repr__
     return repr(engine) if has_own else f"the engine ({type(engine).__name__})"

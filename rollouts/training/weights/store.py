@@ -33,6 +33,7 @@ from rollouts.disk import (
     write_whole,
 )
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, first_line
+from rollouts.models.folders import all_checkpoints, complete_checkpoints, step_of
 
 FORMAT = 2
 STATE = "state.json"
@@ -243,35 +244,6 @@ def _other_format(folder: Path, number: int, kind: Any) -> ConfigError:
 
 
 # --- all checkpoints of a run -----------------------------------------------------------------------------------------
-
-
-def step_of(path: Path) -> int | None:
-    """The number in `step_000010`; None for other names."""
-    head, _, digits = path.name.partition("step_")
-    return int(digits) if not head and digits.isdecimal() else None
-
-
-def all_checkpoints(folder: Path) -> list[Path]:
-    """The `step_*` folders of a run's `checkpoints/`, complete or not, sorted by number."""
-    if not folder.is_dir():
-        return []
-    found = [each for each in folder.iterdir() if step_of(each) is not None and each.is_dir()]
-    return sorted(found, key=lambda each: (step_of(each), each.name))
-
-
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """The folders of `all_checkpoints` that have a manifest."""
-    return [each for each in all_checkpoints(folder) if (each / MANIFEST).is_file()]
-
-
-def nearest_checkpoints(missing: Path) -> str:
-    """The complete checkpoints before and after one that does not exist, as words for its error; empty if its folder
-    has none.
-    """
-    found, number = complete_checkpoints(missing.parent), step_of(missing)
-    later = [each for each in found if number is not None and (step_of(each) or 0) > number]
-    near = [*found[: len(found) - len(later)][-1:], *later[:1]]
-    return f"the nearest checkpoints: {', '.join(map(str, near))}" if near else ""
 
 
 def last_checkpoint(folder: Path) -> Path | None:

@@ -34,6 +34,7 @@ from rollouts.inference.servers.dialect import Dialect
 from rollouts.inference.servers.http import PlainClient
 from rollouts.inference.servers.sglang import SGLang
 from rollouts.inference.servers.vllm import VLLM
+from rollouts.models.folders import Kind
 from rollouts.training.batches import TrainingBackend
 from rollouts.training.weights import broadcast, files, probe
 
@@ -120,7 +121,7 @@ class WeightSyncManager:
                 min(member.vocabulary_size or probe.COPY_TOKENS for member in members),
             )
             numbers = await probe.trainer_logprobs(backend, sequences.scored)
-        weights: dict[files.Kind, Mapping[str, Any]] = {kind: await future for kind, future in wanted.items()}
+        weights: dict[Kind, Mapping[str, Any]] = {kind: await future for kind, future in wanted.items()}
         given = self._tolerance
         if given is None:
             given = max(engine.capabilities.tolerance for engine in owners) or None
@@ -150,7 +151,7 @@ async def sync_weights(
 class _Route(NamedTuple):
     """The kind of weights, how they are sent, and the folder."""
 
-    kind: files.Kind
+    kind: Kind
     form: Literal["tensors", "folder", "group"]
     folder: str
 
@@ -168,10 +169,10 @@ class _Sent(NamedTuple):
         """Names of receivers, each with the call that sends to it. Engines that receive over a group share one call."""
         if self.route.form != "group":
             return [
-                (probe.label_of(each), functools.partial(each.update_weights, self.update)) for each in self.engines
+                (probe.engine_label(each), functools.partial(each.update_weights, self.update)) for each in self.engines
             ]
         send = functools.partial(broadcast.send_over_group, self.engines, self.update, self.tensors, device=device)
-        return [(" and ".join(map(probe.label_of, self.engines)), send)]
+        return [(" and ".join(map(probe.engine_label, self.engines)), send)]
 
 
 def _route_of(engine: InferenceBackend) -> _Route:
@@ -203,7 +204,7 @@ async def _prepare(proof: probe.Proof, route: _Route, owners: Sequence[Inference
         if route.form == "folder":
             like = proof.memory.folders.get(route.kind)
             path = str(files.write_folder(route.folder, proof.version, route.kind, weights, beside, like=like))
-            files.check_folder(path, manifest, proof.version)
+            files.check_weights_folder(path, manifest, proof.version)
         scored = Probe(proof.sequences.scored, proof.numbers, proof.tolerance)
         update = WeightUpdate(proof.version, route.kind, path, manifest=manifest, probe=scored)
         size = sum(each.nbytes for each in tensors.values())

@@ -88,7 +88,7 @@ def export(mesh, rank, temporary):
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.fsdp import fully_shard
 
-    from rollouts.training.models import load_hf_model
+    from rollouts.models.loading import load_hf_model
 
     causal = load_hf_model("tiny", device="cpu")
     before = checkpoint.model_fingerprint(causal.state_dict())
@@ -104,7 +104,7 @@ def export(mesh, rank, temporary):
 
 def load(mesh, rank, ranks, folder):
     template = tensors(mesh, None)
-    checkpoint.read_tensors(folder / "step_000003", template)
+    checkpoint.read_trainer_tensors(folder / "step_000003", template)
     expected = tensors(mesh, 0.25)
     assert torch.equal(template["optimizer"]["causal.layer.weight"]["step"], torch.tensor(12.0))
     template["critic"]["rows"] = template["optimizer"]["causal.layer.weight"]["exp_avg"]
@@ -118,8 +118,8 @@ def full_disk(folder):
     """Every way to write runs against a limit on the size of files; prints the messages."""
     import resource
 
-    from rollouts.training.backends import lora
-    from rollouts.training.models import load_hf_model
+    from rollouts.models import lora
+    from rollouts.models.loading import load_hf_model
 
     causal = load_hf_model("tiny", device="cpu")
     state = dict(causal.state_dict())

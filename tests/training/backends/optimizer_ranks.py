@@ -15,8 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import distributed, nn
 
-from rollouts.training.backends.optimizer import TrainerSettings, make_optimizer
-from rollouts.training.backends.optimizer_state import optimizer_tensors
+from rollouts.training.backends.optimizer import TrainerSettings, make_optimizer, optimizer_tensors
 
 STEPS = 3
 OPTIMIZERS = ("adamw", "sgd")

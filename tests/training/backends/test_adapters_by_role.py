@@ -13,14 +13,14 @@ from peft import PeftModel
 from rollouts.errors import InferenceError, TrainingError
 from rollouts.inference.base import GenerateRequest
 from rollouts.inference.embedded.hf import HFInference
+from rollouts.models import lora
+from rollouts.models.loading import load_hf_model, no_peft_warnings
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.backends import lora
 from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batches import Row, TrainBatch
 from rollouts.training.batching import make_batch
-from rollouts.training.models import load_hf_model, no_peft_warnings
 
 ROLES = ("a", "a-b")  # one name begins with the other
 

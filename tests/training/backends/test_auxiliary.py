@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from rollouts.errors import ConfigError, ModelError, TrainingError
+from rollouts.models.lora import add_lora
 from rollouts.plugins.signature import bind
 from rollouts.training.algorithms.algorithm import KL, Term, as_algorithm
 from rollouts.training.algorithms.corrections import truncated
 from rollouts.training.algorithms.kl import adapter_off, ema, every_n, frozen, rk3_loss
 from rollouts.training.algorithms.losses import distill_topk
 from rollouts.training.algorithms.recipes import DPO, GRPO, OPD, PPO, REINFORCE, SFT
-from rollouts.training.backends.lora import add_lora
 from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer

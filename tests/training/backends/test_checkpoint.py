@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from rollouts.errors import CheckpointError, ConfigError, ModelError
-from rollouts.training.backends import lora
-from rollouts.training.models import TINY_PATH, load_hf_model
+from rollouts.models import lora
+from rollouts.models.folders import complete_checkpoints
+from rollouts.models.loading import TINY_PATH, load_hf_model
 from rollouts.training.weights import checkpoint, files, store
 from rollouts.training.weights.files import ModelFiles
 
@@ -79,7 +80,7 @@ def test_tensors_and_state_come_back(tmp_path):
     found = blank()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        checkpoint.read_tensors(path, found)
+        checkpoint.read_trainer_tensors(path, found)
     assert same(found, tensors(0.5)) and not same(found, tensors())
     assert found["critic"]["linear.weight"].dtype == torch.bfloat16
     assert store.read_state(path) == {"backend": {"add": 0.5}, "run": {"step": 1, "metric": None}}
@@ -104,7 +105,7 @@ def test_tensors_and_state_come_back(tmp_path):
 def test_a_part_of_the_tensors_can_be_read_into_parameters_that_are_trained(tmp_path):
     path = write(tmp_path / "step_000001")
     wanted = torch.nn.Parameter(torch.zeros(5, dtype=torch.bfloat16))
-    checkpoint.read_tensors(path, {"critic": {"linear.weight": wanted}})
+    checkpoint.read_trainer_tensors(path, {"critic": {"linear.weight": wanted}})
     assert torch.equal(wanted, tensors()["critic"]["linear.weight"]) and wanted.requires_grad
 
 
@@ -116,15 +117,17 @@ def test_nothing_to_write_writes_nothing(tmp_path):
         raise RuntimeError("given up")
     assert names(tmp_path) == []
     assert checkpoint.saved_keys(tmp_path) == set()
-    checkpoint.read_tensors(tmp_path, {"optimizer": {}})
+    checkpoint.read_trainer_tensors(tmp_path, {"optimizer": {}})
 
 
 def test_tensors_that_are_not_there_or_of_another_shape(tmp_path):
     path = write(tmp_path / "step_000001")
     with pytest.raises(ConfigError, match=r"has no tensor reference\.x \(1 of 2 are missing\).*settings of the run"):
-        checkpoint.read_tensors(path, {"reference": {"x": torch.zeros(1)}, "critic": {"linear.weight": torch.zeros(5)}})
+        checkpoint.read_trainer_tensors(
+            path, {"reference": {"x": torch.zeros(1)}, "critic": {"linear.weight": torch.zeros(5)}}
+        )
     with pytest.raises(ConfigError, match=r"linear\.weight with the shape \(5,\), and here it has \(4,\)"):
-        checkpoint.read_tensors(path, {"critic": {"linear.weight": torch.zeros(4)}})
+        checkpoint.read_trainer_tensors(path, {"critic": {"linear.weight": torch.zeros(4)}})
 
 
 def test_a_state_that_is_not_plain_data_is_told(tmp_path):
@@ -206,7 +209,7 @@ def test_a_kill_at_any_step_leaves_what_is_whole(tmp_path, kill_after, replaces)
         except KilledError:
             done = False
         kill_after.undo()
-        for each in store.complete_checkpoints(folder):
+        for each in complete_checkpoints(folder):
             check(each)
         store.remove_leftovers(folder)
         last = store.last_checkpoint(folder)
@@ -254,7 +257,7 @@ def test_a_kill_while_removing_leaves_nothing_that_looks_whole(tmp_path, kill_af
         except KilledError:
             done = False
         kill_after.undo()
-        for each in store.complete_checkpoints(tmp_path / "c"):
+        for each in complete_checkpoints(tmp_path / "c"):
             check(each)
         store.remove_leftovers(tmp_path / "c")
         assert "step_3" in names(tmp_path / "c") and not [n for n in names(tmp_path / "c") if n.startswith(".")]
@@ -357,13 +360,13 @@ def test_folders_that_are_no_checkpoint(tmp_path):
 def test_a_trainer_folder_that_cannot_be_read_is_told(tmp_path):
     path = write(tmp_path / "step_000001")
     (path / "trainer" / ".metadata").write_bytes(b"\x80\x04nonsense")
-    for read in (checkpoint.saved_keys, lambda each: checkpoint.read_tensors(each, tensors())):
+    for read in (checkpoint.saved_keys, lambda each: checkpoint.read_trainer_tensors(each, tensors())):
         with pytest.raises(ConfigError, match=r"index of trainer/ .* cannot be read.*give an earlier one"):
             read(path)
     write(path)
     (path / "trainer" / "__0_0.distcp").write_bytes(b"x" * 9000)
     with pytest.raises(ConfigError, match=r"trainer/ of the checkpoint .* cannot be read: "):
-        checkpoint.read_tensors(path, tensors())
+        checkpoint.read_trainer_tensors(path, tensors())
     (path / "state.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"state.json of the checkpoint .* cannot be read: it holds a list"):
         store.read_state(path)
@@ -404,7 +407,7 @@ def test_the_last_one_is_the_one_with_the_highest_number(tmp_path):
     (tmp_path / "step_9000000").mkdir()  # not finished
     shutil.copytree(paths[0], tmp_path / ".step_9000001.writing-1")
     shutil.copytree(paths[0], tmp_path / "mine")
-    assert store.complete_checkpoints(tmp_path) == paths
+    assert complete_checkpoints(tmp_path) == paths
     assert store.last_checkpoint(tmp_path) == paths[-1]
 
 
@@ -467,7 +470,7 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path):
         [f".step_000001.{what}-{living}" for what in ("writing", "removed", "old")]
         + [f".step_000005.old-{living}", f".note.writing-{dead}", "step_000001", "step_000002", "step_000003"]
     )
-    for each in store.complete_checkpoints(tmp_path):
+    for each in complete_checkpoints(tmp_path):
         check(each)
     store.remove_leftovers(tmp_path / "none")
 
@@ -595,11 +598,11 @@ def draws():
 
 
 def test_random_states_come_back_through_json(tmp_path):
-    mine = checkpoint.random_state()
+    mine = checkpoint.generator_states()
     try:
         random.seed(3), np.random.seed(3), torch.manual_seed(3)
         random.gauss(0, 1), np.random.randn()  # each keeps a second one for the next call
-        state = json.loads(json.dumps(checkpoint.random_state()))
+        state = json.loads(json.dumps(checkpoint.generator_states()))
         first, second = draws(), draws()
         assert first != second
         checkpoint.set_random_state(state)
@@ -652,7 +655,7 @@ def test_two_ranks_save_and_one_and_four_load(tmp_path):
         "optimizer": {"causal.layer.weight": {"exp_avg": torch.zeros(5, 3), "step": torch.zeros(())}},
         "critic": {"few": torch.zeros(1, 4), "vector": torch.zeros(7), "half": torch.zeros(6, 2).bfloat16()},
     }
-    checkpoint.read_tensors(path, found)
+    checkpoint.read_trainer_tensors(path, found)
     assert torch.equal(found["critic"]["vector"], torch.arange(7.0) * 1.5 + 0.25)
     rows = torch.arange(15.0).reshape(5, 3) * 1.5 + 0.25
     assert torch.equal(found["optimizer"]["causal.layer.weight"]["exp_avg"], rows)

@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
+from rollouts.models.lora import add_lora
 from rollouts.training.algorithms.algorithm import KL, Term, as_algorithm
 from rollouts.training.algorithms.corrections import truncated
 from rollouts.training.algorithms.kl import rk3_loss
 from rollouts.training.algorithms.losses import entropy_bonus, ppo_clip
 from rollouts.training.algorithms.recipes import CISPO, DAPO, DR_GRPO, GRPO, GSPO, IS, REINFORCE, RLOO
-from rollouts.training.backends.lora import add_lora
 from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer

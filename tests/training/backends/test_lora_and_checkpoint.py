@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from rollouts.errors import CheckpointError, ConfigError, ModelError, TrainingError
+from rollouts.models import lora
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.backends import lora
 from rollouts.training.backends.optimizer import TorchSettings, TrainerSettings
 from rollouts.training.backends.sharding import whole_tensors
 from rollouts.training.backends.torch import Executor, TorchBackend, create_torch_backend

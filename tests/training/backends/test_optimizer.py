@@ -28,8 +28,8 @@ from rollouts.training.backends.optimizer import (
     check_trained_weights,
     lr_factor,
     make_optimizer,
+    optimizer_tensors,
 )
-from rollouts.training.backends.optimizer_state import optimizer_tensors
 
 SCRIPT = Path(__file__).with_name("optimizer_ranks.py")
 _spec = importlib.util.spec_from_file_location("optimizer_ranks", SCRIPT)

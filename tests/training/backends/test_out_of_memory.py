@@ -5,7 +5,9 @@ says what to type.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
+import re
 
 import pytest
 import torch
@@ -51,13 +53,19 @@ def gradient_of(backend, batch):
     return gradient, {name: value for name, value in metrics.items() if not name.startswith("perf/")}
 
 
-def limit(backend, tokens_max, error, *, in_backward=False):
-    """A model whose pass over more than `tokens_max` tokens raises `error`. Gives the numbers of tokens of passes."""
+def of_group(logprobs, advantages, group_index):
+    return -advantages * logprobs
+
+
+def limit(backend, tokens_max, error, *, in_backward=False, with_gradient=True):
+    """A model whose pass over more than `tokens_max` tokens raises `error`. Gives the numbers of tokens of passes.
+    `with_gradient` False: passes with a gradient fit.
+    """
     passes = []
 
     def forward(module, inputs):
         passes.append(inputs[0].numel())
-        if passes[-1] > tokens_max and not in_backward:
+        if passes[-1] > tokens_max and not in_backward and (with_gradient or not torch.is_grad_enabled()):
             raise error
 
     def backward(module, inputs, outputs):
@@ -85,7 +93,7 @@ def test_the_batch_runs_again_in_halves_with_the_same_gradient(tiny, backend_of,
     (note,) = [each for each in backend.notes if "out of memory" in each]
     assert (
         "rows and" in note
-        and "from now on microbatches have at most" in note
+        and "from now on microbatches of forward_backward have at most" in note
         and "Of the allocated" not in note
         and "alloc_cpu" not in note
     )
@@ -131,18 +139,59 @@ def test_gradients_of_an_earlier_call_are_never_half_lost(tiny, backend_of):
     limit(backend, 60, ERRORS[0])
     with pytest.raises(OutOfMemoryError):
         backend.forward_backward(second).wait()
-    assert not backend._trainer.has_gradients and backend._trainer.tokens_max == 200
+    assert not backend._trainer.has_gradients and not backend._trainer.lower_limits
 
 
 def test_rows_that_must_stay_together_are_not_halved(tiny, backend_of):
-    def of_group(logprobs, advantages, group_index):
-        return -advantages * logprobs
-
     backend = backend_of(tiny.qwen3(), as_algorithm(of_group), tokens_per_microbatch=200)
     limit(backend, 10, ERRORS[0])
-    with pytest.raises(OutOfMemoryError, match="--tokens-per-microbatch"):
+    with pytest.raises(OutOfMemoryError, match="type a smaller --max-tokens or --samples-per-prompt, "):
         backend.forward_backward(batch_of(tiny.make_samples(groups=1))).wait()
-    assert backend._trainer.tokens_max == 200
+    assert not backend._trainer.lower_limits
+
+
+def test_less_without_a_gradient_is_less_for_that_alone(tiny, backend_of):
+    """Rows that must stay together with a gradient may take more, and the advice is a number that they fit into."""
+    model, batch = tiny.qwen3(), batch_of(tiny.make_samples())
+    reference, _ = gradient_of(backend_of(model, as_algorithm(of_group)), batch)
+    backend = backend_of(model, as_algorithm(of_group), tokens_per_microbatch=400)
+    passes = limit(backend, 160, ERRORS[0], with_gradient=False)
+    backend.forward(batch).wait()
+    assert max(passes) > 160 > passes[-1]
+    (note,) = [each for each in backend.notes if "out of memory" in each]
+    forgotten = len(passes)
+    assert torch.allclose(gradient_of(backend, batch)[0], reference, rtol=1e-4, atol=1e-5)
+    assert max(passes[forgotten:]) > 160
+    advised = int(note.rpartition("--tokens-per-microbatch ")[2])
+    assert advised < max(passes)
+    gradient_of(backend_of(model, as_algorithm(of_group), tokens_per_microbatch=advised), batch)
+
+
+def test_a_larger_group_later_runs_as_the_settings_allow(tiny, backend_of):
+    samples, more = tiny.make_samples(), tiny.make_samples(groups=1, prompt=(48, 48))
+    backend = backend_of(tiny.qwen3(), as_algorithm(of_group), tokens_per_microbatch=400)
+    passes = limit(backend, 260, ERRORS[0])
+    backend.forward_backward(batch_of(samples)).wait()
+    backend.optim_step().wait()
+    lower = backend._trainer.lower_limits["forward_backward"]
+    backend.forward_backward(batch_of(more)).wait()
+    assert lower < passes[-1] <= 260
+
+
+def test_the_advice_is_a_number_that_rows_which_stay_together_fit_into(tiny, backend_of):
+    """On several ranks, where nothing runs again: half of the microbatch is less than its larger group."""
+    small, large = tiny.make_samples(groups=1, rollouts=2), tiny.make_samples(groups=1, prompt=(48, 48))
+    batch = batch_of(small + [dataclasses.replace(sample, group_index=1) for sample in large])
+    backend = backend_of(tiny.qwen3(), as_algorithm(of_group), tokens_per_microbatch=400)
+    backend._trainer.is_sharded = True
+    limit(backend, 260, ERRORS[0])
+    with pytest.raises(OutOfMemoryError) as caught:
+        backend.forward_backward(batch).wait()
+    advised = int(re.search(r"--tokens-per-microbatch (\d+)", str(caught.value))[1])
+    again = backend_of(tiny.qwen3(), as_algorithm(of_group), tokens_per_microbatch=advised)
+    passes = limit(again, 260, ERRORS[0])
+    again.forward_backward(batch).wait()
+    assert max(passes) == advised
 
 
 def test_ranks_try_nothing_again(tiny, backend_of):

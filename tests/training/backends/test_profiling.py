@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from rollouts.errors import OutputError, TrainingError
+from rollouts.models.futures import TorchThread
 from rollouts.training.backends import profiling
-from rollouts.training.backends.futures import TorchThread
 from rollouts.training.backends.profiling import Profile, peak_gib
 
 

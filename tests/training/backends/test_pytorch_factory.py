@@ -23,8 +23,10 @@ from rollouts.training import (
     load_hf_model,
     run_sft_training,
 )
+from rollouts.training import rl_losses as library
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TrainerSettings, lr_factor
+from rollouts.training.batching import make_batch
 from rollouts.types import Sample
 
 
@@ -190,8 +192,24 @@ def mean_over_rows(logits, loss_mask):
     return (logits.square().mean((1, 2)) * live).sum(), live.sum()
 
 
-@pytest.mark.parametrize("loss", [create_cross_entropy_loss(), mean_over_rows, lambda logits: logits.square().mean()])
-def test_two_calls_before_a_step_are_one_batch(backend_of, loss):
+def token_mean(logits, labels, loss_mask, advantages):
+    """One over tokens that also names advantages, so `mean_over` says it."""
+    return create_cross_entropy_loss()(logits, labels, loss_mask)
+
+
+LOSSES = [
+    (create_cross_entropy_loss(), None),
+    (mean_over_rows, None),
+    (lambda logits: logits.square().mean(), None),
+    (grpo_loss, None),
+    (library.grpo_loss, None),
+    (library.ppo_loss, None),
+    (token_mean, "tokens"),
+]
+
+
+@pytest.mark.parametrize(("loss", "mean_over"), LOSSES)
+def test_two_calls_before_a_step_are_one_batch(backend_of, loss, mean_over):
     """Rows of 3, 2.5 and 1 live tokens; none of them is worth more for being alone in its call."""
     rows = [
         Sample(tokens=[3, 4, 5, 6, 7], loss_mask=[0, 0, 1, 1, 1]),
@@ -199,17 +217,24 @@ def test_two_calls_before_a_step_are_one_batch(backend_of, loss):
         Sample(tokens=[7, 7, 7, 7, 2], loss_mask=[0, 0, 0, 0, 1]),
     ]
 
+    def batch_of(part):
+        batch = collate_batch(part, len(part), 0)
+        unknown = torch.full(batch["loss_mask"].shape, math.nan)
+        advantages = torch.tensor([1.0 if sample is rows[0] else -0.5 for sample in part])
+        return batch | {"advantages": advantages, "old_log_probs": unknown}
+
     def weights_after(parts):
-        backend = backend_of(Linear(), loss, max_grad_norm=1e9)
-        said = [backend.forward_backward(collate_batch(part, len(part), 0)).wait() for part in parts]
+        backend = backend_of(Linear(), loss, max_grad_norm=1e9, mean_over=mean_over)
+        said = [backend.forward_backward(batch_of(part)).wait() for part in parts]
         assert backend.optim_step().wait() == {"lr": 1e-2}
         return torch.cat([p.detach().reshape(-1) for p in backend.model.parameters()]), said[-1]["grad_norm"]
 
     def sgd_step(parts):  # Adam's first step hides a factor
         model = Linear()
-        backend = PyTorchTrainingBackend(model, torch.optim.SGD(model.parameters(), lr=1.0), loss)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        backend = PyTorchTrainingBackend(model, optimizer, loss, mean_over=mean_over)
         for part in parts:
-            backend.forward_backward(collate_batch(part, len(part), 0)).wait()
+            backend.forward_backward(batch_of(part)).wait()
         backend.optim_step().wait()
         backend.close()
         return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -219,6 +244,28 @@ def test_two_calls_before_a_step_are_one_batch(backend_of, loss):
     assert last == pytest.approx(norm, rel=1e-5)
     torch.testing.assert_close(sgd_step([rows[:2], rows[2:]]), sgd_step([rows]), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_mean_is_over_is_one_of_two(backend_of):
+    with pytest.raises(ConfigError, match='mean_over is \'groups\'; expected "tokens", "rows" or None'):
+        backend_of(Linear(), grpo_loss, mean_over="groups")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_a_batch_of_the_loops_is_trained_at_the_temperature_of_its_samples(backend_of, temperature):
+    """On samples of the model itself each ratio is 1, so the loss of PPO is minus the mean advantage; a row that is not
+    trained does not count."""
+    backend = backend_of(Linear(), library.ppo_loss)
+    samples = []
+    for number, tokens in enumerate(([3, 4, 5, 6], [7, 8, 9])):
+        with torch.no_grad():
+            logprobs = (backend.model(torch.tensor([tokens]))[0] / temperature).log_softmax(-1)
+        known = [0.0, *(float(logprobs[at - 1, tokens[at]]) for at in range(1, len(tokens)))]
+        mask = [0.0] + [1.0] * (len(tokens) - 1)
+        samples.append(Sample(tokens=tokens, loss_mask=mask, rollout_log_probs=known, rollout_index=number))
+    samples.append(Sample(tokens=[1, 2], loss_mask=[0.0, 0.0], rollout_log_probs=[0.0, 0.0], rollout_index=2))
+    batch = make_batch(samples, [2.0, 4.0, 9.0], aggregation="token_mean", step=0, temperature=temperature)
+    assert backend.forward_backward(batch).wait()["loss"] == pytest.approx(-3.0, abs=1e-5)
 
 
 def test_nothing_live_changes_no_weight(backend_of):

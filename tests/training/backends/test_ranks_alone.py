@@ -133,7 +133,7 @@ ENDING = """
 import os, sys, threading
 from torch import distributed
 from rollouts.training.backends import heartbeats
-from rollouts.training.backends.ranks import DistributedExecutor, Worker, gather_ranks
+from rollouts.training.backends.ranks import DistributedExecutor, RankWorker, gather_ranks
 
 heartbeats.BEAT_SECONDS = 0.01
 
@@ -157,7 +157,7 @@ with group.starting("gloo", "the same"):
     trainer = Trainer()
 try:
     if group.place.rank > 0:
-        Worker(trainer, group).serve()
+        RankWorker(trainer, group).serve()
     else:
         executor = DistributedExecutor(trainer, group)
         try:
@@ -173,26 +173,50 @@ assert not distributed.is_initialized(), "the process group is left"
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["ends", "fails"])
-def test_a_rank_that_ended_leaves_no_thread_and_no_process_group(how):
-    """Either one may be inside torch while Python ends, which aborts the process: a launcher sees a run that failed."""
+def two_ranks(code, *arguments, **streams):
+    """Processes of a launcher on this machine that run the code."""
     variables = {
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
     }
-    ranks = [
+    return [
         forks.popen(
-            [sys.executable, "-c", ENDING, how],
+            [sys.executable, "-c", code, *arguments],
             env={**os.environ, **variables, "RANK": rank},
-            stderr=subprocess.PIPE,
             text=True,
+            **streams,
         )
         for rank in "01"
     ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ends", "fails"])
+def test_a_rank_that_ended_leaves_no_thread_and_no_process_group(how):
+    """Either one may be inside torch while Python ends, which aborts the process: a launcher sees a run that failed."""
+    ranks = two_ranks(ENDING, how, stderr=subprocess.PIPE)
     said = [rank.communicate(timeout=120)[1] for rank in ranks]
     codes = [rank.returncode for rank in ranks]
     # Once the run has failed, rank 0 may end before rank 1 has: it says so, and exits with 1.
     assert codes == [0, 0] or (how == "fails" and codes == [0, 1] and "rank 0 is gone" in said[1]), said
+
+
+COMMITS = """
+import os
+from rollouts.models import revisions
+from rollouts.training.backends.ranks import gather_ranks
+
+with revisions.pinned({}):
+    revisions.record("acme/small", os.environ["RANK"] * 40)
+    group = gather_ranks(2, "", stall_seconds=60.0, start_seconds=60.0, on_gpus=False)
+    group.join("gloo", "the same")
+    print(revisions.commit_of("acme/small"))
+    group.end()
+"""
+
+
+def test_all_ranks_of_a_launcher_use_the_commits_of_rank_0():
+    said = [rank.communicate(timeout=120) for rank in two_ranks(COMMITS, stdout=subprocess.PIPE)]
+    assert [out for out, _ in said] == [f"{'0' * 40}\n"] * 2

@@ -11,6 +11,7 @@ import trio
 from backend_fakes import BackendFields
 
 from rollouts.errors import TrainingError
+from rollouts.models.futures import ImmediateTrainFuture
 from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import KL, Algorithm, Stage, Term
 from rollouts.training.algorithms.kl import k1_reward, rk3_loss
@@ -19,10 +20,9 @@ from rollouts.training.algorithms.recipes import DAPO, DPO, GRPO, OPD, PPO, REIN
 from rollouts.training.algorithms.rewards import minimum
 from rollouts.training.algorithms.selection import reward_at_least
 from rollouts.training.algorithms.token_advantages import gae
-from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.batches import ForwardOutput
 from rollouts.training.loops.rl_batch import (
-    RLTrainingConfig,
+    RLSettings,
     complete_batch,
     estimate_advantages,
     prepare_rl_batch,
@@ -35,7 +35,7 @@ from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
 TASK = Task("question")
-CONFIG = RLTrainingConfig(1, response_tokens_max=8)
+CONFIG = RLSettings(1, response_tokens_max=8)
 
 
 def episode(order, score, *, status=Status.COMPLETED, sampled=2):

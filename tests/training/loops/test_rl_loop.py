@@ -1,4 +1,4 @@
-"""run_rl_training with fakes: the order of calls, syncs, logs, and the content of batches."""
+"""train_rl with fakes: the order of calls, syncs, logs, and the content of batches."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from backend_fakes import BackendFields
 
 from rollouts.errors import InferenceError, RunError, TrainingError
 from rollouts.inference.base import Capabilities
+from rollouts.models.futures import ImmediateTrainFuture
 from rollouts.training.algorithms.algorithm import KL, Stage
 from rollouts.training.algorithms.kl import rk3_loss
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.batches import ForwardOutput, StepResult
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.loops.rl import LoopState, run_rl_training
-from rollouts.training.loops.rl_batch import RLTrainingConfig, prepare_rl_batch
+from rollouts.training.loops.rl import LoopState, train_rl
+from rollouts.training.loops.rl_batch import RLSettings, prepare_rl_batch
 from rollouts.training.rollout_gen.groups import Filter, Group
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig
@@ -120,12 +120,12 @@ def train(
     )
 
     async def main():
-        return await run_rl_training(
+        return await train_rl(
             backend,
             buffer,
             manager,
             fakes,
-            RLTrainingConfig(steps, **config),
+            RLSettings(steps, **config),
             logger,
             algorithm=GRPO,
             on_samples=lambda samples, step: seen.append((step, len(samples))),
@@ -302,8 +302,8 @@ def test_an_engine_that_refuses_the_weights_ends_the_run():
 )
 def test_config_is_checked(wrong):
     with pytest.raises(AssertionError, match="must be"):
-        RLTrainingConfig(**wrong)
-    assert RLTrainingConfig(1) == RLTrainingConfig(1, 1, 1.0, None, 1, 0)
+        RLSettings(**wrong)
+    assert RLSettings(1) == RLSettings(1, 1, 1.0, None, 1, 0)
 
 
 def groups_of(*rewards, **changed):
@@ -314,7 +314,7 @@ def groups_of(*rewards, **changed):
 
 
 def test_prepare_batch():
-    config = RLTrainingConfig(1, temperature=0.7)
+    config = RLSettings(1, temperature=0.7)
     samples, advantages, batch, _ = prepare_rl_batch(groups_of([1.0, 0.0], [0.5, 0.5]), GRPO, config, 4)
     assert [sample.rollout_index for sample in samples] == [0, 1, 2, 3]
     assert advantages[0] == pytest.approx(0.7071, abs=1e-3) and advantages[1] == -advantages[0]
@@ -327,7 +327,7 @@ def test_prepare_batch_leaves_out_what_was_not_judged_but_keeps_the_truncated_in
     (group,) = groups_of([1.0, 0.0, None])
     truncated = episode((0, 1), 0.0, status=Status.TRUNCATED)
     group = group._replace(episodes=(group.episodes[0], truncated, group.episodes[2]))
-    _, advantages, batch, _ = prepare_rl_batch([group], GRPO, RLTrainingConfig(1), 0)
+    _, advantages, batch, _ = prepare_rl_batch([group], GRPO, RLSettings(1), 0)
     assert advantages[0] > 0 > advantages[1] and advantages[2] == 0.0
     assert [sum(row.loss_mask) for row in batch.rows] == [2.0, 0.0, 0.0]
     assert batch.denominator == 2.0
@@ -338,11 +338,11 @@ def test_prepare_batch_names_an_advantage_that_is_wrong():
         return rewards[:1]
 
     with pytest.raises(TrainingError, match="the advantage short"):
-        prepare_rl_batch(groups_of([1.0, 0.0]), GRPO._replace(advantage=short), RLTrainingConfig(1), 0)
+        prepare_rl_batch(groups_of([1.0, 0.0]), GRPO._replace(advantage=short), RLSettings(1), 0)
 
 
 def test_the_bound_on_replies_reaches_dr_grpo():
-    config = RLTrainingConfig(1, response_tokens_max=10)
+    config = RLSettings(1, response_tokens_max=10)
     _, _, batch, _ = prepare_rl_batch(groups_of([1.0, 0.0]), GRPO._replace(aggregation="dr_grpo"), config, 0)
     assert batch.rows[0].weights[2:] == [0.1, 0.1]
     assert batch.denominator == 2.0

@@ -19,7 +19,7 @@ from rollouts.training.algorithms.losses import ppo_clip
 from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer
-from rollouts.training.loops.rl_batch import RLTrainingConfig, prepare_rl_batch
+from rollouts.training.loops.rl_batch import RLSettings, prepare_rl_batch
 from rollouts.training.rollout_gen.groups import Group, role_groups
 from rollouts.types import Task
 
@@ -119,7 +119,7 @@ def test_the_gradient_of_both_roles_is_the_formula(tiny):
     assert {each.role: each.rewards for each in groups} == REWARDS
     backend = TorchBackend(Executor(Trainer(copy.deepcopy(model), {"main": MEAN}, TrainerSettings(lr=1e-3))))
     try:
-        batch = prepare_rl_batch(groups, MEAN, RLTrainingConfig(1, response_tokens_max=64), 0).batch
+        batch = prepare_rl_batch(groups, MEAN, RLSettings(1, response_tokens_max=64), 0).batch
         backend.forward_backward(batch).wait()
         found = torch.cat([p.grad.reshape(-1) for p in backend.model.parameters()]) / batch.denominator
     finally:

@@ -1,4 +1,4 @@
-"""run_sft_training: repeats the samples, and lowers the loss of the tiny model."""
+"""train_sft: repeats the samples, and lowers the loss of the tiny model."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 import trio
 from backend_fakes import BackendFields
 
+from rollouts.models.futures import ImmediateTrainFuture
 from rollouts.training.algorithms.recipes import SFT
-from rollouts.training.backends.futures import ImmediateTrainFuture
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.batches import StepResult
-from rollouts.training.loops.sft import SFTTrainingConfig, run_sft_training
+from rollouts.training.loops.sft import SFTSettings, train_sft
 from rollouts.types import Sample
 
 
@@ -42,7 +42,7 @@ def test_it_lowers_the_loss(backend):
         return {"sync/version": float(backend.version)}
 
     async def main():
-        return await run_sft_training(backend, samples, SFTTrainingConfig(8, 4), Logger(), on_step=on_step)
+        return await train_sft(backend, samples, SFTSettings(8, 4), Logger(), on_step=on_step)
 
     history = trio.run(main)
     losses = [metrics["policy/loss"] for metrics in history]
@@ -77,8 +77,8 @@ def test_it_goes_on_where_it_stood():
     batches = {}
     for first_step in (0, 2):
         backend, events = Backend(), []
-        arguments = (backend, samples, SFTTrainingConfig(4, 2), Logger())
-        history = trio.run(lambda a=arguments, f=first_step: run_sft_training(*a, on_logged=on_logged, first_step=f))
+        arguments = (backend, samples, SFTSettings(4, 2), Logger())
+        history = trio.run(lambda a=arguments, f=first_step: train_sft(*a, on_logged=on_logged, first_step=f))
         assert len(history) == 4 - first_step
         batches[first_step] = backend.batches
     assert batches[2] == batches[0][2:] and batches[2][0][0] == 2
@@ -90,7 +90,7 @@ def test_masked_tokens_are_not_learned(backend):
     samples = [Sample(tokens=[1, 2, 3], loss_mask=[0.0, 0.0, 0.0])]
 
     async def main():
-        return await run_sft_training(backend, samples, SFTTrainingConfig(2, 1))
+        return await train_sft(backend, samples, SFTSettings(2, 1))
 
     history = trio.run(main)
     assert [metrics["optim/skipped"] for metrics in history] == [1.0, 1.0]
@@ -100,7 +100,7 @@ def test_masked_tokens_are_not_learned(backend):
 @pytest.mark.parametrize("wrong", [(-1, 1), (1, 0)])
 def test_config_is_checked(wrong):
     with pytest.raises(AssertionError, match="must be"):
-        SFTTrainingConfig(*wrong)
+        SFTSettings(*wrong)
 
 
 def test_rows_of_one_conversation_count_once():
@@ -116,8 +116,8 @@ def test_rows_of_one_conversation_count_once():
 
     samples = [Sample(tokens=[1, 2, 3], loss_mask=[0, 1, 1], rollout_index=number) for number in (7, 7, 3, None)]
     backend = Backend()
-    config = SFTTrainingConfig(1, 4, "rollout_mean")
-    trio.run(lambda: run_sft_training(backend, samples, config))
+    config = SFTSettings(1, 4, "rollout_mean")
+    trio.run(lambda: train_sft(backend, samples, config))
     assert [row.rollout_index for row in backend.batch.rows] == [0, 0, 1, 2] and backend.batch.denominator == 3
     assert [sum(row.weights) for row in backend.batch.rows] == [0.5, 0.5, 1.0, 1.0]
     assert samples[0].rollout_index == 7, "the samples are left as they are"

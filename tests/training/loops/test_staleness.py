@@ -16,13 +16,13 @@ from rollouts.env.mixing import env_term
 from rollouts.errors import ConfigError
 from rollouts.inference.base import WeightUpdate
 from rollouts.inference.embedded.hf import HFInference
+from rollouts.models.loading import load_tokenizer
 from rollouts.training.algorithms.recipes import DPO, GRPO, RFT
 from rollouts.training.algorithms.selection import top
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.loops.rl import run_rl_training
-from rollouts.training.loops.rl_batch import RLTrainingConfig, drop_stale, prepare_rl_batch
-from rollouts.training.models import load_tokenizer
+from rollouts.training.loops.rl import train_rl
+from rollouts.training.loops.rl_batch import RLSettings, drop_stale, prepare_rl_batch
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig
@@ -69,7 +69,7 @@ def test_arguments_are_not_changed():
 
 @pytest.mark.parametrize(("staleness", "every", "lag"), [(0, 1, None), (0, 4, None), (1, 1, 1), (2, 3, 4)])
 def test_the_bound(staleness, every, lag):
-    assert RLTrainingConfig(1, every, staleness=staleness).lag_max == lag
+    assert RLSettings(1, every, staleness=staleness).lag_max == lag
 
 
 class Talk:
@@ -108,15 +108,15 @@ def run(body: Any) -> Any:
 
 def test_staleness_0_is_generate_then_train_then_sync_bit_for_bit():
     async def library(backend: Any, own: Any, engine: Any, buffer: Any) -> Any:
-        config = RLTrainingConfig(3, staleness=0)
-        history = await run_rl_training(backend, buffer, own, [engine], config, algorithm=GRPO)
+        config = RLSettings(3, staleness=0)
+        history = await train_rl(backend, buffer, own, [engine], config, algorithm=GRPO)
         return [(line["policy/loss"], line["optim/grad_norm"]) for line in history]
 
     async def by_hand(backend: Any, own: Any, engine: Any, buffer: Any) -> Any:
         found = []
         for step in range(3):
             rollouts = await own.generate_batch()
-            batch = prepare_rl_batch(rollouts.kept, GRPO, RLTrainingConfig(3), step).batch
+            batch = prepare_rl_batch(rollouts.kept, GRPO, RLSettings(3), step).batch
             metrics = await backend.forward_backward(batch)
             result = await backend.optim_step()
             await engine.update_weights(WeightUpdate(backend.version))
@@ -139,7 +139,7 @@ def group(*versions: int) -> Group:
 
 
 def test_what_is_too_old_is_neither_compared_nor_selected():
-    config, start_versions = RLTrainingConfig(10, staleness=1), [6, 7, 8, 9]
+    config, start_versions = RLSettings(10, staleness=1), [6, 7, 8, 9]
     batch = prepare_rl_batch([group(0, 9)], DPO, config, 9, start_versions=start_versions).batch
     assert not any(any(row.loss_mask) for row in batch.rows) and batch.denominator == 0, "one side is no pair"
     batch = prepare_rl_batch([group(0, 8, 9)], DPO, config, 9, start_versions=start_versions).batch
@@ -153,7 +153,7 @@ def test_loop_and_manager_must_have_one_staleness():
     manager = AsyncRolloutManager(DataBuffer(["x"]), RolloutConfig(1, staleness=2, generate_fn=lambda prompts: []))
 
     async def main() -> None:
-        await run_rl_training(None, None, manager, [], RLTrainingConfig(1), algorithm=GRPO)
+        await train_rl(None, None, manager, [], RLSettings(1), algorithm=GRPO)
 
     with pytest.raises(ConfigError, match=r"staleness of 2 and the loop one of 0"):
         trio.run(main)

@@ -21,7 +21,7 @@ from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import Filter
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig
-from rollouts.types import Episode, Score, Status, Trajectory
+from rollouts.types import Episode, Sample, Score, Status, Task, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from agent_fakes import END
@@ -481,3 +481,64 @@ def test_every_prompt_is_exactly_one_of_the_states(chance, size, members, factor
 def test_a_factor_below_one_is_refused(factor):
     with pytest.raises(ConfigError, match="over_sampling_factor"):
         RolloutConfig(2, 2, factor)
+
+
+def test_what_is_carried_can_be_seen():
+    async def main():
+        engine = TokenEngine(lengths)
+        async with manager(engine, 2.0) as own:
+            assert own.partial_samples == []
+            await own.generate_batch()
+            return own.partial_samples, own.statistics.carried
+
+    partial, carried = under_trio(main)
+    assert carried == 2 and len(partial) >= 1
+    pending = [sample for sample in partial if sample.status is Status.PENDING]
+    assert pending, "the reply of the slow member, in the middle"
+    for sample in pending:
+        assert sample.reward is None and sample.prompt.startswith("task ") and sum(sample.loss_mask) > 0
+        sample.check()
+
+
+@pytest.mark.parametrize(
+    ("rewards", "kept"),
+    [
+        ([[0, 0], [0, 1], [1, 1], [0, 0.5], [0, 0.9], [1, 0]], [1, 5]),
+        ([[0, 1]] * 6, [0, 1]),
+        ([[1], [2], [3], [4], [5], [6]], [0, 1]),
+    ],
+    ids=["the largest spread", "of equal ones the first", "single rollouts have none"],
+)
+def test_the_best_groups_are_kept_and_the_others_dropped(rewards, kept):
+    """Best: the rewards of a group differ most. The step waits for all groups, so nothing is carried over."""
+
+    def generate(prompts):
+        number = int(prompts[0].split()[1])
+        return [
+            Sample(prompt, tokens=[1], loss_mask=[1.0], reward=reward)
+            for prompt, reward in zip(prompts, rewards[number], strict=True)
+        ]
+
+    members = len(rewards[0])
+    config = RolloutConfig(2, members, 3.0, generate_fn=generate, keep="best")
+    own = AsyncRolloutManager(DataBuffer(tasks_in_order), config)
+    step = trio.run(own.generate_batch)  # plain functions run in threads, which a mock clock would not wait for
+    assert [int(group.task.prompt.split()[1]) for group in step.kept] == kept
+    assert sorted({group.dropped for group in step.groups} - {None}) == ["not_best"]
+    assert own.statistics == (6, 2, 4, 0, 0)
+
+
+def tasks_in_order(epoch):
+    yield from (Task(f"task {number}") for number in range(6))
+
+
+@pytest.mark.parametrize(
+    ("factor", "keep", "words"),
+    [
+        (1.5, "last", 'keep is \'last\'; expected "first" or "best"'),
+        (1.0, "best", "give over_sampling_factor=1.5"),
+    ],
+)
+def test_what_to_keep_is_checked(factor, keep, words):
+    with pytest.raises(ConfigError, match=words):
+        RolloutConfig(2, 2, factor, keep=keep)

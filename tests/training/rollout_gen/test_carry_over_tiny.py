@@ -13,9 +13,9 @@ from rollouts.agent.model import EpisodeLimits
 from rollouts.chat.format import load_chat_format
 from rollouts.env import reward
 from rollouts.inference.embedded.hf import HFInference
-from rollouts.training.backends.futures import TorchThread
+from rollouts.models.futures import TorchThread
+from rollouts.models.loading import load_hf_model, load_tokenizer
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.models import load_hf_model, load_tokenizer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Episode, Task

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from rollouts.errors import RewardError
 from rollouts.training.batches import StepResult
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.loops.rl import run_rl_training
-from rollouts.training.loops.rl_batch import RLTrainingConfig
+from rollouts.training.loops.rl import train_rl
+from rollouts.training.loops.rl_batch import RLSettings
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager, Prefetch
 from rollouts.training.rollout_gen.steps import RolloutConfig
 
@@ -87,12 +87,12 @@ def train(
         own = AsyncRolloutManager(buffer, config, play=player(), inference=engine)
         batches: list[Any] = []
         async with own:
-            history = await run_rl_training(
+            history = await train_rl(
                 backend,
                 buffer,
                 own,
                 [engine],
-                RLTrainingConfig(steps, staleness=staleness),
+                RLSettings(steps, staleness=staleness),
                 algorithm=GRPO,
                 on_samples=lambda samples, step: batches.append(samples),
                 **loop,

@@ -17,7 +17,7 @@ from rollouts.training.algorithms.algorithm import Algorithm, Term
 from rollouts.training.algorithms.losses import ppo_clip
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.filters import check_reward_nonzero_std
-from rollouts.training.loops.rl_batch import RLTrainingConfig, prepare_rl_batch
+from rollouts.training.loops.rl_batch import RLSettings, prepare_rl_batch
 from rollouts.training.rollout_gen.groups import Filter, Group, group_samples, group_scorer, role_groups
 from rollouts.training.rollout_gen.manager import NO_ENGINE, AsyncRolloutManager
 from rollouts.training.rollout_gen.metrics import environment_metrics, rollout_metrics
@@ -25,7 +25,7 @@ from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics
 from rollouts.types import Episode, Message, RoleResult, Score, Segment, Status, Task, Trajectory, mean_score
 
 MEAN = Algorithm(group_mean, "token_mean", (Term(ppo_clip, 1.0),))
-CONFIG = RLTrainingConfig(1, response_tokens_max=8)
+CONFIG = RLSettings(1, response_tokens_max=8)
 TASK = Task("?")
 
 

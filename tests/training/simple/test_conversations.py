@@ -10,6 +10,7 @@ import torch
 
 from rollouts.chat import load_chat_format, tokenize_supervised
 from rollouts.errors import ConfigError, TrainingError
+from rollouts.models.loading import load_tokenizer
 from rollouts.training import (
     DataConfig,
     Sample,
@@ -19,7 +20,6 @@ from rollouts.training import (
     load_sft_samples,
     tokenize_conversation,
 )
-from rollouts.training.models import load_tokenizer
 from rollouts.types import Message
 
 TALK = [
@@ -66,11 +66,29 @@ def test_a_span_outside_of_the_tokens(span):
 
 
 @pytest.mark.parametrize(
-    ("messages", "words"), [(TALK[:1], "no message of the role assistant"), (["hello"], "messages are a list of")]
+    ("messages", "words"),
+    [(TALK[:1], "no message is of the role assistant"), (["hello"], "expected {'role', 'content'}, got str")],
 )
 def test_messages_that_teach_nothing(tokenizer, messages, words):
     with pytest.raises(ConfigError, match=words):
         tokenize_conversation(messages, tokenizer)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "csv", "json"])
+def test_every_file_that_a_run_reads(tokenizer, tmp_path, ending):
+    import datasets
+
+    rows = datasets.Dataset.from_list([{"prompt": "What is 2+2?", "response": "Four."}] * 3)
+    path = tmp_path / f"rows.{ending}"
+    getattr(rows, f"to_{ending}")(path, **({"lines": False} if ending == "json" else {}))
+    answer = {"role": "assistant", "content": "Four."}
+    expected = tokenize_conversation([TALK[0], answer], tokenizer)[0]
+    for given in (path, str(path), {"dataset_id": str(path)}, DataConfig(str(path))):
+        assert [each.tokens for each in load_sft_dataset(given, tokenizer)] == [expected] * 3
+    with pytest.raises(ConfigError, match="split"):
+        load_sft_dataset(path, tokenizer, split="test")
+    with pytest.raises(ConfigError, match=f"missing.{ending} cannot be read"):
+        load_sft_dataset(tmp_path / f"missing.{ending}", tokenizer)
 
 
 def test_rows_of_every_kind(tokenizer, tmp_path):
@@ -126,7 +144,7 @@ def test_a_dataset_of_the_hub(monkeypatch):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"text": "hello"}, "line 1: a row has `messages`, `prompt` and `response`, or `input_ids`; got text"),
+        ({"text": "hello"}, "line 1: no conversation in the columns text; expected messages"),
         ([1], "line 1: a row is a table of keys and values, got list"),
         ({"input_ids": [1], "loss_mask": [0]}, "line 1 has no trained token"),
     ],

@@ -51,10 +51,11 @@ def test_grpo_loss_is_its_formula():
     assert ours.grad[:, -1].abs().sum() == 0  # nothing follows the last position
 
 
-def test_a_row_without_trained_tokens_counts_as_zero():
+def test_a_row_without_trained_tokens_does_not_count():
     loss = grpo_loss(logits(), LABELS, MASK * torch.tensor([[1.0], [0.0]]), ADVANTAGES)
     alone = grpo_loss(logits()[:1], LABELS[:1], MASK[:1], ADVANTAGES[:1])
-    torch.testing.assert_close(loss * 2, alone)
+    torch.testing.assert_close(loss, alone)
+    assert grpo_loss(logits(), LABELS, MASK * 0, ADVANTAGES).item() == 0.0
 
 
 def test_ppo_loss_at_ratio_one_has_the_gradient_of_grpo_loss():
@@ -88,6 +89,8 @@ def test_compute_grpo_loss_needs_no_model():
     assert loss.item() == pytest.approx((0.5 * 2.0 + 2.0 * 0.5) / 2)
     assert logprobs.grad.tolist() == [0.0, -0.125, -0.125]
     assert compute_grpo_loss(samples).item() == pytest.approx((1.0 * 2.0 + 2.0 * 0.5) / 2)
+    untrained = Sample(tokens=[1, 2], loss_mask=[0, 0], reward=0.0, rollout_log_probs=[0.0, -0.5])
+    assert compute_grpo_loss([*samples, untrained]).item() == compute_grpo_loss(samples).item()
     for wrong, words in (([Sample(reward=1.0)], "sample 0 needs rollout_log_probs"), ([], "no samples")):
         with pytest.raises(TrainingError, match=words):
             compute_grpo_loss(wrong)

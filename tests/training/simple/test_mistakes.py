@@ -11,10 +11,12 @@ import trio
 from rollouts.errors import ConfigError, RunError, TrainingError
 from rollouts.primitives import load_tokenizer
 from rollouts.training import DataBuffer
+from rollouts.training.datasets.dataset_loaders import load_sft_dataset
+from rollouts.training.datasets.sft import tokenize_conversation
+from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.training.simple.configs import RLTrainingConfig, SFTTrainingConfig
-from rollouts.training.simple.conversations import load_sft_dataset, tokenize_conversation
 from rollouts.training.simple.rl import run_rl_training
-from rollouts.training.simple.rollouts import AsyncRolloutManager, RolloutConfig
 from rollouts.training.simple.sft import run_sft_training
 from rollouts.types import Sample
 
@@ -65,10 +67,10 @@ def test_a_limit_below_0_cuts_nothing_off_in_silence(tmp_path, settings):
         load_sft_dataset(path, load_tokenizer("tiny"), **settings)
 
 
-def test_a_row_with_a_number_as_prompt_is_named(tmp_path):
+def test_a_row_with_an_empty_reply_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": 3, "response": 4}))
-    with pytest.raises(ConfigError, match="line 1: a row has"):
+    path.write_text(json.dumps({"prompt": 3, "response": ""}))
+    with pytest.raises(ConfigError, match="line 1: the column response is empty"):
         load_sft_dataset(path, load_tokenizer("tiny"))
 
 

@@ -12,6 +12,7 @@ import torch
 import trio
 
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, UnknownComponentError
+from rollouts.models.loading import TINY_PATH
 from rollouts.training import (
     AsyncRolloutManager,
     Endpoint,
@@ -24,7 +25,6 @@ from rollouts.training import (
     load_hf_model,
     run_rl_training,
 )
-from rollouts.training.models import TINY_PATH
 from rollouts.types import Task
 
 sys.path[:0] = [str(Path(__file__).parents[2] / "servers")]
@@ -104,6 +104,40 @@ def test_a_server_plays_for_a_backend_with_a_loss_of_ones_own():
     backend.close()
     assert [metrics["sync/version"] for metrics in history] == [float(backend.version - 1), float(backend.version)]
     assert all(metrics["sync/probe"] < 1e-4 for metrics in history) and history[0]["max_reward"] == 1.0
+
+
+@pytest.mark.parametrize("given", [{}, {"temperature": 0.5}])
+def test_the_temperature_of_the_endpoint_is_trained(given):
+    """The engine samples with the trainer's weights, so every ratio is 1."""
+    backend = create_pytorch_backend("tiny", 1e-3, 1, "grpo")
+    played = RolloutConfig(2, 2, endpoint=Endpoint(max_tokens=8, temperature=0.5), environment=Echo())
+    manager = AsyncRolloutManager(rollout_config=played)
+    try:
+        (metrics,) = trio.run(
+            lambda: run_rl_training(backend, rollout_manager=manager, config=RLTrainingConfig(1, **given))
+        )
+    finally:
+        backend.close()
+    assert metrics["policy/ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert metrics["mismatch/abs_logp_mean"] == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("of_endpoint", "of_config", "words"),
+    [
+        (0.5, 0.7, "the Endpoint samples at temperature 0.5 and RLTrainingConfig has 0.7; leave temperature out"),
+        (0.0, None, "greedy replies cannot be trained"),
+    ],
+)
+def test_temperatures_that_differ(of_endpoint, of_config, words):
+    backend = create_pytorch_backend("tiny", 1e-3, 1, "grpo")
+    played = RolloutConfig(2, 2, endpoint=Endpoint(temperature=of_endpoint), environment=Echo())
+    manager = AsyncRolloutManager(rollout_config=played)
+    try:
+        with pytest.raises(ConfigError, match=words):
+            trio.run(lambda: run_rl_training(backend, None, manager, config=RLTrainingConfig(1, temperature=of_config)))
+    finally:
+        backend.close()
 
 
 class NoTasks:

@@ -40,7 +40,7 @@ def test_samples_with_tensors_train_as_samples_with_lists(backend_of):
     ours, theirs = backend_of(create_cross_entropy_loss()), backend_of(create_cross_entropy_loss())
     lists = [Sample(tokens=each.tokens, loss_mask=each.loss_mask.tolist()) for each in SAMPLES]
     trio.run(run_sft_training, ours, SAMPLES, SFTTrainingConfig(3, 2))
-    trio.run(sft.run_sft_training, theirs, lists, sft.SFTTrainingConfig(3, 2))
+    trio.run(sft.train_sft, theirs, lists, sft.SFTSettings(3, 2))
     for mine, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
         assert torch.equal(mine, other)
 

@@ -17,6 +17,7 @@ from rollouts.training import (
     grpo_loss,
     run_sft_training,
 )
+from rollouts.training.algorithms import losses, recipes
 from rollouts.training.batches import RankServer
 from rollouts.training.simple import sharded
 
@@ -31,6 +32,18 @@ def test_it_trains_on_two_ranks(forked_ranks):
         backend.close()
     assert isinstance(backend, FSDPTrainingBackend) and backend.world_size == 2
     assert history[1]["loss"] < history[0]["loss"]
+
+
+def test_it_takes_a_loss_function_and_an_algorithm(monkeypatch):
+    """As create_pytorch_backend does, if every rank finds it again."""
+    plans = []
+    monkeypatch.setattr(sharded, "make_training", plans.append)
+    create_fsdp_backend("tiny", 1e-2, 2, losses.reinforce, processes=2, device="cpu")
+    create_fsdp_backend("tiny", 1e-2, 2, recipes.GRPO, processes=1, device="cpu")
+    first, second = (plan.schedule[0].algorithm for plan in plans)
+    assert first.terms[0].function is losses.reinforce and second.advantage is recipes.GRPO.advantage
+    with pytest.raises(ConfigError, match="these have none that another process finds: Algorithm\nwrite"):
+        create_fsdp_backend("tiny", 1e-2, 2, recipes.GRPO, processes=2, device="cpu")
 
 
 def test_a_rank_above_0_serves_and_ends(monkeypatch):

@@ -1,0 +1,228 @@
+"""Check components by a name or a path, or an object in the tests of its author.
+
+from rollouts_check import check_component, check_environment_class
+
+def test_contract():
+    check_environment_class(MyEnv, digits=1)
+
+def test_loss():
+    check_component(my_loss, "loss", cap=3.0)
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from rollouts.author_code import message_of
+from rollouts.config.flags import Tree, flag_name
+from rollouts.config.objects import import_name, label_of
+from rollouts.config.settings import MULTIPLE
+from rollouts.config.workers import INLINE, worker_table
+from rollouts.env.shared import shared_values
+from rollouts.errors import BrokenPluginError, ConfigError, PluginError, SignatureError
+from rollouts.plugins.index import ANY_KIND
+from rollouts.plugins.manager import PluginManager
+from rollouts_check.components import subject as components
+from rollouts_check.components.subject import KEYS, WORDS
+from rollouts_check.components.table import FAMILIES, checks_of
+from rollouts_check.environments.subject import TASKS, make_subject
+from rollouts_check.environments.table import IN_WORKER
+from rollouts_check.finding import find_components
+from rollouts_check.packages import Found
+from rollouts_check.report import Report, Result, failure_text
+from rollouts_check.runner import Check, run_checks, select
+from rollouts_check.scaffold.packages import kind_of
+
+MORE_SETTINGS = {"environments": ("reward", "sandbox", "worker"), "rewards": ("env",)}
+"""The settings of other kinds that the checks of a kind use: an environment's reward, the tasks of a reward."""
+
+ENVIRONMENTS = "environments"
+PROCESS = "process"
+IMPORTED = "imports"  # the check that fails if the component cannot be imported
+
+
+class Options(NamedTuple):
+    """Which checks run, on how many tasks. `settings` is a tree with the settings of each kind: `env`, `loss`, ..."""
+
+    only: Collection[str] = ()
+    skip: Collection[str] = ()
+    seed: int = 0
+    tasks: int = TASKS
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def worker(self) -> str:
+        """Where the environment runs: the kind of its worker; empty for this process."""
+        kind = str(worker_table(self.settings.get("worker", INLINE)).get("kind", INLINE))
+        return "" if kind == INLINE else kind
+
+
+def find(name: str, options: Options, kind: str | None = None) -> list[Found]:
+    """The components that a name or a path means; of any kind if `kind` is None. Raises UserError for an unknown name,
+    also of a check.
+    """
+    try:
+        found = find_components(name, None if kind is None else kind_of(kind), PluginManager())
+    except PluginError:
+        if options.worker in ("", PROCESS):
+            raise
+        found = [Found(name, name)]  # the worker may have packages that this Python has not
+    if options.worker not in ("", PROCESS):  # it knows the names of installed packages, not the modules of a folder
+        found = [each._replace(name=each.label) for each in found]
+    if options.worker:
+        found = [each._replace(label=f"{each.label} in a worker") for each in found if each.kind == ENVIRONMENTS]
+    kinds = list(dict.fromkeys(each.kind for each in found))
+    known = {check.name: check for each in kinds for check in table_of(each, options)}
+    select(tuple(known.values()), options.only, options.skip)
+    if ANY_KIND not in kinds:
+        _refuse_other_settings(kinds, options.settings)
+    return found
+
+
+def _refuse_other_settings(kinds: Sequence[str], settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings of a kind that is not checked."""
+    keys = {KEYS[kind] for kind in kinds if kind in KEYS}
+    for kind, more in MORE_SETTINGS.items():
+        keys |= set(more) if kind in kinds else set()
+    for key in settings:
+        if key not in keys:
+            flags = (f"--{each}.NAME.SETTING" if each in MULTIPLE else f"--{each}.SETTING" for each in sorted(keys))
+            words = " and ".join(flags) or "no settings"
+            checked = " and ".join(WORDS[kind] for kind in kinds)
+            raise ConfigError(f"{flag_name((key,))}: the check of a {checked} takes {words}")
+
+
+def table_of(kind: str, options: Options) -> tuple[Check, ...]:
+    """All checks of a kind that apply."""
+    return IN_WORKER if kind == ENVIRONMENTS and options.worker else checks_of(kind)
+
+
+def checks_for(found: Found, options: Options) -> list[Check]:
+    """The checks of this component that `options` choose. They may choose none of a component of a folder."""
+    table = table_of(found.kind, options)
+    names = {check.name for check in table}
+    if options.only and names.isdisjoint(options.only):
+        return []
+    return select(table, names & set(options.only), names & set(options.skip))
+
+
+def check(found: Found, options: Options, observe: Callable[[Result], None] = lambda result: None) -> Report:
+    """Check one component. `observe` receives each result when it is known. Raises UserError for a wrong setting."""
+    return _check(found, options, observe)
+
+
+def _check(
+    found: Found, options: Options, observe: Callable[[Result], None] = lambda result: None, component: Any = None
+) -> Report:
+    report = Report(WORDS.get(found.kind, found.kind), found.label)
+    temporary = tempfile.TemporaryDirectory(prefix="rollouts-check-", ignore_cleanup_errors=True)
+    with temporary as folder, shared_values():
+        try:
+            subject = _subject_of(found, options, Path(folder).resolve(), component)
+        except (BrokenPluginError, SignatureError) as error:
+            change = "correct the module; the other checks need it"
+            tried, seen = f"import the {report.kind}", message_of(error)
+            report.results.append(Result(IMPORTED, "failed", tried=tried, seen=seen, change=change))
+            observe(report.results[0])
+            return report
+        table = table_of(found.kind, options)
+        chosen = [each.name for each in checks_for(found, options)]
+        try:
+            if chosen:
+                report.results += run_checks(table, subject, only=chosen, observe=observe)
+        finally:
+            if found.kind == ENVIRONMENTS:
+                subject.close()
+    return report
+
+
+def _subject_of(found: Found, options: Options, scratch: Path, component: Any) -> Any:
+    if found.kind == "environments":
+        return make_subject(found, dict(options.settings), scratch, seed=options.seed, tasks=options.tasks)
+    return components.make_subject(
+        found, options.settings, scratch, families=FAMILIES, component=component, seed=options.seed
+    )
+
+
+def check_component(
+    component: Any,
+    kind: str,
+    *,
+    only: Collection[str] = (),
+    skip: Collection[str] = (),
+    seed: int = 0,
+    **settings: Any,
+) -> Report:
+    """Check a component of any kind in a test of its author. `component` is the object, or a name as for `rollouts
+    check`. `kind` is its kind, such as "loss".
+
+    Args:
+        only: names of the checks to run; empty: all
+        skip: names of checks to leave out
+        seed: the seed of the random numbers
+        settings: those of the component
+
+    Raises:
+        AssertionError: a check failed. The message has the failed checks, what they saw, and what to change.
+        UserError: there is no such component, kind or check, or a setting is wrong.
+    """
+    chosen = kind_of(kind)
+    if chosen == "environments":
+        return check_environment_class(component, only=only, skip=skip, seed=seed, **settings)
+    options = Options(only, skip, seed, settings={KEYS[chosen]: settings} if settings else {})
+    if isinstance(component, str):
+        return _assert_passed([check(found, options) for found in find(component, options, kind)])
+    select(checks_of(chosen), only, skip)
+    name = import_name(component) or f"<{label_of(component)}>"
+    return _assert_passed([_check(Found(label_of(component), name, kind=chosen), options, component=component)])
+
+
+def _assert_passed(reports: Sequence[Report]) -> Report:
+    """The first report. Raises AssertionError if a check failed."""
+    failed = [report for report in reports if not report.has_passed]
+    texts = [f"{report.verdict()}\n{failure_text(report.results)}" for report in failed]
+    if failed:  # no `assert`: pytest rewrites its message
+        raise AssertionError("\n".join(texts))
+    return reports[0]
+
+
+def check_environment_class(
+    environment: Any,
+    *,
+    only: Collection[str] = (),
+    skip: Collection[str] = (),
+    seed: int = 0,
+    tasks: int = TASKS,
+    reward: Any = None,
+    **settings: Any,
+) -> Report:
+    """Check an environment in a test of its author. `environment` is a class, or a name as for `rollouts check`.
+
+    Args:
+        only: names of the checks to run; empty: all
+        skip: names of checks to leave out
+        seed: the seed of the random numbers
+        tasks: how many tasks are played
+        reward: as in `rollouts.run`, for an environment without a @reward
+        settings: those of the environment
+
+    Raises:
+        AssertionError: a check failed. The message has the failed checks, what they saw, and what to change.
+        UserError: there is no such environment or check, or a setting is wrong.
+    """
+    tree: Tree = {"env": {"name": environment, **settings}} | ({} if reward is None else {"reward": reward})
+    options = Options(only, skip, seed, tasks, tree)
+    if isinstance(environment, str):
+        tree["env"] = dict(settings)
+        reports = [check(found, options) for found in find(environment, options, "environment")]
+    else:
+        select(checks_of("environments"), only, skip)
+        from rollouts.config.objects import take_objects
+
+        plain, _ = take_objects(tree)
+        reports = [check(Found(environment.__name__, plain["env"]["name"]), options)]
+    return _assert_passed(reports)

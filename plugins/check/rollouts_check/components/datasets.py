@@ -1,0 +1,144 @@
+"""Checks of dataset loaders: their first rows, of the source that `--data.source` names."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import msgspec
+
+from rollouts.author_code import shown, why_no_list
+from rollouts.data.conversations import FORMS, BadRowError, described, read_conversation
+from rollouts.data.loaders import NotARow
+from rollouts.data.source import renamed
+from rollouts.errors import ConfigError, counted, first_line
+from rollouts.plugins.signature import call_with
+from rollouts_check.components.common import snapshot
+from rollouts_check.components.subject import Function, Subject, at, trying
+from rollouts_check.report import FailedError, Passed, SkippedError
+
+ROWS = 200  # of the first rows; a loader may be endless
+_KNOWN_PROMPT = ("prompt", "messages")
+
+
+def trial(subject: Subject, function: Function) -> Any:
+    """The first rows."""
+    rows(subject)  # skips the check if the loader needs a source
+    return _rows(subject, function)
+
+
+def rows(subject: Subject) -> str:
+    """It returns rows: dicts with names of columns as their keys, and values that JSON can hold."""
+    tried = f"read the first {ROWS} rows{_of_source(subject)}"
+    try:
+        with trying(tried, "return an iterable of dicts", subject.function):
+            found = _rows(subject, subject.function)
+    except FailedError as error:
+        if _takes_source(subject) and not subject.kept["source"]:
+            reason = f"without a source, its error was: {first_line(error.__cause__ or error)}"
+            raise subject.skipped(reason, "name one that it can read: --data.source FILE") from error
+        raise
+    if not found:
+        seen = f"there is none{at(subject.function)}"
+        raise FailedError(tried, seen, "return at least one row")
+    for number, row in enumerate(found, start=1):
+        if isinstance(row, NotARow):
+            continue
+        if not isinstance(row, dict) or not all(isinstance(column, str) for column in row):
+            seen = f"row {number} is {shown(row)}{at(subject.function)}"
+            raise FailedError(tried, seen, "return dicts, whose keys are the names of the columns")
+        try:
+            msgspec.json.encode(row)
+        except (TypeError, ValueError, OverflowError) as error:
+            seen = f"row {number} is {shown(row)}: {error}{at(subject.function)}"
+            raise FailedError(tried, seen, "return text, numbers, lists and dicts: JSON has to hold a row") from error
+    columns = dict.fromkeys(column for row in found if isinstance(row, dict) for column in row)
+    return f"{counted(len(found), 'row')} with the columns {', '.join(columns)}"
+
+
+def usable(subject: Subject) -> str | Passed:
+    """A run can use the rows: each has a prompt, or is a conversation. `--data.prompt` and the like name columns."""
+    found, columns = trial(subject, subject.function), subject.kept["columns"]
+    forms: dict[str, int] = {}
+    notes: list[str] = []
+    prompts = 0
+    for number, row in enumerate(found, start=1):
+        try:
+            if isinstance(row, NotARow):
+                raise BadRowError(row.why or "a blank line")
+            named = renamed(row, columns, f"row {number}")
+        except (BadRowError, ConfigError) as error:
+            notes.append(f"row {number} cannot be used: {error}")
+            continue
+        is_prompt = any(named.get(column) for column in _KNOWN_PROMPT)
+        prompts += is_prompt
+        try:
+            form = read_conversation(named).form
+            forms[form] = forms.get(form, 0) + 1
+        except BadRowError as error:
+            if not is_prompt:
+                notes.append(f"row {number} cannot be used: {error}; or a prompt: --data.prompt COLUMN")
+    if len(notes) == len(found):
+        tried = "read the rows as prompts, and as conversations"
+        seen = f"{notes[0]}{at(subject.function)}"
+        raise FailedError(tried, seen, f"name the columns prompt and answer, or those of a conversation: {FORMS}")
+    said = [f"{counted(prompts, 'prompt')} for rollouts run"] if prompts else []
+    said += [f"{described(forms, sum(forms.values()))} for rollouts sft"] if forms else []
+    return Passed("; ".join(said), notes[:3])
+
+
+def streaming(subject: Subject) -> str:
+    """The rows are the same whether they are read at the start or while the run goes on."""
+    if "streaming" not in subject.signature.requests:
+        return "it does not ask"
+    rows(subject)
+    at_once, streamed = (_rows(subject, subject.function, streams=each) for each in (False, True))
+    if snapshot(at_once) != snapshot(streamed):
+        number = next(
+            (
+                n
+                for n, pair in enumerate(zip(at_once, streamed, strict=False))
+                if snapshot(pair[0]) != snapshot(pair[1])
+            ),
+            min(len(at_once), len(streamed)),
+        )
+        seen = f"row {number + 1} differs{at(subject.function)}"
+        raise FailedError("read the rows with `streaming`, and without", seen, "return the same rows in the same order")
+    return ""
+
+
+def no_source(subject: Subject) -> str | Passed:
+    """A source that does not exist is an error that names it."""
+    if not _takes_source(subject):
+        raise SkippedError("it takes no source")
+    rows(subject)
+    missing = str(subject.scratch / "missing.rows")
+    try:
+        found = _rows(subject, subject.function, source=missing)
+    except Exception as error:  # an author's code may raise anything
+        if "missing.rows" in str(error):
+            return ""
+        seen = f"the error was {type(error).__name__}: {first_line(error)}{at(subject.function)}"
+        change = "name the source in the error: the user may have mistyped it"
+        raise FailedError(f"read {missing}, which does not exist", seen, change) from error
+    many = f"for the source {missing}, which does not exist, it returned {counted(len(found), 'row')}"
+    return Passed("", [f"{many}; a loader that takes no source should not name `source`{at(subject.function)}"])
+
+
+def _rows(
+    subject: Subject, function: Function, *, source: str | None = None, streams: bool = False
+) -> list[dict[str, Any] | NotARow]:
+    """The first rows, without blank lines. Raises what the loader raises."""
+    available = {"source": subject.kept["source"] if source is None else source, "streaming": streams}
+    found = call_with(function, available)
+    if reason := why_no_list(found):
+        raise ConfigError(f"it returned {type(found).__name__}, {reason}; expected an iterable of rows")
+    return [row for row in itertools.islice(found, ROWS) if row != NotARow("")]
+
+
+def _takes_source(subject: Subject) -> bool:
+    return "source" in subject.signature.requests
+
+
+def _of_source(subject: Subject) -> str:
+    return f" of {subject.kept['source']}" if subject.kept["source"] else ""

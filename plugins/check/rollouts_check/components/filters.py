@@ -1,0 +1,100 @@
+"""Checks of filters, on invented groups."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from rollouts.author_code import shown
+from rollouts.errors import counted
+from rollouts.training.rollout_gen.groups import Filter, Group, filter_group
+from rollouts.types import Episode, Score
+from rollouts_check.components.episodes import TASK, invented_trajectory
+from rollouts_check.components.subject import Function, Subject, at, trying
+from rollouts_check.report import FailedError
+
+GROUPS: dict[str, tuple[float | None, ...]] = {
+    "rewards that differ": (1.0, 0.0, 0.5, 0.25),
+    "two rollouts": (0.0, 1.0),
+    "equal rewards": (1.0, 1.0, 1.0),
+    "rewards of 0": (0.0, 0.0),
+    "one rollout": (1.0,),
+    "a rollout that was not judged": (1.0, None, 0.0),
+    "one rollout that was judged": (None, 0.5, None),
+}
+"""Groups by what is special about them. A run drops a group of which no rollout was judged."""
+
+USUAL = 4  # the first groups, whose rollouts are all judged
+
+
+def trial(subject: Subject, function: Function) -> Any:
+    """The verdicts on the first groups."""
+    return [_filtered(subject, function, _group(rewards)) for rewards in list(GROUPS.values())[:USUAL]]
+
+
+def values(subject: Subject) -> str:
+    """It returns True to keep a group, and False or a reason as text to drop it."""
+    tried = "call it on groups of rollouts"
+    change = "return True to keep the group; False, or a short text that says why, to drop it"
+    kept = 0
+    for rewards in list(GROUPS.values())[:USUAL]:
+        with trying(tried, change, subject.function):
+            returned = _filtered(subject, subject.function, _group(rewards))
+        if not isinstance(returned, bool | str) and type(returned).__name__ not in ("bool_", "bool"):
+            seen = f"it returned {shown(returned)} ({type(returned).__name__}){at(subject.function)}"
+            raise FailedError(tried, seen, change)
+        if isinstance(returned, str) and not returned.strip():
+            seen = f"it returned an empty text{at(subject.function)}"
+            raise FailedError(tried, seen, change)
+        kept += returned is True
+    return f"keeps {kept} of {USUAL} groups"
+
+
+def any_group(subject: Subject) -> str:
+    """It accepts rollouts that no reward could judge (None), groups of one rollout, and empty replies."""
+    for words, rewards in GROUPS.items():
+        with trying(f"call it on a group with {words}", "leave out None: [r for r in rewards if r is not None]"):
+            _filtered(subject, subject.function, _group(rewards))
+    with trying("call it on a group whose replies are empty"):
+        _filtered(subject, subject.function, _group((1.0, 0.0), live=0, reply=""))
+    return counted(len(GROUPS) + 1, "group")
+
+
+def order(subject: Subject) -> str:
+    """The order of the rollouts has no effect."""
+    for words, rewards in list(GROUPS.items())[:USUAL]:
+        orders = (rewards, rewards[::-1])
+        one, other = (_filtered(subject, subject.function, _group(each)) for each in orders)
+        if one != other:
+            seen = f"it returned {shown(one)} for {list(rewards)}, and {shown(other)} in the other order"
+            change = "compute the verdict from all rollouts, not from their positions"
+            tried = f"call it on a group with {words}, and in the other order"
+            raise FailedError(tried, f"{seen}{at(subject.function)}", change)
+    return ""
+
+
+def _group(rewards: Sequence[float | None], *, live: int = 3, reply: str = "") -> Group:
+    """A group with these rewards. Replies and lengths depend on the reward alone."""
+    episodes = []
+    for number, reward in enumerate(rewards):
+        size = live and live + int(4 * (reward or 0.0))
+        trajectory = invented_trajectory(TASK, reply or f"It is {reward}.", live=size)
+        parts: dict[str, float | None] = {"correct": reward, "short": 0.5}
+        score = Score(reward, parts, "", {"correct": 1.0})
+        episodes.append(Episode((0, number), TASK, [trajectory], score, {}))
+    return Group(0, TASK, tuple(episodes))
+
+
+def _filtered(subject: Subject, function: Function, group: Group) -> Any:
+    """What the filter returns for the group. Raises what it raises, as a run does."""
+    returned: list[Any] = []
+
+    @functools.wraps(function)
+    def keep(*args: Any, **kwargs: Any) -> Any:
+        returned.append(function(*args, **kwargs))
+        return returned[-1]
+
+    filter_group(group, [Filter(subject.found.label, keep, {})], step=3)
+    assert returned, "the group has rewards, so the filter was called"
+    return returned[-1]

@@ -1,0 +1,272 @@
+"""Checks of functions of one group: advantages, mixers, shapings, selectors and pairings; and of advantages of a batch.
+
+A `Case` is a group of rollouts. Each kind has an adapter that calls the function on a case as a run does, and returns
+one result for each rollout (a pairing: a set of pairs). So one table of checks serves all of these kinds.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollouts.author_code import shown
+from rollouts.errors import counted
+from rollouts.training.algorithms import calls
+from rollouts.training.algorithms.algorithm import is_batch_advantage
+from rollouts_check.components.subject import Function, Subject, at, need_torch, trying
+from rollouts_check.components.token_inputs import Tokens, beside_mask, usual_tokens
+from rollouts_check.report import FailedError, SkippedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MAX_TOKENS = 32
+SLACK = 1e-6
+NAN = "leave NaN out of means: rewards[~rewards.isnan()]"
+
+
+class Case(NamedTuple):
+    """The rollouts of a group: the rewards, the sampled tokens, and whether the token limit cut them off."""
+
+    words: str
+    rewards: tuple[float, ...]
+    lengths: tuple[int, ...]
+    truncated: tuple[bool, ...]
+
+    def permuted(self, order: Sequence[int]) -> Case:
+        """The same rollouts in another order."""
+        columns = (tuple(column[place] for place in order) for column in self[1:])
+        return Case(self.words, *columns)  # type: ignore[arg-type]
+
+
+def case(words: str, rewards: Sequence[float], lengths: Sequence[int] = (), truncated: Sequence[int] = ()) -> Case:
+    """A case with 8 tokens a rollout, and none cut off, unless they are given."""
+    count = len(rewards)
+    cut = tuple(place in truncated for place in range(count))
+    return Case(words, tuple(rewards), tuple(lengths or [8] * count), cut)
+
+
+REWARDS = (0.2, 1.0, -0.07, 0.71, -0.53, 0.46)  # all differences are different, so that a choice has no ties
+USUAL = case("six rollouts", REWARDS, (9, 4, 12, 7, 32, 5), truncated=(4,))
+PAIR = case("two rollouts", (0.0, 1.0), (4, 9))
+BINARY = case("rewards of 0 and 1", (1.0, 0.0, 0.0, 1.0, 0.0))
+SINGLE = case("one rollout", (1.0,))
+EQUAL = tuple(case(f"equal rewards of {value:g}", (value,) * 4) for value in (0.0, 1.0, 0.3))
+EXTREMES = (
+    case("rewards of 1e6 and -1e6", (1e6, -1e6, 1e6, 0.0)),
+    case("rewards that differ by rounding", (0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2)),
+    case("very small rewards", (1e-12, 0.0, 2e-12)),
+    case("32 rollouts", [place % 7 / 7 for place in range(32)], [place + 1 for place in range(32)]),
+    case("rollouts without tokens", (0.0, 1.0, 0.5), (0, 0, 3)),
+)
+
+
+def trial(subject: Subject, function: Function) -> Any:
+    """The results for usual groups."""
+    return [_results(subject, function, each) for each in (USUAL, PAIR)]
+
+
+def values(subject: Subject) -> str:
+    """It returns one finite number for each rollout (an advantage, also one for each turn); a selector one bool for
+    each, a pairing pairs of positions.
+    """
+    return _try_each(subject, (USUAL, PAIR, BINARY))
+
+
+def one_rollout(subject: Subject) -> str:
+    """It accepts a group with one rollout."""
+    return _try_each(subject, (SINGLE,))
+
+
+def equal_rewards(subject: Subject) -> str:
+    """It accepts a group whose rewards are equal: a deviation of 0 is no divisor."""
+    return _try_each(subject, EQUAL)
+
+
+def finite(subject: Subject) -> str:
+    """It accepts extremes: large, small and nearly equal rewards, many rollouts, rollouts without tokens."""
+    return _try_each(subject, EXTREMES)
+
+
+def order(subject: Subject) -> str:
+    """The order of the rollouts has no effect: in another order they get the same results."""
+    need_torch()
+    first = _results(subject, subject.function, USUAL)
+    for places in ((5, 4, 3, 2, 1, 0), (2, 0, 5, 1, 4, 3)):
+        again = _results(subject, subject.function, USUAL.permuted(places))
+        wanted = _permuted(first, places)
+        if not _same(again, wanted):
+            seen = f"the results were {shown(wanted)}, and are {shown(again)}{at(subject.function)}"
+            change = "compute the result of a rollout from its reward and the group, not from its position"
+            raise FailedError(f"call it on {USUAL.words} in the order {list(places)}", seen, change)
+    return ""
+
+
+def better(subject: Subject) -> str:
+    """A better rollout is not treated worse: a higher reward with equal lengths gives no lower result."""
+    need_torch()
+    function = subject.function
+    if _is_batch(subject):
+        raise SkippedError("it names `batch`: the results of tokens are not compared")
+    same = case("equal lengths", REWARDS)
+    found = _results(subject, function, same)
+    if subject.kind == "pairings":
+        pairs = [(same.rewards[chosen], same.rewards[rejected]) for chosen, rejected in sorted(found)]
+        worse = [f"the chosen reward {one:g} is below the rejected {two:g}" for one, two in pairs if one < two]
+    else:
+        means = [statistics.fmean(each) if isinstance(each, list) else each for each in found]
+        both = sorted(zip(same.rewards, means, strict=True))
+        worse = [
+            f"the reward {one:g} gives {shown(ours)}, and the higher one {two:g} gives {shown(theirs)}"
+            for (one, ours), (two, theirs) in itertools.pairwise(both)
+            if theirs < ours - SLACK
+        ]
+    if worse:
+        change = "correct the sign: what is better must be reinforced"
+        raise FailedError("compare rollouts that differ in their rewards only", f"{worse[0]}{at(function)}", change)
+    return ""
+
+
+def masked(subject: Subject) -> str:
+    """An advantage of the whole batch does not depend on masked positions, nor on rollouts that were not judged."""
+    import torch
+
+    need_torch()
+    if not _is_batch(subject):
+        raise SkippedError("it sees rewards, and no tokens")
+    tokens = usual_tokens(subject.random("tokens"))
+    tried = "call it on a batch in which a rollout was not judged: its reward is NaN"
+    with trying(tried, NAN, subject.function):
+        first = _of_tokens(subject, subject.function, tokens)
+    other = _of_tokens(subject, subject.function, beside_mask(tokens, subject.random("mask")))
+    change = "leave masked positions out: name `mask`, and write x.where(mask > 0, 0.0)"
+    if not all(torch.allclose(one, two, atol=SLACK) for one, two in zip(first, other, strict=True)):
+        seen = f"the advantages of other tokens changed{at(subject.function)}"
+        raise FailedError("change the inputs at masked positions", seen, change)
+    rewards = torch.tensor([1.0, float("nan"), 0.5, -1.0, float("nan")], dtype=torch.float64)
+    mask = tokens.inputs["mask"].where(tokens.inputs["rollout_index"] != 1, 0.0)
+    turns = [[] if number in (1, 4) else own for number, own in enumerate(tokens.inputs["turn_rewards"])]
+    tried = "call it with a rollout whose reward is NaN and whose tokens are masked"
+    with trying(tried, NAN, subject.function):
+        _of_tokens(subject, subject.function, tokens.changed(rewards=rewards, turn_rewards=turns, mask=mask))
+    return ""
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+def _try_each(subject: Subject, cases: Sequence[Case]) -> str:
+    """Call the function on each case. Raises FailedError for a result that a run refuses."""
+    need_torch()
+    change = "return a tensor with one finite number for each reward that it received"
+    change = {
+        "selectors": "return one bool for each reward that it received, such as `rewards >= 1.0`",
+        "pairings": "return a list of (chosen, rejected): two different positions in `rewards`",
+    }.get(subject.kind, change)
+    for each in cases:
+        with trying(f"call it on {each.words}", change, subject.function):
+            _results(subject, subject.function, each)
+    return counted(len(cases), "group")
+
+
+def _is_batch(subject: Subject) -> bool:
+    return subject.kind == "advantages" and is_batch_advantage(subject.function)
+
+
+def _results(subject: Subject, function: Function, group: Case) -> Any:
+    """What the function returns for this group: a list with one value for each rollout; a pairing: a set of pairs."""
+    if _is_batch(subject):
+        return _of_batch(subject, function, group)
+    return _CALLS[subject.kind](function, group)
+
+
+def _advantages(function: Function, group: Case) -> list[float | list[float]]:
+    turns = _turn_rewards(group)
+    return calls.group_advantages(function, group.rewards, lengths=group.lengths, turn_rewards=turns)
+
+
+def _turn_rewards(group: Case) -> list[list[float]]:
+    """One, two or three turns for each rollout, which share its reward."""
+    counts = [1 + length % 3 for length in group.lengths]
+    return [[reward / count] * count for reward, count in zip(group.rewards, counts, strict=True)]
+
+
+def _mixed(function: Function, group: Case) -> list[Any]:
+    """The mix of two rewards of 0 or more: of two rollouts, the better one is better in both, or equal."""
+    above = [reward - min(group.rewards) for reward in group.rewards]
+    parts = [{"first": each, "second": min(each, 0.5)} for each in above]
+    return calls.mixed_rewards(function, parts, {"first": 1.0, "second": 0.5}, step=3)
+
+
+def _shaped(function: Function, group: Case) -> list[Any]:
+    lengths, truncated = group.lengths, group.truncated
+    return calls.shaped_rewards(
+        function, group.rewards, lengths=lengths, truncated=truncated, max_tokens=MAX_TOKENS, step=3
+    )
+
+
+def _selected(function: Function, group: Case) -> list[bool]:
+    return calls.selected(function, group.rewards, [True] * len(group.rewards), lengths=group.lengths, step=3)
+
+
+def _paired(function: Function, group: Case) -> set[tuple[int, int]]:
+    return set(calls.paired(function, group.rewards, [True] * len(group.rewards), lengths=group.lengths, step=3))
+
+
+_CALLS: Mapping[str, Callable[[Function, Case], Any]] = {
+    "advantages": _advantages,
+    "mixers": _mixed,
+    "shapings": _shaped,
+    "selectors": _selected,
+    "pairings": _paired,
+}
+
+
+def _of_batch(subject: Subject, function: Function, group: Case) -> list[list[float]]:
+    """The advantages of the tokens of each rollout, in a batch that has this group alone."""
+    import torch
+
+    usual = usual_tokens(subject.random("tokens"))
+    rollouts = torch.tensor([number for number, length in enumerate(group.lengths) for _ in range(length)])
+    if len(rollouts) == 0:
+        return [[] for _ in group.rewards]
+    places = [place % len(usual.rows) for length in group.lengths for place in range(length)]
+    streams = {name: stream[places] for name, stream in usual.streams.items()}
+    streams |= {"rollout_index": rollouts, "group_index": rollouts * 0, "mask": torch.ones(len(rollouts)).double()}
+    by_turn = _turn_rewards(group)
+    turns = [
+        place * len(own) // length
+        for own, length in zip(by_turn, group.lengths, strict=True)
+        for place in range(length)
+    ]
+    whole = {"rewards": torch.tensor(group.rewards, dtype=torch.float64), "turn_rewards": by_turn, "step": 3}
+    streams["turn_index"] = torch.tensor(turns)
+    found, _ = calls.batch_advantages(function, {**streams, **whole}, len(rollouts))
+    return [found[rollouts == number].tolist() for number in range(len(group.rewards))]
+
+
+def _of_tokens(subject: Subject, function: Function, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """Advantages and the critic's targets [T]; 0 where they are masked."""
+    found, returns = calls.batch_advantages(function, tokens.inputs, len(tokens.rows))
+    return found, found * 0 if returns is None else returns
+
+
+def _permuted(found: Any, places: Sequence[int]) -> Any:
+    """The results for the rollouts in another order."""
+    if isinstance(found, set):
+        where = {place: number for number, place in enumerate(places)}
+        return {(where[chosen], where[rejected]) for chosen, rejected in found}
+    return [found[place] for place in places]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two results are equal, up to rounding."""
+    if isinstance(one, set):
+        return bool(one == other)
+    pairs = zip(one, other, strict=True)
+    return all(
+        _same(ours, theirs) if isinstance(ours, list) else abs(ours - theirs) <= SLACK * max(1.0, abs(ours))
+        for ours, theirs in pairs
+    )

@@ -1,0 +1,195 @@
+"""Checks of loggers: steps of an invented run, in a temporary folder."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rollouts.author_code import shown
+from rollouts.config.resolving import resolve
+from rollouts.errors import UserError, counted
+from rollouts.loggers.base import MetricsLogger, SampleSettings
+from rollouts.plugins.signature import call_with
+from rollouts_check.components.subject import Subject, at, trying
+from rollouts_check.environments.traces import Leftovers
+from rollouts_check.report import FailedError, SkippedError
+
+RESUMED_AT = 18  # the step at which a run is resumed
+LOG_SECONDS = 1.0  # a run waits for each call
+STEP = {"reward/mean": 0.5, "policy/loss": -0.25, "optim/lr": 1e-6, "time/step_seconds": 1.5}
+STRANGE: dict[str, dict[str, float]] = {
+    "a NaN": {"reward/mean": math.nan},
+    "infinities": {"policy/kl": math.inf, "policy/loss": -math.inf},
+    "a whole number": {"perf/tokens": 12},
+    "a new metric": {"eval/reward_mean": 0.75},
+    "a long name of many parts": {"reward/parts/" + "/".join(["very", "long"] * 20): 1.0},
+    "unicode in a name": {"reward/größe 🚀": 1.0},
+    "very large and very small numbers": {"policy/a": 1e308, "policy/b": 5e-324},
+    "no metric": {},
+}
+
+_ROW: dict[str, str | float | None] = {"group": 0, "rollout": 1, "conversation": "user: 2 + 2?", "reward": 0.5}
+ROWS: dict[str, dict[str, str | float | None]] = {
+    "a rollout": {**_ROW, "part/correct": 1.0, "advantage": -0.5, "status": "completed", "why": "", "tokens": 12},
+    "a rollout that was not judged": {**_ROW, "reward": None, "status": "timeout", "why": "too slow"},
+    "markup and control characters": {**_ROW, "conversation": "user: <script>[bold]**x** | `\x1b[31m\x00 \u202e"},
+    "a long conversation": {**_ROW, "conversation": "word " * 4000},
+    "a part with a strange name": {**_ROW, "part/größe 🚀 | a=b": 1e308},
+}
+
+
+def opens(subject: Subject) -> str:
+    """It opens in the folder of a run, and has the methods `log` and `close`."""
+    with _opened(subject, "opens") as logger:
+        lacking = [name for name in ("log", "close") if not callable(getattr(logger, name, None))]
+        if lacking or not isinstance(logger, MetricsLogger):
+            seen = f"it made {shown(logger)}, which has no {' and no '.join(lacking)}{at(subject.component)}"
+            raise FailedError("make the logger", seen, "write `def log(self, metrics, step)` and `def close(self)`")
+        with trying("close it without a step"):
+            logger.close()
+    return ""
+
+
+def logs(subject: Subject) -> str:
+    """It logs steps in their order, the last step twice, and is closed."""
+    with _opened(subject, "logs") as logger, trying("log three steps, the last one twice, and close"):
+        for step in (0, 1, 2):
+            logger.log(dict(STEP), step)
+        logger.log({"eval/reward_mean": 0.5}, 2)
+        logger.close()
+    return ""
+
+
+def any_metric(subject: Subject) -> str:
+    """It accepts every metric: NaN, infinities, new and long names, no metric at all."""
+    with _opened(subject, "any_metric") as logger:
+        for step, (words, metrics) in enumerate(STRANGE.items()):
+            tried = f"log {words}: {shown(metrics, 60)}"
+            with trying(tried, "accept any number, also NaN, and any text as its name"):
+                logger.log({**STEP, **metrics} if metrics else {}, step)
+        with trying("close it"):
+            logger.close()
+    return counted(len(STRANGE), "step")
+
+
+def metrics_unchanged(subject: Subject) -> str:
+    """It does not change the metrics, which other loggers get too."""
+    with _opened(subject, "metrics_unchanged") as logger:
+        metrics = dict(STEP)
+        logger.log(metrics, 0)
+        logger.close()
+    if metrics != STEP:
+        seen = f"the metrics were {shown(STEP)}, and are {shown(metrics)}{at(type(logger).log)}"
+        raise FailedError("compare the metrics before and after `log`", seen, "change a copy: dict(metrics)")
+    return ""
+
+
+def samples(subject: Subject) -> str:
+    """If it takes rollouts (`log_samples`), it says how many (`sample_settings`), and accepts every row."""
+    with _opened(subject, "samples") as logger:
+        has = [name for name in ("log_samples", "sample_settings") if hasattr(logger, name)]
+        if not has:
+            raise SkippedError("it takes metrics alone")
+        if len(has) == 1 or not isinstance(logger.sample_settings, SampleSettings):
+            seen = f"it has `{has[0]}`" + (" alone" if len(has) == 1 else f" and {shown(logger.sample_settings)}")
+            change = "have `log_samples(self, name, rows, step)`, and a `SampleSettings` in `self.sample_settings`"
+            raise FailedError("look at what it says of itself", f"{seen}{at(subject.component)}", change)
+        for step, (words, row) in enumerate(ROWS.items()):
+            for name in ("samples", "eval_samples"):
+                rows = [dict(row), dict.fromkeys(row), dict(row)]
+                with trying(f"log {words}: {shown(row, 60)}", "accept any text, any number, and None in each column"):
+                    logger.log_samples(name, rows, step)
+                if rows != [row, dict.fromkeys(row), row]:
+                    seen = f"the rows changed{at(type(logger).log_samples)}"
+                    raise FailedError("compare the rows before and after `log_samples`", seen, "change a copy")
+            logger.log(dict(STEP), step)
+        with trying("close it"):
+            logger.close()
+    return counted(2 * len(ROWS), "table")
+
+
+def quick(subject: Subject) -> str:
+    """`log` returns soon: its calls would pile up."""
+    slowest = 0.0
+    with _opened(subject, "quick") as logger:
+        for step in range(3):
+            begun = time.perf_counter()
+            logger.log(dict(STEP), step)
+            slowest = max(slowest, time.perf_counter() - begun)
+        logger.close()
+    if slowest > LOG_SECONDS:
+        seen = f"it took {slowest:.1f} seconds{at(type(logger).log)}"
+        change = "collect the metrics, and send them in a thread that `close` ends"
+        raise FailedError("log a step", seen, change)
+    return f"{slowest * 1000:.1f} ms"
+
+
+def closes(subject: Subject) -> str:
+    """`close` may be called twice, and leaves no thread and no process."""
+    before = Leftovers(subject.scratch / "none")
+    with _opened(subject, "closes") as logger:
+        logger.log(dict(STEP), 0)
+        logger.close()
+        with trying("close it twice", "let a second call do nothing"):
+            logger.close()
+    if left := before.found():
+        seen = f"it left {'; '.join(left)}{at(type(logger).close)}"
+        raise FailedError("close it", seen, "end threads and processes in `close`")
+    return ""
+
+
+def resumed(subject: Subject) -> str:
+    """A resumed run opens it again in the same folder, and logs its steps from there on. Earlier steps remain."""
+    with _opened(subject, "resumed") as first:
+        for step in range(RESUMED_AT + 2):
+            first.log(dict(STEP), step)
+        first.close()
+    before = _bytes_in(subject.scratch / "resumed")
+    tried = f"open it again in the same folder at step {RESUMED_AT}, and log steps {RESUMED_AT} to {RESUMED_AT + 2}"
+    with (
+        trying(tried, "keep the steps before first_step"),
+        _opened(subject, "resumed", first_step=RESUMED_AT) as again,
+    ):
+        for step in range(RESUMED_AT, RESUMED_AT + 3):
+            again.log(dict(STEP), step)
+        again.close()
+    after = _bytes_in(subject.scratch / "resumed")
+    if after * 2 < before:
+        seen = f"its files had {counted(before, 'byte')}, and have {after} afterwards{at(subject.component)}"
+        raise FailedError(tried, seen, "keep the steps before first_step: open a file to append, not to write it anew")
+    return ""
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+
+
+@contextlib.contextmanager
+def _opened(subject: Subject, name: str, first_step: int = 0) -> Iterator[Any]:
+    """A new logger in a folder of this name. It is closed if the check fails."""
+    logger = _made(subject, name, first_step)
+    try:
+        yield logger
+    except BaseException:
+        with contextlib.suppress(Exception):  # the first error is reported
+            logger.close()
+        raise
+
+
+def _made(subject: Subject, name: str, first_step: int) -> Any:
+    """Raises SkippedError if the logger needs what is not here, such as a library or an account."""
+    folder: Path = subject.scratch / name / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    inputs = {"folder": str(folder), "settings": resolve({}).settings, "first_step": first_step}
+    make: Callable[..., Any] = subject.component
+    try:
+        with trying("make the logger"):
+            return call_with(make, inputs, subject.settings)
+    except FailedError as error:
+        if isinstance(error.__cause__, UserError):  # a library or an account is missing
+            raise subject.skipped(" ".join(str(error.__cause__).split())) from error
+        raise

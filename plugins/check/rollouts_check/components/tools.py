@@ -1,0 +1,238 @@
+"""Checks of tools and tool parsers. A tool is offered by an invented environment, so the checks of an environment's
+tools serve for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from typing import Any
+
+from rollouts.author_code import shown
+from rollouts.chat.tool_parsers import ToolParser
+from rollouts.env.authoring import TOOL_MARK, ToolMethod
+from rollouts.env.schema import check_tool, schema_of
+from rollouts.env.task_tools import added_tool
+from rollouts.env.toolsets import Toolset, check_toolset, is_toolset
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, SignatureError, counted
+from rollouts.types import Task, ToolCall
+from rollouts_check.components.subject import Function, Subject, alias_of, at, trying
+from rollouts_check.environments import rewards
+from rollouts_check.environments import subject as environments
+from rollouts_check.environments import tools as checks
+from rollouts_check.environments.agents import tools_for
+from rollouts_check.packages import Found
+from rollouts_check.report import FailedError, Passed, SkippedError
+
+READ_SECONDS = 2.0  # how long reading one reply may take
+LONG = 100_000
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def tool_definition(subject: Subject) -> str:
+    """It has a schema: each argument of the model has a name and a type, and the docstring says what it does."""
+    if is_toolset(subject.component):
+        return _definitions(subject)
+    tool = _tool(subject)
+    try:
+        check_tool(tool)
+    except EnvironmentDefinitionError as error:
+        raise FailedError("read its schema", str(error), "correct the signature") from error
+    function = schema_of(tool)["function"]
+    if not str(function.get("description", "")).strip():
+        seen = f"it has no description{at(subject.component)}"
+        raise FailedError("read its schema", seen, "write a docstring: the model reads it")
+    arguments = ", ".join(function["parameters"]["properties"])
+    return f"arguments: {arguments or 'none'}"
+
+
+def _definitions(subject: Subject) -> str:
+    toolset = Toolset(subject.found.label, subject.component, subject.settings)
+    try:
+        check_toolset(toolset)
+        tools = tools_for(_environment(subject))
+    except (EnvironmentDefinitionError, SignatureError) as error:
+        raise FailedError("read the schemas of its tools", str(error), "correct the class") from error
+    for tool in tools:
+        if not str(schema_of(tool)["function"].get("description", "")).strip():
+            seen = f"the tool {tool.name} has no description{at(subject.component)}"
+            raise FailedError("read the schemas of its tools", seen, "describe the tool: the model reads it")
+    return f"tools: {', '.join(tool.name for tool in tools) or 'none'}"
+
+
+def tool_schemas(subject: Subject) -> str:
+    """The schema is valid for OpenAI's API, and chat formats can show it and read calls of it."""
+    return checks.tool_schemas(_environment(subject))
+
+
+def tool_results(subject: Subject) -> str:
+    """It returns text, or data that JSON can hold."""
+    return checks.tool_results(_environment(subject))
+
+
+def tool_arguments(subject: Subject) -> str | Passed:
+    """Strange arguments do no harm: no hang, no crash, no file outside, no process that is left."""
+    return checks.tool_arguments(_environment(subject))
+
+
+def event_loop(subject: Subject) -> str:
+    """If it is async, it does not block the event loop: no `time.sleep`, no program, no request."""
+    return rewards.event_loop(_environment(subject))
+
+
+def _tool(subject: Subject) -> ToolMethod:
+    """The tool, with the name that a run gives it: its alias."""
+    return added_tool(alias_of(subject.found.label), subject.component, subject.settings)
+
+
+def _environment(subject: Subject) -> environments.Subject:
+    """An environment that has the tool."""
+    if "environment" not in subject.kept and is_toolset(subject.component):
+        # A class of tools has the methods of an environment, except `tasks`.
+        one_task = {"tasks": lambda self, split, rng: [Task("Use the tools.")], "__doc__": "Offers the tools."}
+        toolbox = type(subject.component.__name__, (subject.component,), one_task)
+        found, given = Found(subject.found.label, "<Toolbox>"), {"env": {"name": toolbox, **subject.settings}}
+        subject.kept["environment"] = environments.make_subject(found, given, subject.scratch, seed=subject.seed)
+    if "environment" not in subject.kept:
+        tool = _tool(subject)
+        offered: Any = subject.component if tool.isolate else tool.function
+        vars(offered)[TOOL_MARK] = (tool.name, tool.timeout_seconds, tool.isolate, tool.role)
+
+        class Toolbox:
+            """Offers the tool in every task."""
+
+            def tasks(self, split: str, rng: object) -> list[Task]:
+                return [Task("Use the tool.")]
+
+            def tools(self, task: Task) -> list[Any]:
+                return [offered]
+
+        found = Found(subject.found.label, "<Toolbox>")
+        given = {"env": {"name": Toolbox}}
+        subject.kept["environment"] = environments.make_subject(found, given, subject.scratch, seed=subject.seed)
+    made: environments.Subject = subject.kept["environment"]
+    return made
+
+
+# --- tool parsers -----------------------------------------------------------------------------------------------------
+
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Search.",
+            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+        },
+    }
+    for name in ("search", "look_up")
+]
+PLAIN = ("A text without calls.", "", "I think that 2 < 3 and 5 > 4.", "Unicode: é 👩‍🚀 \u202e")
+CALLS: dict[str, list[ToolCall]] = {
+    "one call": [ToolCall("search", {"query": "stars"})],
+    "two calls": [ToolCall("search", {"query": "stars"}), ToolCall("look_up", {"query": "moon"})],
+}
+HOSTILE = {
+    "an opened tag": "<tool_call>",
+    "a call that is cut off": '<tool_call>{"name": "search", "arguments": {"query": "sta',
+    "nested brackets": "[" * 2_000 + "{" * 2_000,
+    "many tags": "<tool_call>" * 2_000,
+    "many opened calls": '[TOOL_CALLS][{"name": "search"' * 500,
+    "a call with a list": '{"name": ["search"], "arguments": [1]}',
+    "a call with numbers": '{"name": 1, "parameters": {"query": NaN}}',
+    "a long text": "word " * (LONG // 5),
+    "a long line": "CALL " + "(" * 20_000,
+    "half a character": "\ud800 {",
+    "a zero byte": "a\0b <function=search>",
+    "signs": "[[]] {} () ** ``` <answer> $$ %s {0} \\",
+}
+
+
+def parser_trial(subject: Subject, function: Function) -> Any:
+    """What it reads in some replies."""
+    parser = ToolParser(subject.found.label, function, {})
+    written = [] if parser.write is None else [parser.write(calls) for calls in CALLS.values()]
+    return [parser.calls(text, TOOLS) for text in (*PLAIN, *written)]
+
+
+def plain_text(subject: Subject) -> str:
+    """It returns (calls, text). In a text without calls it finds none, and returns the text."""
+    for text in PLAIN:
+        tried = f"read {shown(text, 60)}"
+        with trying(tried, "return (calls, text): a list of ToolCall, and the text around them"):
+            calls, rest = _parser(subject).calls(text, TOOLS)
+        if calls:
+            seen = f"it read {shown(calls)}{at(subject.component)}"
+            raise FailedError(tried, seen, "read only what your format marks as a call")
+        if rest.split() != text.split():
+            seen = f"the remaining text is {shown(rest, 80)}{at(subject.component)}"
+            raise FailedError(tried, seen, "return the text without the calls, and nothing else removed")
+    return counted(len(PLAIN), "text")
+
+
+def round_trip(subject: Subject) -> str:
+    """It reads the calls that its own `write` returns."""
+    parser = _parser(subject)
+    if parser.write is None:
+        raise SkippedError("it has no `write`, which demonstrations with calls need")
+    try:
+        parser.check()
+    except ConfigError as error:
+        raise FailedError("write a call and read it", str(error), "let `write` return what the parser reads") from error
+    for words, calls in CALLS.items():
+        with trying(f"write {words}"):
+            text = parser.write(calls)
+            read, _ = parser.calls(text, TOOLS)
+        if [(each.name, each.arguments) for each in read] != [(each.name, each.arguments) for each in calls]:
+            seen = f"it wrote {shown(text, 80)}, and read {shown(read, 120)}{at(subject.component)}"
+            raise FailedError(f"write {words} and read them", seen, "let `write` return what the parser reads")
+    return ""
+
+
+def any_text(subject: Subject) -> str:
+    """No reply makes it raise, however malformed; every beginning of a call is a reply too."""
+    texts = dict(HOSTILE)
+    if (write := _parser(subject).write) is not None:
+        whole = write(CALLS["two calls"])
+        texts |= {f"the first {count} characters of a call": whole[:count] for count in range(len(whole))}
+    for words, text in texts.items():
+        change = "return the call with `error`, ToolCall(name, error=...), and let the model read what is wrong"
+        with trying(f"read {words}: {shown(text, 40)}", change):
+            calls, _ = _parser(subject).calls(text, TOOLS)
+        for call in calls:
+            if not isinstance(call.name, str) or not _is_json(call.arguments):
+                seen = f"it read {shown(call)}{at(subject.component)}"
+                change = "return calls whose names are text, and whose arguments are a dict that JSON can hold"
+                raise FailedError(f"read {words}", seen, change)
+    return counted(len(texts), "text")
+
+
+def quick(subject: Subject) -> str:
+    """Reading takes little time, also of a long or malformed reply."""
+    slowest, texts = 0.0, [("a text of many words", "word " * LONG), *HOSTILE.items()]
+    for words, text in texts:
+        begun = time.perf_counter()
+        with contextlib.suppress(Exception):  # `any_text` reports it
+            _parser(subject).calls(text, TOOLS)
+        seconds = time.perf_counter() - begun
+        slowest = max(slowest, seconds)
+        if seconds > READ_SECONDS:
+            seen = f"it took {seconds:.1f} seconds for {len(text):,} characters{at(subject.component)}"
+            change = "search with a pattern that does not try all ways to split the text, such as (.*)*"
+            raise FailedError(f"read {words}", seen, change)
+    return f"{slowest * 1000:.0f} ms"
+
+
+def _is_json(arguments: Any) -> bool:
+    try:
+        json.dumps(arguments, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(arguments, dict)
+
+
+def _parser(subject: Subject) -> ToolParser:
+    return ToolParser(subject.found.label, subject.component, subject.settings)

@@ -1,0 +1,230 @@
+"""Checks of what changes tensors in place: rules of the reference policy, and optimizers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rollouts.errors import UserError, counted
+from rollouts.plugins.signature import call_with
+from rollouts_check.components.common import snapshot
+from rollouts_check.components.subject import Function, Subject, at, need_torch, trying
+from rollouts_check.report import FailedError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+VERSIONS = (0, 1, 2, 100, 10_000)
+LR = 1e-2
+
+
+# --- references -------------------------------------------------------------------------------------------------------
+
+
+def reference_trial(subject: Subject, function: Function) -> Any:
+    """The reference after some steps."""
+    reference, policy = _tensors(1), _tensors(2)
+    for version in VERSIONS:
+        _apply(function, reference, policy, version)
+    return reference
+
+
+def updates(subject: Subject) -> str:
+    """It changes the reference in place, keeps it finite, and returns nothing."""
+    need_torch()
+    reference, policy = _tensors(1), _tensors(2)
+    shapes = [(each.shape, each.dtype) for each in reference]
+    moved = 0
+    for version in VERSIONS:
+        tried = f"call it at version {version}"
+        before = snapshot(reference)
+        with trying(tried):
+            returned = _apply(subject.function, reference, policy, version)
+        moved += snapshot(reference) != before
+        if returned is not None:
+            seen = f"it returned {type(returned).__name__}{at(subject.function)}"
+            raise FailedError(tried, seen, "change the tensors of `reference` in place, and return nothing")
+        if [(each.shape, each.dtype) for each in reference] != shapes:
+            seen = f"a tensor of the reference has another shape or dtype{at(subject.function)}"
+            raise FailedError(tried, seen, "write into the tensors: reference.copy_(...), reference.lerp_(...)")
+        if not all(bool(each.isfinite().all()) for each in reference):
+            seen = f"a value of the reference is not finite{at(subject.function)}"
+            raise FailedError(tried, seen, "correct the rule")
+    return f"changes the reference at {moved} of {counted(len(VERSIONS), 'version')}"
+
+
+def policy_unchanged(subject: Subject) -> str:
+    """It does not change the policy."""
+    policy = _tensors(2)
+    before = snapshot(policy)
+    for version in VERSIONS:
+        _apply(subject.function, _tensors(1), policy, version)
+        if snapshot(policy) != before:
+            seen = f"a tensor of the policy changed{at(subject.function)}"
+            raise FailedError(f"call it at version {version}", seen, "change `reference` only")
+    return ""
+
+
+def precisions(subject: Subject) -> str:
+    """It works if policy and reference have different precisions, and if this process has no tensor."""
+    import torch
+
+    for ours, theirs in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        reference = [each.to(ours) for each in _tensors(1)]
+        policy = [each.to(theirs) for each in _tensors(2)]
+        with trying(f"call it with a reference of {ours} and a policy of {theirs}", "convert: new.to(old.dtype)"):
+            for version in VERSIONS:
+                _apply(subject.function, reference, policy, version)
+        if any(each.dtype != ours for each in reference):
+            seen = f"the reference has another precision afterwards{at(subject.function)}"
+            raise FailedError(f"call it with a policy of {theirs}", seen, "write into the tensors of `reference`")
+    with trying("call it with empty lists: another rank has all tensors", "return if `reference` is empty"):
+        _apply(subject.function, [], [], 1)
+    return ""
+
+
+def _apply(function: Function, reference: list[Tensor], policy: list[Tensor], version: int) -> Any:
+    import torch
+
+    inputs = {"reference": reference, "policy": policy, "adapters": reference, "version": version}
+    with torch.no_grad():
+        return call_with(function, inputs)
+
+
+def _tensors(seed: int) -> list[Tensor]:
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in ((2, 3), (3,))]
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def optimizer_trial(subject: Subject, function: Function) -> Any:
+    """The parameters after three steps."""
+    parameters = _parameters()
+    _step(_made(function, parameters), parameters, 3)
+    return [each.detach() for each in parameters]
+
+
+def steps(subject: Subject) -> str:
+    """It is a torch optimizer of all parameters, takes a step, and has a state that a checkpoint can hold."""
+    need_torch()
+    from rollouts.training.backends.optimizer import check_optimizer
+
+    try:
+        check_optimizer(subject.function, f"the optimizer {subject.found.label}")
+    except UserError as error:
+        first, _, change = str(error).partition("\n")
+        raise FailedError("make it for two parameters, and take a step", first, change or "correct it") from error
+    return ""
+
+
+def descends(subject: Subject) -> str:
+    """Steps go against the gradient: the square of the parameters falls."""
+    parameters = _parameters()
+    optimizer = _made(subject.function, parameters)
+    before = _squares(parameters)
+    for _ in range(20):
+        for each in parameters:
+            each.grad = 2 * each.detach()
+        optimizer.step()
+    after = _squares(parameters)
+    if not after < before:
+        seen = f"it was {before:g}, and is {after:g} after 20 steps{at(subject.function)}"
+        raise FailedError("minimize the sum of the squared parameters", seen, "correct the sign or the size of a step")
+    return f"{before:.3g} to {after:.3g} in 20 steps with lr {LR:g}"
+
+
+def learning_rates(subject: Subject) -> str:
+    """Each group has its own rate, and a rate of 0 changes nothing: the trainer sets the rates before each step."""
+    parameters = _parameters()
+    given = [{"params": [each], "lr": LR * (number + 1)} for number, each in enumerate(parameters)]
+    optimizer = subject.function(given, LR)
+    rates = {id(each): group["lr"] for group in optimizer.param_groups for each in group["params"]}
+    for number, each in enumerate(parameters):
+        if abs(rates.get(id(each), -1.0) - LR * (number + 1)) > 1e-12:
+            seen = f"a group with the rate {LR * (number + 1):g} got {rates.get(id(each))}{at(subject.function)}"
+            change = "give torch the groups as they are: each has `params` and `lr`"
+            raise FailedError("make it with two groups of different rates", seen, change)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    before = snapshot([each.detach() for each in parameters])
+    _step(optimizer, parameters, 1)
+    if snapshot([each.detach() for each in parameters]) != before:
+        seen = f"parameters changed{at(subject.function)}"
+        raise FailedError("take a step with the rate 0", seen, 'multiply every change by group["lr"], weight decay too')
+    return ""
+
+
+def gradients(subject: Subject) -> str:
+    """Parameters without a gradient stay as they are, and a gradient of 0 keeps all parameters finite."""
+    parameters = _parameters()
+    optimizer = _made(subject.function, parameters)
+    before = snapshot(parameters[1].detach())
+    parameters[0].grad = parameters[0].detach() * 0
+    with trying("take a step where one gradient is None and the other one is 0", "skip it: if parameter.grad is None"):
+        optimizer.step()
+    if snapshot(parameters[1].detach()) != before:
+        seen = f"the parameter without a gradient changed{at(subject.function)}"
+        raise FailedError("take a step where one gradient is None", seen, "skip it: if parameter.grad is None")
+    if not bool(parameters[0].isfinite().all()):
+        seen = f"the parameter is not finite{at(subject.function)}"
+        raise FailedError("take a step with a gradient of 0", seen, "add a small number to the divisor")
+    return ""
+
+
+def restored(subject: Subject) -> str:
+    """A resumed run continues with the same steps: the state is saved and loaded as in a checkpoint."""
+    import torch
+
+    from rollouts.training.backends.optimizer import (
+        group_values,
+        load_plain_state,
+        optimizer_tensors,
+        plain_optimizer_state,
+    )
+
+    one, other = _parameters(), _parameters()
+    first, second = _made(subject.function, one), _made(subject.function, other)
+    made = group_values(first)
+    _step(first, one, 3)
+    names = {each: f"p{number}" for number, each in enumerate(one)}
+    saved = {key: value.clone() for key, value in optimizer_tensors(first, names).items()}
+    plain = plain_optimizer_state(first, names, made)
+    with torch.no_grad():
+        for ours, theirs in zip(one, other, strict=True):
+            theirs.copy_(ours)
+    theirs_by_name = {each: f"p{number}" for number, each in enumerate(other)}
+    for key, tensor in optimizer_tensors(second, theirs_by_name, saved).items():
+        tensor.copy_(saved[key])
+    load_plain_state(second, theirs_by_name, plain)
+    for optimizer, parameters in ((first, one), (second, other)):
+        _step(optimizer, parameters, 3)
+    if snapshot([each.detach() for each in one]) != snapshot([each.detach() for each in other]):
+        seen = f"the parameters differ after three more steps{at(subject.function)}"
+        change = "keep all state in `self.state[parameter]` or in the groups: tensors and numbers"
+        raise FailedError("save its state after three steps, and load it into a new one", seen, change)
+    return counted(len(saved), "tensor")
+
+
+def _parameters() -> list[nn.Parameter]:
+    from torch import nn
+
+    return [nn.Parameter(each) for each in _tensors(3)]
+
+
+def _made(function: Function, parameters: list[nn.Parameter]) -> Any:
+    return function([{"params": parameters, "lr": LR}], LR)
+
+
+def _step(optimizer: Any, parameters: list[nn.Parameter], count: int) -> None:
+    """Take some steps with gradients that depend on the parameters alone."""
+    for _ in range(count):
+        for each in parameters:
+            each.grad = each.detach().sin()
+        optimizer.step()
+
+
+def _squares(parameters: list[nn.Parameter]) -> float:
+    return sum(float((each.detach() ** 2).sum()) for each in parameters)

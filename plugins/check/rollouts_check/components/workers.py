@@ -1,0 +1,147 @@
+"""Checks of workers: a real one is started, and plays a small environment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import trio
+
+from rollouts.author_code import message_of, shown
+from rollouts.env.workers.channel import Connection, Connector
+from rollouts.env.workers.process import Options
+from rollouts.errors import UserError, WorkerError
+from rollouts.plugins.signature import call_with
+from rollouts_check.components.subject import Subject, at, trying
+from rollouts_check.environments import subject as environments
+from rollouts_check.environments.agents import in_trio
+from rollouts_check.environments.table import IN_WORKER
+from rollouts_check.environments.traces import Leftovers
+from rollouts_check.packages import Found
+from rollouts_check.report import FailedError, SkippedError
+from rollouts_check.runner import run_checks
+
+T = TypeVar("T")
+START_SECONDS, END_SECONDS = 60.0, 10.0
+CANCELLED_AFTER = (0.0, 0.05, 0.3)
+PLAYED = ("worker-tasks", "worker-data", "episode", "worker-episodes", "worker-lives")
+NUMBERS = '''\
+from rollouts import Task, reward, tool
+
+
+class Numbers:
+    """Adds two numbers."""
+
+    def tasks(self, split, rng):
+        while True:
+            a, b = rng.randrange(100), rng.randrange(100)
+            yield Task(f"What is {a} plus {b}?", answer=a + b)
+
+    @tool
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    @reward
+    def correct(self, task, trajectory):
+        return float(str(task.answer) in trajectory.last_text)
+'''
+
+
+def connects(subject: Subject) -> str:
+    """It makes a Connector, whose `open` starts a worker that greets; `end` ends it and says how it ended."""
+
+    async def open_and_end() -> tuple[Any, Any]:
+        connection = await _open(subject)
+        try:
+            greeting = json.loads(await connection.channel.receive())
+        finally:
+            words = await connection.end(END_SECONDS)
+        return greeting, words
+
+    greeting, words = _in_time(open_and_end)
+    if not isinstance(greeting, dict) or greeting.get("type") != "hello":
+        seen = f"the first message is {shown(greeting)}{at(subject.component)}"
+        raise FailedError("open a worker", seen, "start `worker_command(options)`, and pass its messages on")
+    if not isinstance(words, str) or not words:
+        seen = f"`end` returned {shown(words)}{at(subject.component)}"
+        raise FailedError("end a worker", seen, "return a text that says how it ended")
+    return words
+
+
+def leaves_nothing(subject: Subject) -> str:
+    """No process is left of a worker that is ended, or whose start is cancelled."""
+    before = Leftovers(subject.scratch / "none")
+
+    async def start_and_cancel() -> None:
+        for seconds in CANCELLED_AFTER:
+            connection: Connection | None = None
+            with trio.move_on_after(seconds):
+                connection = await _open(subject)
+            if connection is not None:
+                with trio.CancelScope(shield=True):
+                    await connection.end(END_SECONDS)
+
+    _in_time(start_and_cancel)
+    if left := before.found():
+        seen = f"it left {'; '.join(left)}{at(subject.component)}"
+        change = "end what you started in a `finally`, also if `open` is cancelled"
+        raise FailedError("cancel the start of a worker at several moments, and end others", seen, change)
+    return ""
+
+
+def plays(subject: Subject) -> str:
+    """An environment in the worker has the tasks, tools, messages and rewards that it has in the process of the run."""
+    if not subject.found.is_importable:
+        raise SkippedError("the worker has no name that a run can choose")
+    file = subject.scratch / "numbers_in_a_worker.py"
+    file.write_text(NUMBERS, encoding="utf-8")
+    found = Found("Numbers in the worker", f"{file}:Numbers")
+    given = {"worker": {"kind": subject.found.name, **subject.settings}}
+    try:
+        played = environments.make_subject(found, given, subject.scratch, seed=subject.seed, tasks=2)
+    except UserError as error:
+        raise subject.skipped(f"it cannot be made with these settings: {message_of(error)}") from error
+    try:
+        results = run_checks(IN_WORKER, played, only=PLAYED)
+    finally:
+        played.close()
+    for result in results:
+        if result.status == "failed":
+            raise FailedError(
+                f"an environment in the worker, check {result.name}: {result.tried}", result.seen, result.change
+            )
+    return ", ".join(result.name for result in results if result.status == "passed")
+
+
+async def _open(subject: Subject) -> Connection:
+    """A worker. Skips the check if none can be started here. Raises FailedError if the component makes no Connector."""
+    inputs = {"environment": "calculator", "count": 1, "options": Options()}
+    try:
+        with trying("make it"):
+            made = call_with(subject.component, inputs, subject.settings)
+    except FailedError as error:
+        if isinstance(error.__cause__, UserError):
+            raise subject.skipped(f"it cannot be made with these settings: {error.seen}") from error
+        raise
+    if not isinstance(made, Connector):
+        seen = f"it made {type(made).__name__}{at(subject.component)}"
+        raise FailedError("make it", seen, "write `async def open(self, log)`: rollouts.env.workers.channel.Connector")
+    try:
+        return await made.open(lambda chunk: None)
+    except WorkerError as error:
+        raise subject.skipped(f"no worker can be started here: {error}") from error
+
+
+def _in_time(work: Callable[[], Awaitable[T]]) -> T:
+    async def run() -> T:
+        with trio.fail_after(START_SECONDS):
+            return await work()
+
+    with trying("start a worker and end it"):
+        try:
+            return in_trio(run)
+        except trio.TooSlowError:
+            seen = f"it took longer than {START_SECONDS:g} seconds"
+            raise FailedError("start a worker and end it", seen, "let `open` and `end` return") from None

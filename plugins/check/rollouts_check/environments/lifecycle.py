@@ -1,0 +1,357 @@
+"""Checks of an episode's life: cancellation, deadlines, `close`, `state` and `restore`, several episodes at once."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import trio
+
+from rollouts.author_code import place_of_function, shown
+from rollouts.env import calls
+from rollouts.env.methods import plain_state
+from rollouts.errors import counted, words_of
+from rollouts.inference.chatting import ChatRequest
+from rollouts.inference.suspend import EMPTY, SuspendableEngine, SuspendedEpisode
+from rollouts.types import Message, Status, Task
+from rollouts_check.environments.agents import (
+    Agent,
+    Played,
+    Watch,
+    done,
+    example_script,
+    in_trio,
+    play,
+    play_each,
+    ready,
+    says,
+    script_for,
+    watched,
+)
+from rollouts_check.environments.rewards import WRONG, difference_of
+from rollouts_check.environments.subject import Subject
+from rollouts_check.environments.traces import Leftovers, own_temporary_folder
+from rollouts_check.report import FailedError, SkippedError
+
+CANCELLED_MAX = 24  # places at which an episode is cancelled
+WAIT_SECONDS = 0.05  # how long after a step an episode in a worker, or with asyncio methods, is cancelled
+MODEL_SECONDS = 0.3  # the deadline of an episode whose model never replies
+
+
+def interleaved(subject: Subject) -> str:
+    """Two episodes at the same time do not change each other."""
+    pairs = [(each.task, each.replies) for each in subject.expert[:2]]
+    if len(pairs) < 2:
+        pairs = [(task, script_for(subject, task)) for task in subject.tasks[:2]]
+    if len(pairs) < 2:
+        raise SkippedError("there is only one task")
+    turns = max(len(script) for _, script in pairs)
+    alone = [play_each(subject, [task], [says(*script)], turns=turns)[0] for task, script in pairs]
+    together = in_trio(_together, subject, pairs, turns)
+    for task_number, (one, other) in enumerate(zip(alone, together, strict=True), start=1):
+        if difference := difference_of(one, other):
+            change = (
+                "keep the state of an episode on `self`, not in the class, in a module variable or in a shared file"
+            )
+            tried = f"play episode {task_number} of 2 alone, and then turn by turn with the other one"
+            raise FailedError(tried, difference, change)
+    return "2 episodes"
+
+
+async def _together(subject: Subject, pairs: Sequence[tuple[Task, list[Message]]], turns: int) -> list[Played]:
+    """Play the episodes at once. Each turn begins when every unfinished episode waits for it."""
+    turnstile = _Turnstile(len(pairs))
+    results: dict[int, Played] = {}
+
+    async def one(number: int, task: Task, script: list[Message]) -> None:
+        try:
+            results[number] = await play(subject, task, turnstile.slowed(says(*script)), turns=turns)
+        finally:
+            turnstile.leave()
+
+    async with trio.open_nursery() as nursery:
+        for number, (task, script) in enumerate(pairs):
+            nursery.start_soon(one, number, task, script)
+    return [results[number] for number in range(len(pairs))]
+
+
+class _Turnstile:
+    """Lets the model reply when all episodes wait for a reply."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._waiting, self._round = count, 0, trio.Event()
+
+    def slowed(self, agent: Agent) -> Agent:
+        async def choose(request: ChatRequest) -> Message:
+            self._waiting += 1
+            own = self._round
+            self._open_if_all()
+            await own.wait()
+            chosen = agent(request)
+            assert isinstance(chosen, Message), "a script replies at once"
+            return chosen
+
+        return choose
+
+    def leave(self) -> None:
+        self._count -= 1
+        self._open_if_all()
+
+    def _open_if_all(self) -> None:
+        if self._waiting >= self._count:
+            self._waiting = 0
+            self._round.set()
+            self._round = trio.Event()
+
+
+def cancelled(subject: Subject) -> str:
+    """An episode that is cancelled at any step runs `close`, and leaves no thread, process or temporary file."""
+    task = subject.tasks[0]
+    script = script_for(subject, task)
+    watch = Watch()
+    steps = in_trio(_cancelled_at, subject, task, script, watch, 10**9)
+    shared = calls.asyncio_tasks()  # such as those of `shared`, which goes on
+    places = _places_of(steps)
+    change = "end in `close` what the episode started: processes, threads, files, connections"
+    if methods := _asyncio_methods(subject):
+        _require_cancelled(subject, methods)
+    with own_temporary_folder(subject.scratch / "cancelled") as folder:
+        left = Leftovers(folder)
+        for place in places:
+            watch = Watch()
+            in_trio(_cancelled_at, subject, task, script, watch, place)
+            _check_closed(subject, watch, f"cancel an episode at step {place} of {steps}")
+        if lines := [*left.found(), *_asyncio_left(shared)]:
+            where = place_of_function(getattr(subject.component, "close", None)) or place_of_function(
+                getattr(subject.component, "setup", None)
+            )
+            seen = f"it left {'; '.join(lines)}" + (f" ({where})" if where else "")
+            raise FailedError(f"cancel an episode at {counted(len(places), 'step')}, one after the other", seen, change)
+    return counted(len(places), "step")
+
+
+def _asyncio_left(before: list[str]) -> list[str]:
+    """asyncio tasks of environments that run beside those from `before`, and do not end within a moment."""
+    deadline = time.monotonic() + 1
+    while found := sorted((Counter(calls.asyncio_tasks()) - Counter(before)).elements()):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return [f"{counted(len(found), 'asyncio task')}: {', '.join(found[:3])}"] if found else []
+
+
+def _places_of(steps: int) -> list[int]:
+    return sorted({1 + (steps * number) // CANCELLED_MAX for number in range(CANCELLED_MAX)})
+
+
+class _CancelAtStep(trio.abc.Instrument):
+    """Cancels a task before one of its steps, or this many seconds after it. `steps` counts them."""
+
+    def __init__(self, step: int, seconds: float) -> None:
+        self.steps, self._step, self._seconds, self.scope = 0, step, seconds, trio.CancelScope()
+        self.task: trio.lowlevel.Task | None = None
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self.task:
+            self.steps += 1
+            if self.steps == self._step and not self._seconds:
+                self.scope.cancel()
+
+    def after_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self.task and self.steps == self._step and self._seconds:
+            self.scope.deadline = trio.current_time() + self._seconds
+
+
+def _require_cancelled(subject: Subject, methods: list[str]) -> None:
+    """Cancel episodes with a call of each tool a little after a step, so that an asyncio method may be waiting. Raises
+    FailedError if a method caught its cancellation.
+    """
+    task, script = subject.tasks[0], example_script(subject)
+    for step in _places_of(in_trio(_cancelled_at, subject, task, script, Watch(), 10**9)):
+        before = calls.uncancelled_count()
+        in_trio(_cancelled_at, subject, task, script, Watch(), step, WAIT_SECONDS)
+        if calls.uncancelled_count() > before:
+            seen = f"an asyncio method caught its cancellation, and continued; there is {', '.join(methods)}"
+            change = "let asyncio.CancelledError pass: do not catch it or BaseException, or raise it again"
+            raise FailedError(f"cancel an episode {WAIT_SECONDS} s after step {step}", seen, change)
+
+
+def _asyncio_methods(subject: Subject) -> list[str]:
+    """The async methods of the class that are for asyncio, each with its line."""
+    found = {name: getattr(subject.component, name, None) for name in dir(subject.component)}
+    methods = {name: each for name, each in found.items() if inspect.iscoroutinefunction(each) and name != "rollout"}
+    own = [(name, each) for name, each in methods.items() if _library(subject, each) == "asyncio"]
+    return [f"{name} ({place_of_function(each)})" for name, each in own]
+
+
+def _library(subject: Subject, method: Any) -> str:
+    declared = getattr(subject.component, "async_library", None)
+    return str(declared) if declared else calls.async_library_of(method)
+
+
+async def _cancelled_at(
+    subject: Subject, task: Task, script: list[Message], watch: Watch, step: int, seconds: float = 0
+) -> int:
+    """Play an episode and cancel it at this step of its task, or so many seconds later. In a worker it is a little
+    later, when the worker has begun what the step asked for. Returns the number of steps.
+    """
+    instrument = _CancelAtStep(step, seconds or (WAIT_SECONDS if subject.environment.remote else 0.0))
+
+    async def episode() -> None:
+        instrument.task = trio.lowlevel.current_task()
+        with instrument.scope:
+            await play(subject, task, says(*script), turns=len(script), watch=watch)
+        instrument.task = None
+
+    trio.lowlevel.add_instrument(instrument)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(episode)
+    finally:
+        trio.lowlevel.remove_instrument(instrument)
+    return instrument.steps
+
+
+def _check_closed(subject: Subject, watch: Watch, tried: str) -> None:
+    """Raise FailedError if an environment object that was made has a `close` that was not called."""
+    missing = [env for env in watch.made if hasattr(env, "close") and not any(env is each for each in watch.closed)]
+    if missing and watched(subject.component) is not subject.component:
+        seen = f"`close` did not run ({place_of_function(subject.component.close)})"
+        raise FailedError(tried, seen, "do not catch trio.Cancelled in `rollout`, or raise it again")
+
+
+def deadlines(subject: Subject) -> str:
+    """If the model never replies, the episode ends at its deadline, and `close` runs."""
+    watch = Watch()
+
+    async def never(request: ChatRequest) -> Message:
+        await trio.sleep_forever()
+        raise AssertionError("it sleeps for ever")
+
+    async def episode() -> Played:
+        return await play(subject, subject.tasks[0], never, seconds=MODEL_SECONDS, watch=watch)
+
+    begun = time.monotonic()
+    played = in_trio(episode)
+    tried = f"play an episode of at most {MODEL_SECONDS} seconds with a model that never replies"
+    if played.episode.status is not Status.TIMEOUT:
+        seen = f"it ended as {played.episode.status.value}: {played.trajectory.error or 'without an error'}"
+        change = "let exceptions of model.chat pass: do not catch trio.Cancelled or every exception"
+        raise FailedError(tried, seen, change)
+    _check_closed(subject, watch, tried)
+    return f"timeout after {time.monotonic() - begun:.1f} s"
+
+
+def close(subject: Subject) -> str:
+    """`close` may be called twice, and before `setup`, because `setup` may fail."""
+    if not hasattr(subject.component, "close"):
+        raise SkippedError("the environment has no `close`")
+    task = subject.tasks[0]
+    script = script_for(subject, task)
+    watch = Watch()
+    place = place_of_function(subject.component.close)
+
+    async def twice() -> None:
+        await play(subject, task, says(*script), turns=len(script), watch=watch)
+        await calls.call(watch.made[-1].close, timeout_seconds=10)
+
+    async def early() -> None:
+        await calls.call(watch.make(subject).close, timeout_seconds=10)
+
+    for function, tried in ((twice, "call `close` again after an episode"), (early, "call `close` without `setup`")):
+        try:
+            in_trio(function)
+        except FailedError:
+            raise
+        except Exception as error:  # the author's code may raise anything
+            late = f"it took longer than 10 seconds ({place})"
+            why = late if isinstance(error, calls.CallTimeoutError) else words_of(error)
+            change = "give each attribute that `close` uses a value in the constructor, and check it"
+            if function is twice:
+                change = "let the second call do nothing: set what `close` has closed to None, and check it first"
+            raise FailedError(tried, why, change) from error
+    return "twice, and without setup"
+
+
+def restore(subject: Subject) -> str:
+    """An episode that is saved with `state` and restored in another object goes on as before."""
+    component = subject.component
+    if not (subject.has("state") and subject.has("restore")):
+        raise SkippedError("the environment has no `state` and `restore`")
+    if subject.has("rollout"):
+        raise SkippedError("an environment with its own `rollout` cannot be restored")
+    pairs = [(each.task, each.replies) for each in subject.expert[:2]]
+    pairs = pairs or [(subject.tasks[0], script_for(subject, subject.tasks[0]))]
+    pairs.append((subject.tasks[0], [Message("assistant", text) for text in WRONG]))
+    if len(example := example_script(subject)) > 1:
+        pairs.append((subject.tasks[0], [*example[:-1], *example]))  # calls before and after
+    count = 0
+    for task, script in pairs:
+        (whole,) = play_each(subject, [task], [says(*script)], turns=len(script))
+        for said in range(len(script)):
+            restored, saved, again = in_trio(_restored, subject, task, script, said)
+            count += 1
+            tried = f"save an episode after {said} of {len(script)} replies"
+            if saved != again:
+                place = place_of_function(getattr(component, "restore", None))
+                seen = f"the first object gave {shown(saved)}, the second {shown(again)} ({place})"
+                change = "set in `restore` everything that `state` returned"
+                raise FailedError(f"{tried}, restore it in a new object, and call `state` there", seen, change)
+            if difference := difference_of(whole, restored):
+                place = place_of_function(getattr(component, "state", None))
+                seen = f"{difference} ({place})"
+                change = "return from `state` everything that the rest of the episode needs, and set it in `restore`"
+                raise FailedError(f"{tried}, restore it in a new object, and play the rest", seen, change)
+    return counted(count, "restored episode")
+
+
+async def _restored(subject: Subject, task: Task, script: list[Message], count: int) -> tuple[Played, Any, Any]:
+    """Play the first `count` replies, save, and play the rest in another environment object. With the state that was
+    saved, and the state of the other object right after `restore`; both None if the episode ended before.
+    """
+    saved: list[SuspendedEpisode] = []
+    engine = SuspendableEngine(None, None, (0, 0), "check")  # type: ignore[arg-type]  # `play` sets the backend
+    first = says(*script)
+
+    with trio.CancelScope() as scope:
+
+        async def until_saved(request: ChatRequest) -> Message:
+            said = sum(message.role == "assistant" for message in request.messages)
+            if said - sum(message.role == "assistant" for message in task.messages) < count:
+                chosen = first(request)
+                assert isinstance(chosen, Message), "a script replies at once"
+                return chosen
+            assert engine.snapshot is not None, "the episode sets it"
+            states = await engine.snapshot()
+            if states is None:
+                raise FailedError("save the episode", "`state` raised, or took too long", "correct `state`")
+            saved.append(SuspendedEpisode(*states, seed=0, context_length=0, partial=EMPTY))
+            scope.cancel()
+            await trio.sleep_forever()
+            raise AssertionError("it is cancelled")
+
+        played = await play(subject, task, until_saved, turns=len(script), engine=engine)
+    if not saved:
+        return played, None, None
+    again = SuspendableEngine(None, None, (0, 0), "check", resume_from=saved[0])  # type: ignore[arg-type]
+    rest = says(*script[count:])
+    state = saved[0].env
+    return (
+        await play(subject, task, rest, turns=len(script), engine=again),
+        state,
+        await _state_after(subject, task, state),
+    )
+
+
+async def _state_after(subject: Subject, task: Task, state: Any) -> Any:
+    """The state of a new environment object right after `restore`."""
+    run = await ready(subject, task)
+    try:
+        await calls.call(run.env.restore, copy.deepcopy(state))
+        return plain_state(type(run.env).__name__, await calls.call(run.env.state))
+    finally:
+        await done(run)

@@ -1,0 +1,484 @@
+"""Checks of rewards: an expert earns the maximum, idle agents do not, and a verdict is a finite number each time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from rollouts.author_code import message_of, place_of_function, shown
+from rollouts.config.settings import Settings
+from rollouts.encoding import encode
+from rollouts.env.authoring import metrics_of, of_role, rewards_of
+from rollouts.env.mixing import RETURNED_NONE, RewardTerm
+from rollouts.errors import RolloutsError, counted
+from rollouts.types import Message, Score, Task, Trajectory
+from rollouts_check.environments.agents import (
+    Agent,
+    Played,
+    Watch,
+    done,
+    example_script,
+    in_trio,
+    play,
+    play_each,
+    ready,
+    says,
+)
+from rollouts_check.environments.subject import Demonstration, Subject
+from rollouts_check.environments.surroundings import changes, grown, kept_by_author
+from rollouts_check.environments.traces import Blocked, first_difference, random_sources
+from rollouts_check.report import FailedError, Passed
+
+LEFT = (
+    "an episode left something that a later one sees; keep its state on `self`, not in the class, in a module, in "
+    "`shared` or on disk"
+)
+SET_UP_SECONDS = 5.0  # how long other tasks are set up
+WRONG = ("0", "1", "?", "2")  # replies that are probably wrong, so that an episode lasts longer than an expert's
+SLACK = 1e-6  # rounding of a reward
+JUNK_REPLIES = ("", "?", "I do not know.", "0", "-1", "nan", "x" * 20_000, "é 👩‍🚀 \u202e", "[[]] {} ()", "\n\n\n")
+
+
+class First(NamedTuple):
+    """One of the first episodes that a subject plays."""
+
+    words: str
+    task: Task
+    script: list[Message]
+    played: Played
+
+
+def episode(subject: Subject) -> Passed:
+    """An episode runs to its end, with a call of each tool, and keeps its task and its trajectory. Other tasks can be
+    set up. A note says if `reply` never ends it.
+    """
+    first_episodes(subject)
+    task = subject.tasks[0]
+    script = example_script(subject)
+    judged: list[bytes] = []
+
+    def record(task: Task) -> float:
+        judged.append(encode(task))
+        return 0.0
+
+    term = RewardTerm("rollouts_task", record, 0.0, {}, ("task",))
+    watch = Watch()
+    (played,) = play_each(subject, [task], [says(*script)], turns=len(script), rewards=(term,), watch=watch)
+    tried = "play an episode with a call of each tool, then a text"
+    require_end(played, tried)
+    if difference := next((path for each in judged if (path := first_difference(encode(task), each))), ""):
+        place = place_of_function(getattr(subject.component, "setup", None))
+        seen = f"the task changed: {difference}" + (f" ({place})" if place else "")
+        raise FailedError(tried, seen, "do not change the task: in `setup`, copy what an episode changes")
+    _require_unchanged_by_reply(subject, watch)
+    count = _set_up_each(subject)
+    remark = f"{counted(len(played.trajectory.messages), 'message')}, {played.episode.status.value}"
+    return Passed(f"{remark}; {counted(count, 'task')} set up" if count else remark, _endless(subject, task, script))
+
+
+def _require_unchanged_by_reply(subject: Subject, watch: Watch) -> None:
+    """Play wrong replies. Raises FailedError if `reply` changed a trajectory, then or in the episode of `watch`."""
+    if not subject.has("reply"):
+        return
+    play_each(subject, subject.tasks[:1], [says(*WRONG)], turns=len(WRONG), rewards=(), watch=watch)
+    if watch.changed:
+        place = place_of_function(getattr(subject.component, "reply", None))
+        seen = "the trajectory was another one after `reply`" + (f" ({place})" if place else "")
+        raise FailedError("play an episode", seen, "return messages from `reply`, and change nothing in the trajectory")
+
+
+def _endless(subject: Subject, task: Task, script: Sequence[Message]) -> tuple[str, ...]:
+    """A note if `reply` still answers after as many turns as a run has by default."""
+    if not subject.has("reply"):
+        return ()
+    turns = len(script) - 1 + Settings.max_turns
+    (played,) = play_each(subject, [task], [says(*script)], turns=turns, rewards=())
+    if "turn_limit" not in played.trajectory.metrics:
+        return ()
+    words = f"`reply` never ended the episode; it ended at --max-turns {Settings.max_turns}. Return None to end it"
+    place = place_of_function(getattr(subject.component, "reply", None))
+    return (words + (f" ({place})" if place else ""),)
+
+
+def _set_up_each(subject: Subject) -> int:
+    """Run `setup`, `tools` and `close` for each drawn task, for a few seconds. Returns the number of tasks. Raises
+    FailedError for the first task that fails.
+    """
+    if not (subject.has("setup") or subject.has("tools")):
+        return 0
+    tasks = list({task.key: task for task in subject.drawn}.values())
+    deadline = time.monotonic() + SET_UP_SECONDS
+
+    async def each() -> int:
+        for number, task in enumerate(tasks, start=1):
+            try:
+                run = await ready(subject, task)
+                await done(run)
+            except RolloutsError as error:
+                change = "correct `setup` or `tools`; they must work for every task"
+                raise FailedError(f"set up the task {shown(task.key)}", message_of(error), change) from error
+            if time.monotonic() > deadline:
+                return number
+        return len(tasks)
+
+    return in_trio(each)
+
+
+def first_episodes(subject: Subject) -> list[First]:
+    """A call of each tool, an idle agent, and the experts, before the subject plays anything else. `repeatable` plays
+    them again after other episodes.
+    """
+    if "first" not in subject.kept:
+        subject.kept["before"] = kept_by_author(subject)
+        subject.kept["first"], subject.kept["blocked"] = _play_first(subject)
+    found: list[First] = subject.kept["first"]
+    return found
+
+
+def _play_first(subject: Subject) -> tuple[list[First], Blocked]:
+    async def play_all() -> list[First]:
+        return [
+            First(words, task, script, await play(subject, task, says(*script), turns=len(script)))
+            for words, task, script in first_scripts(subject)
+        ]
+
+    with Blocked(str(getattr(subject.component, "__module__", "")).partition(".")[0]) as blocked:
+        return in_trio(play_all), blocked
+
+
+def event_loop(subject: Subject) -> str:
+    """Async methods do not block the event loop, which all episodes share: no `time.sleep`, no program, no request."""
+    first_episodes(subject)
+    blocked: Blocked = subject.kept["blocked"]
+    seen = [*blocked.calls]
+    if blocked.idle and not seen:  # the first time, it may have loaded something
+        seen = [*_play_first(subject)[1].idle]
+    if seen:
+        change = (
+            "await what takes time (trio.sleep, trio.run_process, an async client), or leave `async` out, so that "
+            "the method gets a thread"
+        )
+        raise FailedError("play episodes, and watch the event loop", f"an async method blocks it: {seen[0]}", change)
+    return counted(len(first_scripts(subject)), "episode")
+
+
+def first_scripts(subject: Subject) -> list[tuple[str, Task, list[Message]]]:
+    """The first episodes before they are played: words for each, its task, and what the agent says."""
+    scripts = [("a call of each tool, then a text", subject.tasks[0], example_script(subject))]
+    scripts += [("an empty text", subject.tasks[0], [Message("assistant", "")])]
+    scripts += [(f"the demonstration of {shown(each.task.key)}", each.task, each.replies) for each in subject.expert]
+    return scripts
+
+
+def repeatable(subject: Subject) -> str:
+    """The same task and replies give the same messages and reward, also after other episodes, and nothing is kept."""
+    known = first_episodes(subject)
+    for each in known:
+        agents = [says(*each.script), says(*each.script)]
+        again = play_each(subject, [each.task] * 2, agents, turns=len(each.script))
+        for earlier, later in ((each.played, again[0]), (again[0], again[1])):
+            if difference := difference_of(earlier, later):
+                raise _not_repeatable(subject, each, difference, again)
+    _require_nothing_kept(subject, known)
+    return counted(len(known), "episode")
+
+
+def _require_nothing_kept(subject: Subject, known: Sequence[First]) -> None:
+    """Raise FailedError if a list or a mapping of the class, the module or `shared` grows with each episode."""
+    for each in (known[0], known[-1]):
+        states = []
+        for _ in range(3):
+            play_each(subject, [each.task], [says(*each.script)], turns=len(each.script))
+            states.append(kept_by_author(subject))
+        if names := grown(states):
+            raise FailedError(f"play {each.words} three times", "; ".join(names[:2]), LEFT)
+
+
+def _not_repeatable(subject: Subject, first: First, difference: str, again: Sequence[Played]) -> FailedError:
+    """The failure with its probable cause: what other episodes left, or something random."""
+    tried = f"play {first.words} to the same task again, after other episodes"
+    is_steady = not difference_of(*again)
+    before = subject.kept["before"] if is_steady else kept_by_author(subject)
+    play_each(subject, [first.task], [says(*first.script)], turns=len(first.script))
+    left = changes(before, kept_by_author(subject))
+    if left or is_steady:
+        return FailedError(tried, "; ".join([difference, *left[:2]]), LEFT)
+    if sources := random_sources(subject, with_episode=True):
+        return FailedError(
+            tried,
+            f"{difference}; {'; '.join(sources)}",
+            "decide it from the task, or with a generator that `setup` makes from it: random.Random(task.key)",
+        )
+    change = (
+        "keep the state of an episode on `self`, set it in `setup`, and draw random numbers from a generator that "
+        "`setup` makes from the task"
+    )
+    return FailedError(tried, difference, change)
+
+
+def oracle(subject: Subject) -> Passed:
+    """An expert earns the maximum: the demonstrations, replayed with the real tools."""
+    subject.require_rewards()
+    highest = subject.reward_range[1] if subject.reward_range else None
+    for demonstration, played in zip(subject.demonstrations, _experts(subject), strict=True):
+        tried = f"replay the demonstration of the task {shown(demonstration.task.key)}"
+        require_end(played, tried)
+        if failures := dict(played.trajectory.tool_errors):
+            raise FailedError(tried, "; ".join(failures.values()), "correct the demonstration's call, or the tool")
+        value = played.reward
+        wanted = f"{highest:g}, the end of reward_range" if highest is not None else "more than 0"
+        is_enough = value is not None and (value > 0 if highest is None else value >= highest - SLACK)
+        if not is_enough:
+            why = f": {played.episode.score.why}" if played.episode.score.why else ""
+            last = shown(played.trajectory.last_text)
+            seen = f"the reward was {_number(value)}{why}; the last message was {last}{_at(subject)}"
+            change = f"let the expert earn {wanted}: correct the demonstration or the reward"
+            raise FailedError(tried, seen, change)
+    remark = f"{counted(len(subject.demonstrations), 'demonstration')}, reward {_number(_experts(subject)[0].reward)}"
+    return Passed(remark, _other_results(subject))
+
+
+def _other_results(subject: Subject) -> tuple[str, ...]:
+    """A note if a demonstration shows another result of a tool than the real one."""
+    for each, played in zip(subject.demonstrations, _experts(subject), strict=True):
+        shown_ones = [message for message in each.messages if message.role == "tool"]
+        real = [message for message in played.trajectory.messages if message.role == "tool"]
+        for one, other in zip(shown_ones, real, strict=False):
+            if one.text != other.text:
+                place = place_of_function(getattr(subject.component, "demonstrations", None))
+                words = f"a demonstration shows the result {shown(one.text)}, and the tool gave {shown(other.text)}"
+                at = f" ({place})" if place else ""
+                return (f"{words}; a model that learns from it expects the wrong result{at}",)
+    return ()
+
+
+def no_op(subject: Subject) -> str:
+    """An agent that does nothing earns less than the expert."""
+    agents = [says("") for _ in judged_demonstrations(subject)]
+    return _below(
+        subject, "reply with an empty text", agents, "judge whether the task was solved, not whether the episode ended"
+    )
+
+
+def echo(subject: Subject) -> str:
+    """An agent that repeats the prompt earns less than the expert."""
+    agents = [says(each.task.messages[-1].text) for each in judged_demonstrations(subject)]
+    change = "compare one answer: a text that only contains the answer somewhere is no answer"
+    return _below(subject, "reply with the text of the prompt", agents, change)
+
+
+def rewards(subject: Subject) -> str:
+    """Each verdict and each metric is a finite number, in the declared range, and the same when it is given again."""
+    subject.require_rewards()
+    declared = _declared_range(subject)
+    task = subject.tasks[0]
+    pairs: list[tuple[Task, Sequence[Message | str]]] = [(each.task, each.replies) for each in subject.expert]
+    pairs += [(task, example_script(subject)), *((task, [text]) for text in JUNK_REPLIES)]
+    pairs += [(task, [reply]) for reply in _first_calls(subject)]  # cut off after the call
+    again = tuple(term._replace(alias=f"again_{term.alias}") for term in subject.rewards)
+
+    async def judged() -> list[tuple[Played, Played]]:
+        found = []
+        for task, script in pairs:
+            turns = len(script)
+            once = await play(subject, task, says(*script), turns=turns)
+            if not once.fault:
+                await _require_unchanged(subject, task, script)
+            twice = await play(subject, task, says(*script), turns=turns, rewards=(*subject.rewards, *again))
+            found.append((once, twice))
+        return found
+
+    for (_, script), (once, twice) in zip(pairs, in_trio(judged), strict=True):
+        tried = f"judge an episode whose last reply is {shown(_text(script[-1]), 60)}"
+        if once.fault:
+            raise FailedError(tried, once.fault, "return a finite number, or None if the reward cannot judge")
+        _require_metrics(subject, once, tried)
+        for why in "; ".join(each.score.why for each in once.episode.by_role).split("; "):
+            if " could not judge: " in why and f": {RETURNED_NONE}" not in why:
+                change = "let the reward return a number for any reply; 0 if the reply is no answer"
+                raise FailedError(tried, why, change)
+        for each in twice.episode.by_role:
+            for (name, value), (_, second) in _pairs(each.score):
+                if value != second:
+                    sources = "".join(f"; {each}" for each in random_sources(subject, with_episode=True))
+                    seen = f"{name} was {_number(value)}, and {_number(second)} the second time{_at(subject)}{sources}"
+                    change = "judge the episode alone: change nothing in a reward, draw nothing, and ask for no clock"
+                    raise FailedError(f"{tried}, twice", seen, change)
+        value = once.reward
+        if declared and value is not None and not declared[0] - SLACK <= value <= declared[1] + SLACK:
+            seen = f"the reward was {value:g}, and reward_range is {declared}{_at(subject)}"
+            raise FailedError(tried, seen, "correct the reward, or the class attribute reward_range")
+    within = f", in {declared}" if declared else ""
+    return f"{counted(len(pairs), 'episode')}{within}"
+
+
+def _first_calls(subject: Subject) -> list[Message]:
+    """The first reply of the expert, and of a script, if it calls a tool."""
+    scripts = [*(each.replies for each in subject.expert[:1]), example_script(subject)]
+    return [script[0] for script in scripts if script[0].tool_calls]
+
+
+def _require_metrics(subject: Subject, played: Played, tried: str) -> None:
+    """Raise FailedError if a metric raised, or returned no finite number."""
+    for each in played.episode.by_role:
+        if each.metrics.get("metric_failures"):
+            own = of_role(metrics_of(subject.component), each.role)
+            lost = [metric for metric in own if f"metric/{metric.name}" not in each.metrics]
+            places = [f"{metric.name} ({place_of_function(metric.function)})" for metric in lost]
+            seen = f"a metric raised, or returned no finite number: {'; '.join(places)}"
+            change = "let a metric return a finite number for any episode, also for one without a tool call"
+            raise FailedError(tried, seen, change)
+
+
+async def _require_unchanged(subject: Subject, task: Task, script: Sequence[Message | str]) -> None:
+    """Play an episode. Raises FailedError if its rewards or metrics changed its trajectory."""
+    before: dict[str, bytes] = {}
+
+    def record(trajectory: Trajectory) -> float:
+        before[trajectory.role] = encode(trajectory)
+        return 0.0
+
+    first = RewardTerm("rollouts_before", record, 0.0, {}, ("trajectory",))
+    played = await play(subject, task, says(*script), turns=len(script), rewards=(first, *subject.rewards))
+    if played.fault or played.episode.status.is_infrastructure:
+        return  # other checks report it
+    for each in played.episode.by_role:
+        if encode(each.trajectory) != before[each.role]:
+            seen = f"the trajectory was another one afterwards{_at(subject)}"
+            change = "do not change the trajectory or its task in a reward or a metric"
+            raise FailedError("compare the trajectory of an episode before and after its rewards", seen, change)
+
+
+def _pairs(score: Score) -> Iterator[tuple[tuple[str, float | None], tuple[str, float | None]]]:
+    """Each reward and each part of the first judgment, with that of the second. A score has its rewards first."""
+    found, count = list(score.parts.items()), len(score.weights)
+    for several in (found[:count], found[count:]):
+        half = len(several) // 2
+        yield from zip(several[:half], several[half:], strict=False)
+
+
+def require_end(played: Played, tried: str) -> None:
+    """Raise FailedError if the environment failed."""
+    trajectory = played.trajectory
+    if trajectory.status.is_infrastructure:
+        seen = f"it ended as {trajectory.status.value}: {trajectory.error}"
+        raise FailedError(tried, seen, "correct the method that raised, or that took too long")
+
+
+def difference_of(first: Played, second: Played) -> str:
+    """The first difference of two episodes in messages, status or reward; empty if they are equal."""
+    pairs = list(zip(first.episode.trajectories, second.episode.trajectories, strict=False))
+    for ours, theirs in pairs:
+        for number, (one, other) in enumerate(zip(ours.messages, theirs.messages, strict=False), start=1):
+            if one != other:
+                return f"message {number} ({one.role}) was {shown(one.text)}, and then {shown(other.text)}"
+        if len(ours.messages) != len(theirs.messages):
+            return f"one episode had {counted(len(ours.messages), 'message')}, the other {len(theirs.messages)}"
+        if ours.status != theirs.status:
+            statuses = [f"{each.status.value} {each.error or ''}".strip() for each in (ours, theirs)]
+            return f"one episode ended as {statuses[0]}, the other as {statuses[1]}"
+    counts = [len(each.episode.trajectories) for each in (first, second)]
+    if counts[0] != counts[1]:
+        return f"one episode had {counted(counts[0], 'conversation')}, the other {counts[1]}"
+    if _parts(first) != _parts(second):
+        texts = [", ".join(f"{name} {_number(value)}" for name, value in _parts(each)) for each in (first, second)]
+        return f"the rewards were {texts[0]}, and then {texts[1]}"
+    return ""
+
+
+def _parts(played: Played) -> list[tuple[str, float | None]]:
+    """The parts of the score; of every role, if there are roles."""
+    return [
+        (f"{each.role}/{name}" if each.role else name, value)
+        for each in played.episode.by_role
+        for name, value in each.score.parts.items()
+    ]
+
+
+def judged_demonstrations(subject: Subject) -> list[Demonstration]:
+    """The demonstrations; without them, replies with the tasks' answers if these earn the largest reward. Raises
+    SkippedError if there are neither.
+    """
+    subject.require_rewards()
+    return [each for each, _ in judged(subject)] or subject.demonstrations
+
+
+def expert_rewards(subject: Subject) -> list[float]:
+    """What the expert earns in each of `judged_demonstrations`. `oracle` has passed."""
+    return [reward for _, reward in judged(subject)]
+
+
+def expert_messages(subject: Subject) -> list[list[Message]]:
+    """The messages of each expert's episode, with those of the real tools. None without demonstrations."""
+    return [played.trajectory.messages for played in _experts(subject)]
+
+
+def judged(subject: Subject) -> list[tuple[Demonstration, float]]:
+    """The demonstrations and what they earn; without them, replies with the tasks' answers if these earn the most."""
+    if "judged" not in subject.kept:
+        found = [(each, played.reward or 0.0) for each, played in zip(subject.expert, _experts(subject), strict=True)]
+        subject.kept["judged"] = found or _invented(subject)
+    known: list[tuple[Demonstration, float]] = subject.kept["judged"]
+    return known
+
+
+def _invented(subject: Subject) -> list[tuple[Demonstration, float]]:
+    """Replies with the tasks' answers, if all of them earn the largest reward (the end of `reward_range`, else 1), and
+    if the answers of other tasks earn less.
+    """
+    tasks = [task for task in subject.tasks if isinstance(task.answer, str | int | float) and str(task.answer).strip()]
+    if len(tasks) < len(subject.tasks) or not subject.is_judged:
+        return []
+    highest = subject.reward_range[1] if subject.reward_range else 1.0
+    replies = [Message("assistant", str(task.answer)) for task in tasks]
+
+    def earned(texts: Sequence[Message]) -> list[bool]:
+        played = play_each(subject, tasks, [says(each) for each in texts])
+        return [each.reward is not None and each.reward >= highest - SLACK for each in played]
+
+    if not all(earned(replies)) or any(earned([*replies[1:], Message("assistant", "rollouts")])):
+        return []
+    return [(Demonstration(task, [reply]), highest) for task, reply in zip(tasks, replies, strict=True)]
+
+
+def _experts(subject: Subject) -> list[Played]:
+    """The replayed demonstrations, played once for all checks."""
+    return [each.played for each in first_episodes(subject)[2:]]
+
+
+def _below(subject: Subject, tried: str, agents: list[Agent], change: str) -> str:
+    played = play_each(subject, [each.task for each in judged_demonstrations(subject)], agents)
+    for expert, each in zip(expert_rewards(subject), played, strict=True):
+        if each.reward is not None and each.reward >= expert - SLACK:
+            seen = f"the reward was {each.reward:g}, and the expert earns {expert:g}{_at(subject)}"
+            raise FailedError(tried, seen, change)
+    values = [each.reward for each in played if each.reward is not None]
+    return f"reward at most {max(values):g}" if values else "could not be judged"
+
+
+def _declared_range(subject: Subject) -> tuple[float, float] | None:
+    """The declared range. Raises FailedError if it is none."""
+    declared = getattr(subject.component, "reward_range", None)
+    is_pair = isinstance(declared, tuple | list) and len(declared) == 2
+    if declared is None:
+        return None
+    if not is_pair or not all(isinstance(each, int | float) for each in declared) or not declared[0] < declared[1]:
+        seen = f"reward_range is {shown(declared)}"
+        raise FailedError("read the declared range", seen, "write two numbers, such as reward_range = (0.0, 1.0)")
+    return subject.reward_range
+
+
+def _text(reply: Message | str) -> str:
+    return reply if isinstance(reply, str) else reply.text
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _at(subject: Subject) -> str:
+    places = [place_of_function(each.function) for each in rewards_of(subject.component)]
+    places += [place_of_function(term.function) for term in subject.rewards if term.function is not None]
+    found = next((place for place in places if place is not None), None)
+    return f" ({found})" if found else ""

@@ -1,0 +1,503 @@
+"""What an environment's code leaves behind or touches outside itself: threads, processes, files, random generators.
+
+Also draws tasks in another process. Files are watched with an audit hook of Python, so writes of other processes are
+not seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import linecache
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from rollouts.author_code import CORE, INSTALLED, STANDARD_LIBRARY, Place, is_file, shown
+from rollouts.config.convert import unflagged
+from rollouts.errors import counted
+from rollouts_check.environments.subject import Subject
+from rollouts_check.packages import without_own_path
+from rollouts_check.report import FailedError, SkippedError
+
+CHILD_SECONDS = 300.0
+GRACE_SECONDS = 3.0  # how long threads and processes may take to end after the last episode
+PATH = "import sys; sys.path[:] = sys.argv[2:]; "
+BOOT = "import sys; from rollouts_check.environments.child import main; main(sys.argv[1])"
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+CHANGES = frozenset(
+    {"os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate", "shutil.rmtree"}
+)
+"""Audit events of calls that change the file system. The first argument is a path."""
+
+WAITS = frozenset(
+    {"os.system", "socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "subprocess.Popen", "time.sleep"}
+)
+"""Audit events of calls that wait, and `time.sleep`, which has none."""
+
+LOOPS = ("rollouts-check", "rollouts-asyncio")
+"""The threads in which the checks run trio, and the engine runs asyncio."""
+
+LOOP_PACKAGES = (f"{os.sep}asyncio{os.sep}", f"{os.sep}trio{os.sep}", f"{os.sep}anyio{os.sep}")
+ASYNC = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+LOOK_SECONDS = 0.01
+IDLE_SECONDS = 0.05  # how long a loop may be idle inside an async method
+OWN_CHILDREN = ("resource_tracker", "ps -axo", "rollouts.env.workers")
+"""Child processes of Python itself, of this module and of workers."""
+
+OURS = ("rollouts", "Trio ", "MainThread", "pydevd", "ThreadPoolExecutor", "AnyIO", "asyncio_")
+"""How the names of threads begin that belong to rollouts, trio and asyncio."""
+
+
+# --- random numbers ---------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def random_calls() -> Iterator[list[str]]:
+    """A list that has, after the block, each use of the global generators of `random` and numpy in it."""
+    calls: dict[str, None] = {}
+    found: list[str] = []
+    owner = random.random.__self__  # type: ignore[attr-defined]  # the hidden generator of the module
+    patched = {name: value for name, value in vars(random).items() if getattr(value, "__self__", None) is owner}
+    numpy = sys.modules.get("numpy")
+    saved = random.getstate(), numpy and numpy.random.get_state()
+    random.seed("rollouts check")  # a state that no environment sets, because an earlier episode may have seeded it
+    if numpy is not None:
+        numpy.random.seed(list(b"rollouts check"))
+    before, numpys = random.getstate(), _numpy_state()
+    for name, value in patched.items():
+        if name != "getstate":
+            setattr(random, name, _recorded(name, value, calls))
+    try:
+        yield found
+    finally:
+        for name, value in patched.items():
+            setattr(random, name, value)
+        if random.getstate() != before:
+            found += list(calls) or ["the state of the global `random` changed"]
+        if numpys is not None and _numpy_state() != numpys:
+            found.append("the state of the global `numpy.random` changed")
+        random.setstate(saved[0])
+        if numpy is not None:
+            numpy.random.set_state(saved[1])
+
+
+def _recorded(name: str, function: Callable[..., Any], calls: dict[str, None]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        place = place_of_frame(sys._getframe(1))
+        calls[f"random.{name} was called" + (f" ({place})" if place else "")] = None
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _numpy_state() -> str | None:
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else repr([str(part) for part in numpy.random.get_state()])
+
+
+def place_of_frame(frame: FrameType | None) -> Place | None:
+    """The innermost line of an author's code, from this frame outwards."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_file(file) and not file.startswith((*CORE, STANDARD_LIBRARY)):
+            return Place(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
+        frame = frame.f_back
+    return None
+
+
+# --- another process --------------------------------------------------------------------------------------------------
+
+
+def draw_in_child(subject: Subject, count: int, hash_seed: str, *, is_late: bool = False) -> list[bytes]:
+    """The encoded training tasks that another process draws, with this PYTHONHASHSEED. `is_late` shifts its clock."""
+    name, seed, path = subject.found.name, hash_seed, sys.path
+    found = draw_in(subject, sys.executable, name, count, hash_seed=seed, path=path, is_late=is_late)
+    return [task.encode() for task in found["tasks"]]
+
+
+def draw_in(
+    subject: Subject,
+    python: str,
+    name: str,
+    count: int,
+    *,
+    hash_seed: str = "0",
+    path: list[str] | None = None,
+    is_late: bool = False,
+) -> dict[str, Any]:
+    """The `tasks` that another Python draws from the environment of this name, and the `file` of its module. `path` is
+    its `sys.path`; None: its own, without the current folder. `is_late` shifts its clock by more than a year.
+    """
+    answer = subject.scratch / "drawn.json"
+    settings = unflagged(subject.settings)
+    settings["env"] = settings["env"] | {"name": name} if isinstance(settings["env"], dict) else name
+    request = {"name": name, "settings": settings, "seed": subject.seed, "count": count, "answer": str(answer)}
+    request["is_late"] = is_late
+    run_child([python] if path else [python, "-P"], request, {"PYTHONHASHSEED": hash_seed}, path)
+    found: dict[str, Any] = json.loads(answer.read_text())
+    return found
+
+
+def random_sources(subject: Subject, *, with_episode: bool = False) -> list[str]:
+    """What another process saw the environment's code ask for that differs between two runs: the clock, the operating
+    system's random numbers, generators without a seed. Empty if it cannot tell.
+    """
+    if not subject.is_importable:
+        return []
+    try:
+        found: list[str] = run_child_of(subject, {"with_episode": with_episode}, {})
+    except (FailedError, SkippedError):
+        return []
+    return found[:3]
+
+
+def run_child_of(subject: Subject, what: dict[str, Any], variables: dict[str, str]) -> Any:
+    """The answer of a program of `child` for this environment. Raises FailedError and SkippedError like `run_child`."""
+    answer = subject.scratch / "answer.json"
+    request = {"name": subject.found.name, "settings": unflagged(subject.settings), "seed": subject.seed}
+    run_child(
+        [sys.executable], {**request, "tasks": subject.tasks_max, "answer": str(answer), **what}, variables, sys.path
+    )
+    return json.loads(answer.read_text())
+
+
+def first_difference(first: bytes | None, second: bytes | None) -> str:
+    """Where two encoded values differ: "answer was 3, then 4". Empty if they are equal."""
+    if first is None or second is None:
+        texts = ["nothing" if each is None else shown(each.decode()) for each in (first, second)]
+        return f"it was {texts[0]}, then {texts[1]}"
+    return _difference(json.loads(first), json.loads(second), "")
+
+
+def _difference(first: Any, second: Any, path: str) -> str:
+    if type(first) is type(second) is dict and first.keys() == second.keys():
+        inside = [_difference(first[key], second[key], f"{path}.{key}" if path else key) for key in first]
+    elif type(first) is type(second) is list and len(first) == len(second):
+        pairs = enumerate(zip(first, second, strict=True))
+        inside = [_difference(one, other, f"{path}[{number}]") for number, (one, other) in pairs]
+    else:
+        inside = [] if first == second else [f"{path or 'it'} was {shown(first)}, then {shown(second)}"]
+    return next(filter(None, inside), "")
+
+
+def run_child(python: list[str], request: dict[str, Any], variables: dict[str, str], path: list[str] | None) -> None:
+    """Run the program of `child` to its end. Raises FailedError if it fails or takes longer than CHILD_SECONDS, and
+    SkippedError if a setting cannot be sent to it, or if it is its episodes that take longer.
+    """
+    tried = "import the environment in another process"
+    try:
+        text = msgspec.json.encode(request).decode()
+    except (TypeError, ValueError) as error:
+        raise SkippedError(f"a setting cannot be sent to another process: {error}") from error
+    command = [*python, "-c", f"{PATH if path else ''}{BOOT}", text, *(path or ())]
+    environment = {**(os.environ if path else without_own_path()), **variables}
+    try:
+        code, errors, left = _run_alone(command, environment)
+    except subprocess.TimeoutExpired:
+        if request.get("plays"):
+            raise SkippedError(f"its episodes took longer than {CHILD_SECONDS:g} seconds in another process") from None
+        seen = f"the import and the tasks took longer than {CHILD_SECONDS:g} seconds"
+        raise FailedError(tried, seen, "load heavy things in `shared`, and make a task when it is drawn") from None
+    if code != 0 and request.get("is_late"):  # a library may not work with the shifted clock
+        return run_child(python, {**request, "is_late": False}, variables, path)
+    if code != 0:
+        lines = errors.strip().splitlines() or [f"exit code {code}"]
+        raise FailedError(tried, "\n".join(lines[-3:]), "make the module importable on its own")
+    if left:
+        tried = "play episodes in another process, and let it end" if request.get("plays") else tried
+        change = "end it in `close`; what `shared` started, after its `yield`"
+        raise FailedError(tried, f"it left {counted(len(left), 'process')}: {', '.join(left[:3])}", change)
+
+
+def _run_alone(command: list[str], environment: dict[str, str]) -> tuple[int, str, list[str]]:
+    """Run a command in a session of its own. Returns its exit code, its last errors, and the processes that it left,
+    which are killed. Raises TimeoutExpired.
+    """
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        )
+        try:
+            code = process.wait(CHILD_SECONDS)
+        except BaseException:
+            _kill_group(process.pid)
+            process.wait()
+            raise
+        left = _processes_of(process.pid)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while left and time.monotonic() < deadline:
+            time.sleep(0.05)
+            left = _processes_of(process.pid)
+        if left:
+            _kill_group(process.pid)
+        errors.seek(0)
+        return code, errors.read().decode(errors="replace"), left
+
+
+def _kill_group(group: int) -> None:
+    with contextlib.suppress(OSError):  # it has ended, or the system has no groups
+        os.killpg(group, signal.SIGKILL)
+
+
+def _processes_of(group: int) -> list[str]:
+    """The command lines of the processes of a group that have not ended."""
+    try:
+        os.killpg(group, 0)
+    except OSError:  # the usual case: there is none
+        return []
+    rows = _rows_of_proc() if Path("/proc/self/stat").exists() else _rows_of_ps()
+    found = []
+    for pid, _, state, words in rows:
+        with contextlib.suppress(OSError):
+            if (
+                os.getpgid(pid) == group
+                and not state.startswith("Z")
+                and not any(each in words for each in OWN_CHILDREN)
+            ):
+                found.append(words[:80])
+    return found
+
+
+# --- event loops ------------------------------------------------------------------------------------------------------
+
+
+class Blocked(threading.Thread):
+    """Watches, in a `with` block, the threads in which trio and asyncio run an environment's async methods.
+
+    `calls` are the calls by which an async method blocked its event loop, each with its line. `idle` are the lines at
+    which a loop was idle for long inside an async method: it neither computed nor waited for a core. Only Linux says
+    how long a thread was busy, so `idle` is empty elsewhere. Of the installed packages, only `package` is watched.
+    """
+
+    def __init__(self, package: str) -> None:
+        super().__init__(name="rollouts-blocked", daemon=True)
+        self.calls: dict[str, None] = {}
+        self.idle: dict[str, None] = {}
+        self._package = package
+        self._done = threading.Event()
+
+    def __enter__(self) -> Blocked:
+        self._stack = contextlib.ExitStack()
+        self._stack.enter_context(audited(self._see))
+        self._stack.callback(setattr, time, "sleep", time.sleep)
+        time.sleep = self._recorded(time.sleep)  # type: ignore[assignment]
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._done.set()
+        self.join()
+        self._stack.close()
+
+    def _recorded(self, sleep: Callable[[float], None]) -> Callable[[float], None]:
+        def call(seconds: float, /) -> None:
+            if seconds > 0:
+                self._see("time.sleep", ())
+            sleep(seconds)
+
+        return call
+
+    def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """Record a call that blocks, if it is made in the thread of an event loop."""
+        if event not in WAITS or threading.current_thread().name not in LOOPS:
+            return
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename == __file__:
+            frame = frame.f_back
+        if event == "socket.connect" and arguments[0].gettimeout() == 0:
+            return
+        if event == "subprocess.Popen" and not _is_waiting(frame):
+            return
+        if place := _place_in_async(frame, self._package):
+            self.calls[f"{event} ({place})"] = None
+
+    def run(self) -> None:
+        """Look again and again what each loop does, and whether it has been idle since it began that."""
+        before: dict[threading.Thread, tuple[int, int, float]] = {}
+        while not self._done.wait(LOOK_SECONDS):
+            for thread in threading.enumerate():
+                if thread.name in LOOPS and (idle := _idle_seconds(thread)) is not None:
+                    self._look(thread, idle, before)
+
+    def _look(
+        self, thread: threading.Thread, idle: float, before: dict[threading.Thread, tuple[int, int, float]]
+    ) -> None:
+        frame = sys._current_frames().get(thread.ident or 0)
+        doing = id(frame), frame.f_lasti if frame else 0
+        *known, since = before.get(thread, (0, 0, 0.0))
+        if known != [*doing]:
+            before[thread] = *doing, idle
+        elif idle - since > IDLE_SECONDS and (place := _place_in_async(frame, self._package)):
+            self.idle[f"it was idle for more than {IDLE_SECONDS:g} seconds ({place})"] = None
+
+
+def _idle_seconds(thread: threading.Thread) -> float | None:
+    """How long a thread neither ran nor waited for a core, by a clock of unknown start; None if it is not known."""
+    try:
+        busy, waiting, _ = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
+    except (OSError, ValueError):  # only Linux has it
+        return None
+    return time.monotonic() - (int(busy) + int(waiting)) / 1e9
+
+
+def _is_waiting(frame: FrameType | None) -> bool:
+    """Whether a process is started by a function that waits for its end, such as `subprocess.run`."""
+    while frame is not None and frame.f_code.co_filename == subprocess.__file__:
+        if frame.f_code.co_name in ("run", "call"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _place_in_async(frame: FrameType | None, package: str) -> Place | None:
+    """The line of the author's async function that runs here; None if that of another package does, or none."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if frame.f_code.co_flags & ASYNC or any(part in file for part in LOOP_PACKAGES):
+            is_own = is_file(file) and not file.startswith((*CORE, STANDARD_LIBRARY))
+            is_own = is_own and not any(part in file and f"{part}{package}" not in file for part in INSTALLED)
+            return Place(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip()) if is_own else None
+        frame = frame.f_back
+    return None
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+_watching: list[Callable[[str, tuple[Any, ...]], None]] = []
+_is_hooked = False
+
+
+@contextlib.contextmanager
+def audited(listener: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Call `listener(event, arguments)` for each audit event of Python in the block."""
+    global _is_hooked
+    if not _is_hooked:  # a hook cannot be removed
+        _is_hooked = True
+        sys.addaudithook(_notify)
+    _watching.append(listener)
+    try:
+        yield
+    finally:
+        _watching.remove(listener)
+
+
+def _notify(event: str, arguments: tuple[Any, ...], watching: list[Any] = _watching) -> None:
+    for listener in watching:  # a default, because the variables of a module are None when Python ends
+        listener(event, arguments)
+
+
+@contextlib.contextmanager
+def writes_outside(allowed: Path) -> Iterator[list[str]]:
+    """A list of the files that the block changes outside of `allowed` and of the user's caches."""
+    caches = [os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"), "/dev", "/proc"]
+    places = [os.path.realpath(each) for each in (str(allowed), *caches)]
+    found: dict[str, None] = {}
+
+    def listen(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, mode, flags = arguments
+            is_write = (flags or 0) & WRITES if mode is None else any(letter in str(mode) for letter in "wax+")
+        else:
+            path, is_write = arguments[0] if arguments else None, event in CHANGES
+            if is_write and event != "os.truncate" and isinstance(arguments[-1], int) and arguments[-1] >= 0:
+                return  # the path begins at an open folder, as in shutil.rmtree, which has an event of its own
+        if not is_write or not isinstance(path, str | bytes | Path):
+            return
+        name: str = os.fsdecode(path)
+        full = os.path.realpath(name)
+        if "__pycache__" in full or any(full == each or full.startswith(f"{each}{os.sep}") for each in places):
+            return
+        place = place_of_frame(sys._getframe(1))
+        if place is not None:
+            found[f"{full} ({place})"] = None
+
+    values: list[str] = []
+    with audited(listen):
+        yield values
+    values += found
+
+
+@contextlib.contextmanager
+def own_temporary_folder(folder: Path) -> Iterator[Path]:
+    """Make `folder` the temporary folder of this process and of its children."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
+    tempfile.tempdir, os.environ["TMPDIR"] = str(folder), str(folder)
+    try:
+        yield folder
+    finally:
+        tempfile.tempdir = before
+        if variable is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = variable
+
+
+# --- leftovers --------------------------------------------------------------------------------------------------------
+
+
+class Leftovers:
+    """Compares threads, child processes and temporary files with those at its creation."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._threads, self._processes, self._files = set(threading.enumerate()), _children(), self._temporary()
+
+    def found(self) -> list[str]:
+        """What is left and does not end within a few seconds."""
+        deadline = time.monotonic() + GRACE_SECONDS
+        while (left := self._left()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return left
+
+    def _left(self) -> list[str]:
+        threads = [
+            thread.name
+            for thread in threading.enumerate()
+            if thread not in self._threads and thread.is_alive() and not thread.name.startswith(OURS)
+        ]
+        processes = {pid: words for pid, words in _children().items() if pid not in self._processes}
+        files = sorted(self._temporary() - self._files)
+        found = {"thread": threads, "process": list(processes.values()), "temporary file": files}
+        return [f"{counted(len(each), word)}: {', '.join(each[:3])}" for word, each in found.items() if each]
+
+    def _temporary(self) -> set[str]:
+        return {each.name for each in self._folder.iterdir()} if self._folder.is_dir() else set()
+
+
+def _children() -> dict[int, str]:
+    """The command lines of the child processes of this process, by process id. Ended ones are left out."""
+    rows = _rows_of_proc() if Path("/proc/self/stat").exists() else _rows_of_ps()
+    return {
+        pid: words[:80]
+        for pid, parent, state, words in rows
+        if parent == os.getpid() and not state.startswith("Z") and not any(part in words for part in OWN_CHILDREN)
+    }
+
+
+def _rows_of_proc() -> Iterator[tuple[int, int, str, str]]:
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):  # the process has ended meanwhile
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            yield int(folder.name), int(parent), state, words
+
+
+def _rows_of_ps() -> Iterator[tuple[int, int, str, str]]:
+    done = subprocess.run(["ps", "-axo", "pid=,ppid=,stat=,args="], capture_output=True, text=True, check=False)
+    for line in done.stdout.splitlines():
+        pid, parent, state, words = [*line.split(None, 3), ""][:4]
+        yield int(pid), int(parent), state, words

@@ -1,0 +1,96 @@
+"""Run a table of checks. A check that needs a failed one is skipped, so that one mistake is reported once.
+
+CHECKS = (Check(definition), Check(tasks, needs=("definition",)))
+results = run_checks(CHECKS, subject, only=("tasks",))
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+from rollouts.author_code import message_of, place_of
+from rollouts.errors import ConfigError, RolloutsError, in_lines, leaves_of, suggestion, words_of
+from rollouts_check.report import FailedError, Passed, Result, SkippedError, UntestedError
+
+
+class Check(NamedTuple):
+    """One check: a function of a subject, and the names of checks. If one of these fails, this check is skipped."""
+
+    function: Callable[[Any], str | Passed]
+    needs: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name for `--only` and `--skip`: the name of the function with dashes."""
+        return self.function.__name__.replace("_", "-")
+
+    @property
+    def doc(self) -> str:
+        """What the check finds out: the first paragraph of the docstring, in one line."""
+        return " ".join((self.function.__doc__ or "").partition("\n\n")[0].split())
+
+
+def select(checks: Sequence[Check], only: Collection[str] = (), skip: Collection[str] = ()) -> list[Check]:
+    """The checks to report. Raises ConfigError for a name that no check has."""
+    known = [check.name for check in checks]
+    for flag, names in (("--only", only), ("--skip", skip)):
+        for name in names:
+            if name not in known:
+                near, listed = suggestion(name, known), f"checks: {', '.join(known)}"
+                raise ConfigError(in_lines(f"{flag} {name}: there is no check of this name", near, listed))
+    return [check for check in checks if (not only or check.name in only) and check.name not in skip]
+
+
+def run_checks(
+    checks: Sequence[Check],
+    subject: Any,
+    *,
+    only: Collection[str] = (),
+    skip: Collection[str] = (),
+    observe: Callable[[Result], None] = lambda result: None,
+) -> list[Result]:
+    """The results of the chosen checks, in the order of the table. `observe` receives each one when it is known.
+
+    A check that another one needs runs too, also if it was not chosen. Raises ConfigError for an unknown name.
+    """
+    by_name, results = {check.name: check for check in checks}, dict[str, Result]()
+
+    def result_of(check: Check) -> Result:
+        if check.name not in results:
+            lacking = [name for name in check.needs if result_of(by_name[name]).status == "failed"]
+            lacks = f"it needs {', '.join(lacking)}, which failed"
+            results[check.name] = Result(check.name, "skipped", lacks) if lacking else _run(check, subject)
+        return results[check.name]
+
+    found = []
+    for check in select(checks, only, skip):
+        found.append(result_of(check))
+        observe(found[-1])
+    return found
+
+
+def _run(check: Check, subject: Any) -> Result:
+    begun = time.perf_counter()
+
+    def result(**fields: Any) -> Result:
+        return Result(check.name, seconds=round(time.perf_counter() - begun, 3), **fields)
+
+    try:
+        passed = check.function(subject)
+        remark, notes = passed if isinstance(passed, Passed) else (passed, ())
+        return result(status="passed", remark=remark, notes=list(notes))
+    except SkippedError as reason:
+        enable = reason.enable if isinstance(reason, UntestedError) else ""
+        return result(status="skipped", remark=str(reason), enable=enable)
+    except FailedError as failure:
+        return result(status="failed", tried=failure.tried, seen=failure.seen, change=failure.change)
+    except Exception as error:  # the author's code may raise anything
+        leaves = list(leaves_of(error))
+        if not all(isinstance(leaf, RolloutsError) or place_of(leaf) is not None for leaf in leaves):
+            error.add_note(f"the check {check.name} raised this")
+            raise
+        seen = message_of(leaves[0]) if isinstance(leaves[0], RolloutsError) else words_of(error)
+        change = "correct the line that raised the error"
+        return result(status="failed", tried=check.doc, seen=seen, change=change)

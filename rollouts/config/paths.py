@@ -1,0 +1,164 @@
+"""Paths in a settings file are the file's: a relative one begins at the folder of the file.
+
+    base = file_base("configs/run.toml", home)    # /work/configs
+    Move(base, home).tree(tree)                   # ./judge.py:short becomes configs/judge.py:short
+
+The paths in the `config.toml` of a run begin at the directory where the run was begun. Flags are not moved: their paths
+begin at the working directory. Not here: the reading of the file (`files`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from rollouts.config.flags import Tree
+from rollouts.config.names import names_file
+from rollouts.config.rows import GIVEN_ROWS
+from rollouts.config.settings import COMPONENT_KINDS, is_secret
+
+CONFIG = "config.toml"
+_MANIFESTS = ("manifest.json", "rl/manifest.json", "sft/manifest.json")  # a run of mode sft+rl has one for each phase
+
+_MODELS = ("model", "critic", "teacher")
+_WORDS = ("tiny", "head")  # the models that are no folders; a folder of this name is ./tiny
+_ROWS = ("data", "eval_data")
+_EXPLICIT = ("./", "../")
+_OF_FILE = re.compile(r"(?P<alias>(?:[A-Za-z_][\w-]*=)?)(?P<file>[^\n]*?\.py)(?P<rest>(?::[^\n]*)?)")
+_FILE_OF_ROWS = re.compile(r".*\.(jsonl?|ndjson|csv|parquet)(\.gz)?")
+
+
+def file_base(file: str | os.PathLike[str], home: str) -> str:
+    """The folder where the relative paths in a settings file begin: that of the file; for the `config.toml` of a run,
+    the directory where the run was begun. `home` is the working directory.
+
+    It is `home` if that directory does not exist on this machine, and for a copy of a run below `home`: then its files
+    were probably copied too.
+    """
+    folder = os.path.realpath(os.path.dirname(os.path.abspath(file)))
+    if os.path.basename(file) != CONFIG:
+        return folder
+    for name in _MANIFESTS:
+        path = os.path.join(folder, name)
+        if os.path.exists(path):
+            manifest, home = _read(path), os.path.realpath(home)
+            begun = os.path.realpath(str(manifest.get("directory") or home))
+            is_there = manifest.get("folder") == os.path.dirname(path) or _is_below(folder, begun)
+            return begun if os.path.isdir(begun) and (is_there or not _is_below(folder, home)) else home
+    return folder
+
+
+def _read(manifest: str) -> dict[str, Any]:
+    """The content of a manifest; empty if it cannot be read, about which others inform."""
+    try:
+        with open(manifest, encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return os.path.commonpath([path, folder]) == folder
+
+
+class Move(NamedTuple):
+    """Writes relative paths that begin at `base` as paths that begin at `home`. Both are absolute.
+
+    A path of which there is nothing at `base` stays as it is if there is something at `home`.
+    """
+
+    base: str
+    home: str
+
+    def tree(self, tree: Mapping[str, Any]) -> Tree:
+        """A tree of settings."""
+        return {key: self.value((key,), value) for key, value in tree.items()}
+
+    def flat(self, flat: Mapping[str, Any]) -> dict[str, Any]:
+        """Settings by their dotted names."""
+        return {name: self.value(tuple(name.split(".")), value) for name, value in flat.items()}
+
+    def value(self, path: tuple[str, ...], value: Any) -> Any:
+        """The value of the setting at this path, and all that is inside it."""
+        if isinstance(value, str):
+            return self._text(path, value)
+        if isinstance(value, PurePath):
+            return type(value)(self._path(str(value)))
+        if isinstance(value, Mapping):
+            return {key: self.value((*path, str(key)), inner) for key, inner in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.value(path, inner) for inner in value)
+        return value
+
+    def _text(self, path: tuple[str, ...], text: str) -> str:
+        while path[0] in ("sft", "schedule") and len(path) > 1:  # tables of such settings
+            path = path[1:]
+        if path[0] == "role" and len(path) == 3 and path[2] not in ("model", "inference"):
+            path = ("inference", path[2])  # the other settings of a role are those of its engine
+        elif path[0] == "role":
+            path = path[2:] or path
+        key, last = path[0], path[-1]
+        if key == "out":
+            return self._path(text, os.path.exists(os.path.join(self.home, text, CONFIG)))
+        if key == "from_run":
+            return self._path(text)
+        if key in _MODELS:
+            is_folder = os.path.isdir(os.path.join(self.base, text)) and text not in _WORDS
+            return self._path(text) if is_folder or text.startswith(_EXPLICIT) else text
+        if key not in (*COMPONENT_KINDS, "worker") or is_secret(last):
+            return text
+        if last in _ROWS or (last == "name" and path[-2] in _ROWS):
+            return self._rows(text)
+        is_name = key != "worker" and (len(path) == 1 or last in ("name", "weight"))
+        if is_name:
+            return self._component(text) if names_file(text) else text
+        return text if key == "logger" else self._setting(text)  # a logger writes into the run's folder
+
+    def _component(self, text: str) -> str:
+        """The name of a component in a file: `[alias=]path/file.py:name[:weight]`."""
+        found = _OF_FILE.fullmatch(text)
+        if not found:
+            return text
+        file = self._path(found["file"])
+        return f"{found['alias']}{file if '/' in file or file == found['file'] else f'./{file}'}{found['rest']}"
+
+    def _rows(self, text: str) -> str:
+        """A value of `data`: a file, a folder, `LOADER:SOURCE` or `./loader.py:name:SOURCE`."""
+        if text.startswith(GIVEN_ROWS):  # they are in the run's folder
+            return text
+        loader, colon, source = text.partition(":")
+        if found := re.fullmatch(r"(.*\.py)(:\w+)(?:(:)(.*))?", text):
+            file, name, colon, source = found.groups("")
+            return f"{self._path(file)}{name}{colon}{self._setting(source)}"
+        if colon and (source := self._setting(source)) != text.partition(":")[2]:
+            return f"{loader}:{source}"
+        is_there = os.path.exists(os.path.join(self.base, text))
+        return self._path(text) if is_there or names_file(text) or _FILE_OF_ROWS.fullmatch(text) else text
+
+    def _setting(self, text: str) -> str:
+        """A text among the settings of a component. It is a path if it looks like one, and is there or begins with
+        `./`.
+        """
+        if "\n" in text or ("/" not in text and "." not in text):
+            return text
+        found = _OF_FILE.fullmatch(text)
+        file = found["file"] if found else text
+        if not (file.startswith(_EXPLICIT) or os.path.exists(os.path.join(self.base, file))):
+            return text
+        return self._component(text) if found else self._path(text)
+
+    def _path(self, text: str, is_at_home: bool | None = None) -> str:
+        """A path. `is_at_home`: whether it is meant at `home`, if there is nothing at `base`."""
+        if not text or "://" in text or text.startswith("~") or os.path.isabs(text):
+            return text
+        if is_at_home is None:
+            is_at_home = os.path.exists(os.path.join(self.home, text))
+        if is_at_home and not os.path.exists(os.path.join(self.base, text)):
+            return text
+        there = os.path.relpath(os.path.join(self.base, text), self.home)
+        return f"./{there}" if there in _WORDS else there

@@ -1,0 +1,45 @@
+"""The packages of this distribution beside `rollouts`, and the door to them.
+
+The core imports none of them. A command (`rollouts.cli.app.COMMANDS`) and a module such as `rollouts.check`, which
+keeps the name that users import, open the door with `open_module`. In a wheel, the packages are beside `rollouts`. In a
+clone, each is in its folder below `plugins`. An installation with `pip install -e` that is older than the folder does
+not know it, so the door adds it to `sys.path`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1]
+
+
+def _home_of(package: str) -> Path:
+    in_clone = ROOT / "plugins" / package.removeprefix("rollouts_")
+    return in_clone if (in_clone / package).is_dir() else ROOT
+
+
+HOMES = {"rollouts": ROOT} | {package: _home_of(package) for package in ("rollouts_check", "rollouts_view")}
+"""Each package of this distribution, and the folder that holds it."""
+
+
+class MissingPackageError(ImportError):
+    """A package of this distribution is missing."""
+
+
+def open_module(name: str) -> ModuleType:
+    """Import a module of this distribution. Raises MissingPackageError."""
+    package = name.partition(".")[0]
+    if package not in sys.modules and str(HOMES[package]) not in sys.path:
+        sys.path.insert(0, str(HOMES[package]))
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        raise MissingPackageError(
+            f"the package {package} of rollouts-rl is missing\n"
+            "type: pip install --force-reinstall rollouts-rl; in a clone of rollouts: pip install -e ."
+        ) from None

@@ -1,0 +1,106 @@
+"""The packages beside `rollouts`: each way to install the distribution has them, and training works without them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import zipfile
+
+import pytest
+import rollouts_check
+
+import rollouts.check
+from rollouts.cli.app import COMMANDS
+from rollouts.doors import HOMES
+from rollouts.env.installing import base_wheel
+
+ROOT = HOMES["rollouts"]
+BUILD = "import sys; from hatchling import build; print(getattr(build, sys.argv[1])(sys.argv[2]))"
+START = """
+import json, sys
+first, left_out, argv = map(json.loads, sys.argv[1:])
+sys.path[:] = [first, *(folder for folder in sys.path if folder not in left_out)]
+from rollouts.cli import main
+sys.exit(main(argv))
+"""
+OUTSIDE = [name for name, (place, _) in COMMANDS.items() if not place.startswith("rollouts.")]
+
+
+def command(first, *argv):
+    """A command of the `rollouts` in this folder, in a new interpreter without the folders of this clone."""
+    given = [str(first), list(map(str, HOMES.values())), list(map(str, argv))]
+    words = [sys.executable, "-c", START, *map(json.dumps, given)]
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT.parent, timeout=300)
+
+
+def built(hook, folder):
+    pytest.importorskip("hatchling")
+    done = subprocess.run([sys.executable, "-c", BUILD, hook, folder], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.splitlines()[-1]
+
+
+def makes_a_package_and_checks(first, folder):
+    made = command(first, "new", "reward", "brief", "--dest", folder)
+    assert made.returncode == 0, made.stderr
+    file = folder / "brief" / "rollouts_brief" / "__init__.py"
+    checked = command(first, "check", f"{file}:brief", "--only", "definition")
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "keeps the contract" in checked.stdout
+
+
+def test_a_wheel_has_all_packages(tmp_path):
+    """So do a git URL and an sdist, of which pip makes the wheel."""
+    wheel = zipfile.ZipFile(built("build_wheel", tmp_path))
+    assert {name.partition("/")[0] for name in wheel.namelist() if ".dist-info/" not in name} == set(HOMES)
+    for package, home in HOMES.items():
+        files = (file for file in (home / package).rglob("*") if file.is_file() and "__pycache__" not in file.parts)
+        assert {file.relative_to(home).as_posix() for file in files} <= set(wheel.namelist())
+    wheel.extractall(tmp_path / "site")
+    makes_a_package_and_checks(tmp_path / "site", tmp_path)
+
+
+def test_an_editable_install_knows_all_folders(tmp_path):
+    wheel = zipfile.ZipFile(built("build_editable", tmp_path))
+    (pth,) = (name for name in wheel.namelist() if name.endswith(".pth"))
+    assert wheel.read(pth).decode().split() == list(map(str, HOMES.values()))
+
+
+def test_an_editable_install_of_before_finds_what_is_new(tmp_path):
+    """Its path has only the folder of the clone, and its metadata name the plugin of pytest as before."""
+    makes_a_package_and_checks(ROOT, tmp_path)
+    assert command(ROOT, "view", "--help").returncode == 0
+    plugin = importlib.import_module("rollouts.check.pytest_plugin")
+    assert plugin.pytest_addoption and rollouts_check.check_component is rollouts.check.check_component
+
+
+def test_the_wheel_for_a_worker_has_all_packages(tmp_path):
+    names = zipfile.ZipFile(base_wheel(tmp_path)).namelist()
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == set(HOMES)
+
+
+@pytest.fixture
+def core(tmp_path):
+    """A folder that has the core alone."""
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core" / "rollouts").symlink_to(ROOT / "rollouts", target_is_directory=True)
+    return tmp_path / "core"
+
+
+@pytest.mark.slow
+def test_the_main_job_runs_without_them(core, tmp_path):
+    small = ["--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--eval-tasks", "4"]
+    done = command(core, "run", "--env", "calculator", "--loss", "grpo", *small, "--out", tmp_path / "run")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "summary.json").is_file()
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_command_of_a_missing_package_says_what_to_install(name, core):
+    done = command(core, name, "--help")
+    package = COMMANDS[name][0].partition(".")[0]
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: `rollouts {name}`: the package {package} of rollouts-rl is missing\n")
+    assert "type: pip install --force-reinstall rollouts-rl" in done.stderr
