@@ -28,6 +28,8 @@ from rollouts.lazy import lazy_face
 from rollouts.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from rollouts_notes.endpoint import Endpoint as Endpoint
+
     from rollouts.api import resume as resume
     from rollouts.api import run as run
     from rollouts.env.authoring import metric as metric
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from rollouts.env.authoring import tool as tool
     from rollouts.env.task_tools import Tool as Tool
     from rollouts.plugins.hookspecs import hookimpl as hookimpl
-    from rollouts.training.rollout_gen.endpoint import Endpoint as Endpoint
     from rollouts.types import Message as Message
     from rollouts.types import Role as Role
     from rollouts.types import Sample as Sample
@@ -54,7 +55,7 @@ _load, __dir__ = lazy_face(__name__)
 
 def __getattr__(name: str) -> Any:
     if name == "CalculatorEnvironment":  # not in __all__, because another package has it
-        from rollouts.training.rollout_gen.endpoint import load_calculator
+        from rollouts.doors import open_module
 
-        return load_calculator()
+        return open_module("rollouts_notes.endpoint").load_calculator()
     return _load(name)

@@ -1,9 +1,11 @@
 """The packages of this distribution beside `rollouts`, and the door to them.
 
-The core imports none of them. A command (`rollouts.cli.app.COMMANDS`) and a module such as `rollouts.check`, which
-keeps the name that users import, open the door with `open_module`. In a wheel, the packages are beside `rollouts`. In a
-clone, each is in its folder below `plugins`. An installation with `pip install -e` that is older than the folder does
-not know it, so the door adds it to `sys.path`.
+The core imports none of them. A command (`rollouts.cli.app.COMMANDS`) opens the door with `open_module`. Names
+that users import, such as `rollouts.check`, are kept by the lazy faces and by `moved_modules` of `rollouts.lazy`, which
+open the door too.
+
+In a wheel, the packages are beside `rollouts`. In a clone, each is in its folder below `plugins`. An installation with
+`pip install -e` that is older than the folder does not know it, so the door adds it to `sys.path`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ def _home_of(package: str) -> Path:
     return in_clone if (in_clone / package).is_dir() else ROOT
 
 
-HOMES = {"rollouts": ROOT} | {package: _home_of(package) for package in ("rollouts_check", "rollouts_view")}
+BESIDE = ("rollouts_check", "rollouts_notes", "rollouts_view")
+HOMES = {"rollouts": ROOT} | {package: _home_of(package) for package in BESIDE}
 """Each package of this distribution, and the folder that holds it."""
 
 
@@ -30,14 +33,14 @@ class MissingPackageError(ImportError):
 
 
 def open_module(name: str) -> ModuleType:
-    """Import a module of this distribution. Raises MissingPackageError."""
+    """Import a module, of this distribution or of another. Raises MissingPackageError for one of this distribution."""
     package = name.partition(".")[0]
-    if package not in sys.modules and str(HOMES[package]) not in sys.path:
+    if package not in sys.modules and package in HOMES and str(HOMES[package]) not in sys.path:
         sys.path.insert(0, str(HOMES[package]))
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name != package:
+        if error.name != package or package not in HOMES:
             raise
         raise MissingPackageError(
             f"the package {package} of rollouts-rl is missing\n"

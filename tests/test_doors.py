@@ -10,8 +10,10 @@ import zipfile
 
 import pytest
 import rollouts_check
+import rollouts_notes.primitives.types
 
 import rollouts.check
+import rollouts.primitives.types
 from rollouts.cli.app import COMMANDS
 from rollouts.doors import HOMES
 from rollouts.env.installing import base_wheel
@@ -22,16 +24,20 @@ START = """
 import json, sys
 first, left_out, argv = map(json.loads, sys.argv[1:])
 sys.path[:] = [first, *(folder for folder in sys.path if folder not in left_out)]
-from rollouts.cli import main
-sys.exit(main(argv))
 """
+COMMAND = "from rollouts.cli import main\nsys.exit(main(argv))"
 OUTSIDE = [name for name, (place, _) in COMMANDS.items() if not place.startswith("rollouts.")]
 
 
 def command(first, *argv):
     """A command of the `rollouts` in this folder, in a new interpreter without the folders of this clone."""
+    return python(first, COMMAND, *argv)
+
+
+def python(first, code, *argv):
+    """The code, likewise."""
     given = [str(first), list(map(str, HOMES.values())), list(map(str, argv))]
-    words = [sys.executable, "-c", START, *map(json.dumps, given)]
+    words = [sys.executable, "-c", START + code, *map(json.dumps, given)]
     return subprocess.run(words, capture_output=True, text=True, cwd=ROOT.parent, timeout=300)
 
 
@@ -72,8 +78,18 @@ def test_an_editable_install_of_before_finds_what_is_new(tmp_path):
     """Its path has only the folder of the clone, and its metadata name the plugin of pytest as before."""
     makes_a_package_and_checks(ROOT, tmp_path)
     assert command(ROOT, "view", "--help").returncode == 0
+    assert python(ROOT, "from rollouts.training.rl_loop import run_rl_training").returncode == 0
+
+
+def test_a_module_is_the_same_by_its_earlier_name():
+    """Also a submodule: a second copy would have classes of its own."""
     plugin = importlib.import_module("rollouts.check.pytest_plugin")
-    assert plugin.pytest_addoption and rollouts_check.check_component is rollouts.check.check_component
+    assert plugin is importlib.import_module("rollouts_check.pytest_plugin")
+    assert rollouts.check is rollouts_check and rollouts.primitives is rollouts_notes.primitives
+    assert rollouts.primitives.types is rollouts_notes.primitives.types is sys.modules["rollouts.primitives.types"]
+    assert importlib.import_module("rollouts.training.rl_losses") is importlib.import_module("rollouts_notes.losses")
+    with pytest.raises(ModuleNotFoundError, match=r"rollouts\.primitives\.no_such_module"):
+        importlib.import_module("rollouts.primitives.no_such_module")
 
 
 def test_the_wheel_for_a_worker_has_all_packages(tmp_path):
@@ -103,4 +119,21 @@ def test_a_command_of_a_missing_package_says_what_to_install(name, core):
     package = COMMANDS[name][0].partition(".")[0]
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"error: `rollouts {name}`: the package {package} of rollouts-rl is missing\n")
+    assert "type: pip install --force-reinstall rollouts-rl" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import rollouts.primitives",
+        "from rollouts.training import run_rl_training",
+        "import rollouts.training.rl_losses",
+        "from rollouts.training.types import RLTrainingConfig",
+        "from rollouts import Endpoint",
+    ],
+)
+def test_a_name_of_a_missing_package_says_what_to_install(line, core):
+    done = python(core, f"from rollouts.training.types import Sample, TrainBatch\n{line}")
+    assert done.returncode == 1
+    assert "MissingPackageError: the package rollouts_notes of rollouts-rl is missing\n" in done.stderr
     assert "type: pip install --force-reinstall rollouts-rl" in done.stderr

@@ -157,6 +157,7 @@ def test_the_lists_have_every_example_once(page):
 
 def test_every_example_is_run():
     """By a test of this module or of another one."""
-    tests = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.rglob("test_*.py"))
-    stems = [path.stem.removeprefix("primitives_") for path in EXAMPLES]  # tests/primitives/test_programs.py runs those
+    files = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "plugins" / "notes" / "tests").rglob("test_*.py")]
+    tests = "".join(path.read_text(encoding="utf-8") for path in files)
+    stems = [path.stem.removeprefix("primitives_") for path in EXAMPLES]  # primitives/test_programs.py runs those
     assert [stem for stem in stems if f'"{stem}"' not in tests and f"{stem}.py" not in tests] == []

@@ -30,17 +30,17 @@ ROOMS = (
     # loops
     *"agent training evaluate".split(),
     # names become functions
-    *"providers runs api primitives cli __main__".split(),
+    *"runs api cli __main__".split(),
     # on top of the core, which opens their doors and imports none of them
-    *"rollouts_check rollouts_view check".split(),
+    *"rollouts_check rollouts_view rollouts_notes".split(),
+    # doors: names that users import
+    *"check primitives providers".split(),
 )
 """From the ground up. A room imports only from itself and from those before it."""
 
-MAY_POINT_UP = {
-    # what people wrote with the first versions: it moves to a room of its own
-    "rollouts.training.simple.sharded": "runs",
-}
-"""Modules that import from a room above theirs all the same."""
+FACES = ("training", *(f"training.{name}" for name in ("backends", "datasets", "loops", "rollout_gen")))
+MAY_POINT_UP = {f"rollouts.{face}": "rollouts_notes" for face in FACES}
+"""Modules that import from a room above theirs all the same: lazy faces, which have names of the notes."""
 
 TOP_LEVEL = {
     "rollouts.agent": "trio",
@@ -63,9 +63,9 @@ TOP_LEVEL = {
     "rollouts.training.algorithms.logprobs": "torch",  # it defines a torch.autograd.Function
     "rollouts.training.backends": "numpy torch",
     "rollouts.training.rollout_gen": "trio",
-    "rollouts.training.simple.losses": "torch",
     "rollouts.training.weights": "torch trio",
     "rollouts_check": "click outcome pytest trio",
+    "rollouts_notes": "torch trio",
     "rollouts_view": "click trio",
 }
 """What a module imports at its top level beside the standard library, msgspec and pluggy. The longest prefix counts."""
@@ -74,13 +74,13 @@ HEAVY = {"torch", "transformers", "numpy", "peft", "datasets"}
 LOADS_TORCH = {
     "rollouts.inference.embedded",
     "rollouts.models.lora",
-    "rollouts.primitives",
     "rollouts.training.algorithms.logprobs",
     "rollouts.training.backends",
-    "rollouts.training.distributed_utils",
-    "rollouts.training.rl_losses",
-    "rollouts.training.simple.losses",
     "rollouts.training.weights.checkpoint",
+    "rollouts_notes.losses",
+    "rollouts_notes.primitives",
+    "rollouts_notes.pytorch_checkpoint",
+    "rollouts_notes.pytorch_factory",
 }
 """The rooms, or parts of them, that load torch when they are imported."""
 
@@ -270,15 +270,3 @@ def test_the_walk_sees_what_it_should(tmp_path):
     assert cycles_in(whole) == [["rollouts.agent", "rollouts.types", "rollouts.agent"]]
     (house / "chat.py").write_text("def f():\n" + "    pass\n" * 70 + "\n" * 530)
     assert too_long(house) == ["chat.py: 601 lines", "chat.py:1 f: 71 lines"]
-
-
-def test_the_engine_imports_nothing_of_the_plain_calls():
-    """Only lazy faces, the modules with the names of the first notes, and the room itself do."""
-    names = {"rollouts.training", "rollouts.training.types", "rollouts.training.metrics", "rollouts.training.loops"}
-    names |= {
-        f"rollouts.training.{name}" for name in ("rl_loop", "rl_losses", "sft_loop", "loops.rl_loop", "loops.sft_loop")
-    }
-    room = "rollouts.training.simple"
-    for module, imported in import_graph(*PACKAGES, whole=True).items():
-        if module not in names and not module.startswith(room):
-            assert not [each for each in imported if each.startswith(room)], module

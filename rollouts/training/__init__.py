@@ -5,10 +5,9 @@ algorithms/                      losses, advantages, aggregation, KL: pure funct
 backends/                        a model with its optimizer
 datasets/ rollout_gen/ loops/    the next task; concurrent rollouts; the training loops
 weights/                         checkpoints, and new weights for engines, with a test that engines serve them
-simple/                          plain calls: your own model, loss and loop
 
-Loading models is in `rollouts.models`. The other modules here have names of these rooms under the module names of the
-first notes. Names are imported on first use.
+Loading models is in `rollouts.models`. The plain calls, for your own model, loss and loop, are in the package
+`rollouts_notes`; their names are here, and so are the module names of the first notes. Names are imported on first use.
 """
 
 from __future__ import annotations
@@ -18,6 +17,35 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face, moved_modules
 
 if TYPE_CHECKING:
+    from rollouts_notes.batches import compute_advantages as compute_advantages
+    from rollouts_notes.batches import compute_reward as compute_reward
+    from rollouts_notes.batches import prepare_grpo_batch as prepare_grpo_batch
+    from rollouts_notes.configs import RLTrainingConfig as RLTrainingConfig
+    from rollouts_notes.configs import SFTTrainingConfig as SFTTrainingConfig
+    from rollouts_notes.dataset_loaders import load_dataset as load_dataset
+    from rollouts_notes.dataset_loaders import load_sft_dataset as load_sft_dataset
+    from rollouts_notes.dataset_loaders import load_sft_samples as load_sft_samples
+    from rollouts_notes.endpoint import Endpoint as Endpoint
+    from rollouts_notes.losses import compute_grpo_loss as compute_grpo_loss
+    from rollouts_notes.losses import grpo_loss as grpo_loss
+    from rollouts_notes.losses import ppo_loss as ppo_loss
+    from rollouts_notes.metrics import JSONLLogger as JSONLLogger
+    from rollouts_notes.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
+    from rollouts_notes.pytorch_factory import create_adamw_optimizer as create_adamw_optimizer
+    from rollouts_notes.pytorch_factory import create_cross_entropy_loss as create_cross_entropy_loss
+    from rollouts_notes.pytorch_factory import create_pytorch_backend as create_pytorch_backend
+    from rollouts_notes.pytorch_factory import create_warmup_cosine_scheduler as create_warmup_cosine_scheduler
+    from rollouts_notes.rl import run_rl_training as run_rl_training
+    from rollouts_notes.rollout_generation import RolloutManager as RolloutManager
+    from rollouts_notes.rollout_generation import apply_sample_transforms as apply_sample_transforms
+    from rollouts_notes.rollout_generation import generate_rollout_batches as generate_rollout_batches
+    from rollouts_notes.sft import run_sft_training as run_sft_training
+    from rollouts_notes.sharded import create_fsdp_backend as create_fsdp_backend
+    from rollouts_notes.supervised import collate_batch as collate_batch
+    from rollouts_notes.supervised import compute_loss_mask as compute_loss_mask
+    from rollouts_notes.supervised import prepare_sft_batch as prepare_sft_batch
+    from rollouts_notes.supervised import tokenize_conversation as tokenize_conversation
+
     from rollouts.config.sections import Config as Config
     from rollouts.config.sections import DataConfig as DataConfig
     from rollouts.config.sections import DeploymentConfig as DeploymentConfig
@@ -29,36 +57,18 @@ if TYPE_CHECKING:
     from rollouts.models.futures import TrainFuture as TrainFuture
     from rollouts.models.loading import load_hf_model as load_hf_model
     from rollouts.training.backends.fsdp import FSDPTrainingBackend as FSDPTrainingBackend
-    from rollouts.training.backends.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
-    from rollouts.training.backends.pytorch_factory import create_adamw_optimizer as create_adamw_optimizer
-    from rollouts.training.backends.pytorch_factory import create_cross_entropy_loss as create_cross_entropy_loss
-    from rollouts.training.backends.pytorch_factory import create_pytorch_backend as create_pytorch_backend
-    from rollouts.training.backends.pytorch_factory import (
-        create_warmup_cosine_scheduler as create_warmup_cosine_scheduler,
-    )
     from rollouts.training.batches import TrainBatch as TrainBatch
     from rollouts.training.batches import TrainingBackend as TrainingBackend
     from rollouts.training.datasets.buffer import DataBuffer as DataBuffer
-    from rollouts.training.datasets.dataset_loaders import load_dataset as load_dataset
-    from rollouts.training.datasets.dataset_loaders import load_sft_dataset as load_sft_dataset
-    from rollouts.training.datasets.dataset_loaders import load_sft_samples as load_sft_samples
     from rollouts.training.datasets.mixing import MixedBuffer as MixedBuffer
     from rollouts.training.datasets.mixing import Source as Source
-    from rollouts.training.datasets.sft import collate_batch as collate_batch
-    from rollouts.training.datasets.sft import compute_loss_mask as compute_loss_mask
-    from rollouts.training.datasets.sft import prepare_sft_batch as prepare_sft_batch
-    from rollouts.training.datasets.sft import tokenize_conversation as tokenize_conversation
     from rollouts.training.filters import check_any_success as check_any_success
     from rollouts.training.filters import check_min_reward as check_min_reward
     from rollouts.training.filters import check_quality_and_diversity as check_quality_and_diversity
     from rollouts.training.filters import check_reasonable_length as check_reasonable_length
     from rollouts.training.filters import check_response_diversity as check_response_diversity
     from rollouts.training.filters import check_reward_nonzero_std as check_reward_nonzero_std
-    from rollouts.training.rollout_gen.endpoint import Endpoint as Endpoint
     from rollouts.training.rollout_gen.manager import AsyncRolloutManager as AsyncRolloutManager
-    from rollouts.training.rollout_gen.rollout_generation import RolloutManager as RolloutManager
-    from rollouts.training.rollout_gen.rollout_generation import apply_sample_transforms as apply_sample_transforms
-    from rollouts.training.rollout_gen.rollout_generation import generate_rollout_batches as generate_rollout_batches
     from rollouts.training.rollout_gen.steps import RolloutBatch as RolloutBatch
     from rollouts.training.rollout_gen.steps import RolloutConfig as RolloutConfig
     from rollouts.training.rollout_gen.steps import build_batch_metadata as build_batch_metadata
@@ -66,18 +76,6 @@ if TYPE_CHECKING:
     from rollouts.training.rollout_gen.steps import convert_to_batch as convert_to_batch
     from rollouts.training.rollout_gen.steps import extract_sample_fields as extract_sample_fields
     from rollouts.training.samples import RLSample as RLSample
-    from rollouts.training.simple.batches import compute_advantages as compute_advantages
-    from rollouts.training.simple.batches import compute_reward as compute_reward
-    from rollouts.training.simple.batches import prepare_grpo_batch as prepare_grpo_batch
-    from rollouts.training.simple.configs import RLTrainingConfig as RLTrainingConfig
-    from rollouts.training.simple.configs import SFTTrainingConfig as SFTTrainingConfig
-    from rollouts.training.simple.losses import compute_grpo_loss as compute_grpo_loss
-    from rollouts.training.simple.losses import grpo_loss as grpo_loss
-    from rollouts.training.simple.losses import ppo_loss as ppo_loss
-    from rollouts.training.simple.metrics import JSONLLogger as JSONLLogger
-    from rollouts.training.simple.rl import run_rl_training as run_rl_training
-    from rollouts.training.simple.sft import run_sft_training as run_sft_training
-    from rollouts.training.simple.sharded import create_fsdp_backend as create_fsdp_backend
     from rollouts.training.weights.sync import InferenceEngine as InferenceEngine
     from rollouts.training.weights.sync import SGLangEngine as SGLangEngine
     from rollouts.training.weights.sync import VLLMEngine as VLLMEngine
@@ -87,4 +85,40 @@ if TYPE_CHECKING:
     from rollouts.types import Status as Status
 
 __getattr__, __dir__ = lazy_face(__name__)
-moved_modules(__name__, {"models": "rollouts.models.loading", "estimates": "rollouts.models.estimates"})
+
+_ENGINE, _NOTES = __name__, "rollouts_notes"
+_SUPERVISED = f"{_NOTES}.supervised {_NOTES}.dataset_loaders"
+_MOVED = {
+    "agent_integration": f"{_ENGINE}.samples {_ENGINE}.rollout_gen.groups rollouts.agent.episode",
+    "async_rollout_manager": f"{_ENGINE}.rollout_gen.manager",
+    "backends.futures": "rollouts.models.futures",
+    "backends.protocol": f"{_ENGINE}.batches rollouts.models.futures",
+    "backends.pytorch": f"{_NOTES}.pytorch_factory",
+    "backends.pytorch_factory": f"{_NOTES}.pytorch_factory",
+    "data_buffer": f"{_ENGINE}.datasets.buffer",
+    "dataset_loaders": f"{_NOTES}.dataset_loaders",
+    "datasets.data_buffer": f"{_ENGINE}.datasets.buffer",
+    "datasets.dataset_loaders": f"{_NOTES}.dataset_loaders",
+    "datasets.sft": _SUPERVISED,
+    "distributed_utils": f"{_ENGINE}.backends.rendezvous {_ENGINE}.backends.ranks {_NOTES}.pytorch_factory",
+    "estimates": "rollouts.models.estimates",
+    "loops.rl_loop": f"{_NOTES}.batches {_NOTES}.rl {_ENGINE}.loops.rl",
+    "loops.sft_loop": f"{_NOTES}.sft {_NOTES}.supervised",
+    "metrics": f"rollouts.loggers.base {_NOTES}.metrics",
+    "models": "rollouts.models.loading",
+    "rl_loop": f"{_NOTES}.batches {_NOTES}.rl",
+    "rl_losses": f"{_NOTES}.losses",
+    "rollout_gen.async_rollout_manager": f"{_ENGINE}.rollout_gen.manager",
+    "rollout_gen.endpoint": f"{_NOTES}.endpoint",
+    "rollout_gen.rollout_generation": f"{_NOTES}.rollout_generation",
+    "rollout_gen.rollout_manager": f"{_NOTES}.rollout_generation",
+    "rollout_generation": f"{_NOTES}.rollout_generation {_ENGINE}.rollout_gen.steps",
+    "rollout_manager": f"{_NOTES}.rollout_generation",
+    "sample_prep": f"{_NOTES}.supervised",
+    "sft": _SUPERVISED,
+    "sft_loop": f"{_NOTES}.sft {_NOTES}.supervised",
+    "types": f"rollouts.types {_ENGINE}.batches {_ENGINE}.samples {_ENGINE}.rollout_gen.steps rollouts.models.futures"
+    f" rollouts.config.sections {_NOTES}.configs {_ENGINE}.weights.sync",
+    "weight_sync": f"{_ENGINE}.weights.sync",
+}
+moved_modules({f"{__name__}.{name}": home for name, home in _MOVED.items()})

@@ -227,7 +227,7 @@ def test_the_calculator_environment(monkeypatch):
     def missing(kind, name):
         raise UnknownComponentError(f"no {name}")
 
-    monkeypatch.setattr("rollouts.training.rollout_gen.endpoint.find_component", missing)
+    monkeypatch.setattr("rollouts_notes.endpoint.find_component", missing)
     assert index.find_component is not missing
     with pytest.raises(UnknownComponentError, match="type: pip install rollouts-calculator"):
         rollouts.CalculatorEnvironment  # noqa: B018

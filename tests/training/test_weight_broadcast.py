@@ -15,7 +15,7 @@ from torch import distributed
 
 from rollouts.errors import InferenceError
 from rollouts.inference.base import Capabilities, WeightUpdate
-from rollouts.training.backends.pytorch_factory import create_pytorch_backend
+from rollouts.training import create_pytorch_backend
 from rollouts.training.weights import broadcast as weight_broadcast
 from rollouts.training.weights.broadcast import send_over_group
 from rollouts.training.weights.files import manifest_of

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.models.folders import read_tensors
 from rollouts.models.loading import load_hf_model, load_tokenizer
-from rollouts.training.backends.pytorch_factory import create_pytorch_backend
+from rollouts.training import create_pytorch_backend
 from rollouts.training.weights.files import (
     ModelFiles,
     check_weights_folder,

@@ -16,7 +16,7 @@ from rollouts.errors import InferenceError
 from rollouts.inference.base import Capabilities, WeightUpdate
 from rollouts.inference.servers.http import HTTPFailure
 from rollouts.models.futures import ImmediateTrainFuture
-from rollouts.training.backends.pytorch_factory import create_pytorch_backend
+from rollouts.training import create_pytorch_backend
 from rollouts.training.batches import ForwardOutput
 from rollouts.training.weights import files as weight_files
 from rollouts.training.weights import probe

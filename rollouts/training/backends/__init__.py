@@ -12,25 +12,25 @@
     metric_sums   metrics, read from the device once a batch, joined over ranks
     optimizer     settings, optimizers and learning rates
     profiling     traces, and peak memory
-    pytorch_factory    a backend for your own torch objects
 
-Nothing is imported until it is used. Checkpoints are in `rollouts.training.weights`.
+Nothing is imported until it is used. Checkpoints are in `rollouts.training.weights`; the backend for your own torch
+objects is in the package `rollouts_notes`.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollouts.lazy import lazy_face, moved_modules
+from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
+    from rollouts_notes.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
+    from rollouts_notes.pytorch_factory import create_pytorch_backend as create_pytorch_backend
+    from rollouts_notes.pytorch_factory import is_sharded as is_sharded
+
     from rollouts.models.futures import ImmediateTrainFuture as ImmediateTrainFuture
     from rollouts.models.futures import TrainFuture as TrainFuture
     from rollouts.training.backends.fsdp import FSDPTrainingBackend as FSDPTrainingBackend
-    from rollouts.training.backends.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
-    from rollouts.training.backends.pytorch_factory import create_pytorch_backend as create_pytorch_backend
-    from rollouts.training.backends.pytorch_factory import is_sharded as is_sharded
     from rollouts.training.batches import TrainingBackend as TrainingBackend
 
 __getattr__, __dir__ = lazy_face(__name__)
-moved_modules(__name__, {"futures": "rollouts.models.futures"})

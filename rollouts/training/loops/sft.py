@@ -14,7 +14,6 @@ from rollouts.loggers.base import MetricsLogger
 from rollouts.training.algorithms.algorithm import Stage, stage_at
 from rollouts.training.batches import TrainingBackend, step_metrics
 from rollouts.training.batching import make_batch
-from rollouts.training.datasets.sft import take_batch
 from rollouts.types import Sample
 
 
@@ -86,6 +85,16 @@ async def train_sft(
         if should_stop():
             break
     return history
+
+
+def take_batch(samples: Sequence[Sample], batch_size: int, step: int) -> list[Sample]:
+    """The samples of a step, each as a rollout of its own. After the last sample, the first one follows.
+
+    >>> [sample.prompt for sample in take_batch([Sample("a"), Sample("b"), Sample("c")], 2, 1)]
+    ['c', 'a']
+    """
+    start = step * batch_size
+    return [samples[(start + offset) % len(samples)] for offset in range(batch_size)]
 
 
 def _renumbered(samples: Sequence[Sample]) -> list[Sample]:

@@ -4,9 +4,9 @@ groups metrics       all rollouts of one prompt: group rewards, filters, samples
 pool                 concurrent episodes that can pause and resume; retries and the limit on failures
 steps                the manager's configuration and results
 user_functions       your own generate_fn, reward_fn or filter_fn
-endpoint             which model plays, and where; its episodes of an environment
 manager              AsyncRolloutManager: the groups of a step, and prefetched steps
-rollout_generation   batches from a generate_fn, without a manager
+
+Batches from a generate_fn without a manager are in the package `rollouts_notes`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
+    from rollouts_notes.rollout_generation import RolloutManager as RolloutManager
+    from rollouts_notes.rollout_generation import apply_sample_transforms as apply_sample_transforms
+    from rollouts_notes.rollout_generation import generate_rollout_batches as generate_rollout_batches
+
     from rollouts.training.rollout_gen.manager import AsyncRolloutManager as AsyncRolloutManager
-    from rollouts.training.rollout_gen.rollout_generation import RolloutManager as RolloutManager
-    from rollouts.training.rollout_gen.rollout_generation import apply_sample_transforms as apply_sample_transforms
-    from rollouts.training.rollout_gen.rollout_generation import generate_rollout_batches as generate_rollout_batches
     from rollouts.training.rollout_gen.steps import convert_to_batch as convert_to_batch
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -33,7 +33,6 @@ import trio
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Capabilities, InferenceBackend
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.endpoint import EndpointPlayer
 from rollouts.training.rollout_gen.groups import (
     Filter,
     Group,
@@ -176,7 +175,7 @@ class AsyncRolloutManager:
         if config.reward_fn is not None:
             changes["reward_fn"] = graded(config.reward_fn)
         config = dataclasses.replace(config, **{name: each for name, each in changes.items() if each is not None})
-        self._player = None if config.endpoint is None else EndpointPlayer(config.endpoint, config.environment)
+        self._player = None if config.endpoint is None else config.endpoint.player(config.environment)
         if self._player is not None:
             play = play or self._player.play
         if (play is None) == (config.generate_fn is None):

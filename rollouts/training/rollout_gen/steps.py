@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError
-from rollouts.training.rollout_gen.endpoint import Endpoint
 from rollouts.training.rollout_gen.groups import Group, group_samples
 from rollouts.training.samples import with_tensors
 from rollouts.types import Sample
@@ -35,7 +34,7 @@ class RolloutConfig:
         refill: replace groups that a filter drops, in at most `refills_max` rounds (dynamic sampling of DAPO)
         generate_seconds: deadline of a call of `generate_fn`
         staleness: how many steps are prefetched while an earlier one is trained
-        endpoint: the model that plays episodes of `environment`, in place of a `generate_fn`
+        endpoint: an Endpoint, the model that plays episodes of `environment`, in place of a `generate_fn`
         environment: an environment, as an object or a class
     """
 
@@ -51,7 +50,7 @@ class RolloutConfig:
     generate_seconds: float = 3600.0
     staleness: int = 0
     keep: str = "first"
-    endpoint: Endpoint | None = None
+    endpoint: Any = None
     environment: Any = None
 
     def __post_init__(self) -> None:
