@@ -13,13 +13,14 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from rollouts.config.flags import Tree
 from rollouts.config.names import names_file
 from rollouts.config.rows import GIVEN_ROWS
 from rollouts.config.settings import COMPONENT_KINDS, is_secret
+from rollouts.disk import read_regular
 
 CONFIG = "config.toml"
 _MANIFESTS = ("manifest.json", "rl/manifest.json", "sft/manifest.json")  # a run of mode sft+rl has one for each phase
@@ -55,8 +56,7 @@ def file_base(file: str | os.PathLike[str], home: str) -> str:
 def _read(manifest: str) -> dict[str, Any]:
     """The content of a manifest; empty if it cannot be read, about which others inform."""
     try:
-        with open(manifest, encoding="utf-8") as file:
-            found = json.load(file)
+        found = json.loads(read_regular(Path(manifest)))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -112,6 +112,7 @@ def test_an_unchanged_config_keeps_its_comments(proj):
     assert config.read_bytes() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -79,6 +79,7 @@ DOES_NOT_RETURN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", DOES_NOT_RETURN)
 def test_an_import_that_does_not_return_is_named(acme, capsys, monkeypatch, what):
     pytest.importorskip("torch")  # the run imports it, which may take longer than the limit

@@ -170,7 +170,8 @@ def test_a_run_reads_the_rows_that_the_config_names(tmp_path, capsys, data, code
     assert re.search(words, capsys.readouterr().err)
 
 
-def test_a_settings_file_may_hold_a_config(tmp_path):
+def test_a_settings_file_may_hold_a_config(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     config = Config(**WHOLE)
     config.save(tmp_path / "config.json")
     (tmp_path / "mine.py").write_text(f"from rollouts.training import Config\nconfig = Config(**{WHOLE})\n")

@@ -438,6 +438,7 @@ def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys
     assert "has finished 2 steps, and --steps is 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["sft", "rl", "between"])
 def test_resume_auto_falls_back_in_either_phase(phase, capsys):
     """Also where the first is over, with a checkpoint that is damaged, and the second has not begun with it."""
