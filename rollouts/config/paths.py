@@ -28,7 +28,9 @@ _MANIFESTS = ("manifest.json", "rl/manifest.json", "sft/manifest.json")  # a run
 _MODELS = ("model", "critic", "teacher")
 _WORDS = ("tiny", "head")  # the models that are no folders; a folder of this name is ./tiny
 _ROWS = ("data", "eval_data")
-_EXPLICIT = ("./", "../")
+_EXPLICIT = re.compile(r"\.\.?/.")
+_LIKE_A_PATH = re.compile(r"[^\n]*[^\n/]/[^\n/][^\n]*|[^\s/]*\w\.\w+")
+_ODD = re.compile(r"^[~-]|[=:@]")
 _OF_FILE = re.compile(r"(?P<alias>(?:[A-Za-z_][\w-]*=)?)(?P<file>[^\n]*?\.py)(?P<rest>(?::[^\n]*)?)")
 _FILE_OF_ROWS = re.compile(r".*\.(jsonl?|ndjson|csv|parquet)(\.gz)?")
 
@@ -37,8 +39,8 @@ def file_base(file: str | os.PathLike[str], home: str) -> str:
     """The folder where the relative paths in a settings file begin: that of the file; for the `config.toml` of a run,
     the directory where the run was begun. `home` is the working directory.
 
-    It is `home` if that directory does not exist on this machine, and for a copy of a run below `home`: then its files
-    were probably copied too.
+    It is `home` if that directory does not exist on this machine, and if `home` is a copy of that directory, with the
+    run at the same place: then the run's files were copied too.
     """
     folder = os.path.realpath(os.path.dirname(os.path.abspath(file)))
     if os.path.basename(file) != CONFIG:
@@ -47,19 +49,30 @@ def file_base(file: str | os.PathLike[str], home: str) -> str:
         path = os.path.join(folder, name)
         if os.path.exists(path):
             manifest, home = _read(path), os.path.realpath(home)
+            if manifest is None:
+                return home
+            if "rollouts" not in manifest:  # of another program
+                continue
             begun = os.path.realpath(str(manifest.get("directory") or home))
-            is_there = manifest.get("folder") == os.path.dirname(path) or _is_below(folder, begun)
-            return begun if os.path.isdir(begun) and (is_there or not _is_below(folder, home)) else home
+            return home if not os.path.isdir(begun) or _is_copy(os.path.dirname(path), manifest, begun, home) else begun
     return folder
 
 
-def _read(manifest: str) -> dict[str, Any]:
-    """The content of a manifest; empty if it cannot be read, about which others inform."""
+def _read(manifest: str) -> dict[str, Any] | None:
+    """The content of a manifest; None if it cannot be read, about which others inform."""
     try:
         found = json.loads(read_regular(Path(manifest)))
     except (OSError, ValueError):
-        return {}
+        return None
     return found if isinstance(found, dict) else {}
+
+
+def _is_copy(run: str, manifest: Mapping[str, Any], begun: str, home: str) -> bool:
+    """Whether a run that began in `begun` was copied to `home`, together with what is around it."""
+    written = manifest.get("folder")
+    if not isinstance(written, str):  # of an earlier version
+        return _is_below(run, home) and not _is_below(run, begun)
+    return run != written and os.path.relpath(run, home) == os.path.relpath(written, begun)
 
 
 def _is_below(path: str, folder: str) -> bool:
@@ -104,12 +117,12 @@ class Move(NamedTuple):
             path = path[2:] or path
         key, last = path[0], path[-1]
         if key == "out":
-            return self._path(text, os.path.exists(os.path.join(self.home, text, CONFIG)))
+            return self._path(text, is_at_home=False)
         if key == "from_run":
             return self._path(text)
         if key in _MODELS:
             is_folder = os.path.isdir(os.path.join(self.base, text)) and text not in _WORDS
-            return self._path(text) if is_folder or text.startswith(_EXPLICIT) else text
+            return self._path(text) if is_folder or _EXPLICIT.match(text) else text
         if key not in (*COMPONENT_KINDS, "worker") or is_secret(last):
             return text
         if last in _ROWS or (last == "name" and path[-2] in _ROWS):
@@ -141,14 +154,12 @@ class Move(NamedTuple):
         return self._path(text) if is_there or names_file(text) or _FILE_OF_ROWS.fullmatch(text) else text
 
     def _setting(self, text: str) -> str:
-        """A text among the settings of a component. It is a path if it looks like one, and is there or begins with
-        `./`.
+        """A text among the settings of a component. It is a path if it begins with `./` or `../`, or if it looks like a
+        file or like a path with a folder, and is there.
         """
-        if "\n" in text or ("/" not in text and "." not in text):
-            return text
         found = _OF_FILE.fullmatch(text)
         file = found["file"] if found else text
-        if not (file.startswith(_EXPLICIT) or os.path.exists(os.path.join(self.base, file))):
+        if not (_EXPLICIT.match(file) or (_LIKE_A_PATH.fullmatch(file) and os.path.exists(self._at_base(file)))):
             return text
         return self._component(text) if found else self._path(text)
 
@@ -158,7 +169,11 @@ class Move(NamedTuple):
             return text
         if is_at_home is None:
             is_at_home = os.path.exists(os.path.join(self.home, text))
-        if is_at_home and not os.path.exists(os.path.join(self.base, text)):
+        if is_at_home and not os.path.exists(self._at_base(text)):
             return text
-        there = os.path.relpath(os.path.join(self.base, text), self.home)
-        return f"./{there}" if there in _WORDS else there
+        there = os.path.relpath(self._at_base(text), self.home)
+        # Without ./, it might be the name of something, an alias or a loader.
+        return f"./{there}" if there in _WORDS or _ODD.search(there) else there
+
+    def _at_base(self, text: str) -> str:
+        return os.path.join(self.base, text)

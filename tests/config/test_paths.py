@@ -109,12 +109,32 @@ def test_a_file_of_python_may_name_its_own_folder(proj):
     assert tree["reward"] == ["../proj/judge.py:short", {"name": "../proj/mine.py:judge"}]
 
 
-def test_a_folder_for_the_run_is_the_one_here_if_it_holds_a_run(proj):
+def test_a_run_of_another_project_here_is_not_taken_for_the_files(proj):
     (proj / "run.toml").write_text('out = "runs/mine"\nresume = "auto"\n')
     Path("runs/mine").mkdir(parents=True)
-    assert load_file("../proj/run.toml")[0]["out"] == "../proj/runs/mine"
     Path("runs/mine/config.toml").touch()
-    assert load_file("../proj/run.toml")[0]["out"] == "runs/mine"
+    assert load_file("../proj/run.toml")[0]["out"] == "../proj/runs/mine"
+
+
+def test_a_text_that_is_no_path_stays(proj):
+    (proj / "e.g.").touch()
+    (proj / "words.txt").touch()
+    (proj / "run.toml").write_text(
+        '[env]\nname = "calculator"\nsep = "."\nend = ".."\nsay = "e.g."\nfile = "words.txt"\n'
+    )
+    env = load_file("../proj/run.toml")[0]["env"]
+    assert (env["sep"], env["end"], env["say"]) == (".", "..", "e.g.") and env["file"] == "../proj/words.txt"
+
+
+@pytest.mark.parametrize("folder", ["lr=1", "~t", "json:x", "a@v1", "-x"])
+def test_a_folder_whose_name_means_something_else(proj, monkeypatch, folder):
+    """It begins with ./, so that it is not an alias, a home, a loader, a revision or a flag."""
+    proj.rename(there := proj.parent / folder)
+    monkeypatch.chdir(there.parent)
+    (there / "run.toml").write_text('env = "./judge.py:Shop"\ndata = "rows.jsonl"\n')
+    tree, _ = load_file(there / "run.toml")
+    assert Path(tree["env"].partition(".py")[0] + ".py").is_file() and tree["env"].startswith(f"./{folder}/")
+    assert Path(tree["data"]).is_file() and tree["data"].endswith(f"{folder}/rows.jsonl")
 
 
 def test_the_paths_of_a_run_begin_where_it_was_begun(proj, tmp_path):
@@ -122,7 +142,9 @@ def test_the_paths_of_a_run_begin_where_it_was_begun(proj, tmp_path):
     run.mkdir(parents=True)
     config = run / "config.toml"
     assert file_base(config, here) == str(run), "it is a file like others if no manifest is beside it"
-    manifest = {"directory": str(proj)}
+    (run / "manifest.json").write_text('{"name": "a web app"}')
+    assert file_base(config, here) == str(run), "the manifest is that of another program"
+    manifest = {"directory": str(proj), "rollouts": "0.1.0"}
     (run / "manifest.json").write_text(json.dumps(manifest))
     assert file_base(config, here) == file_base(config, str(tmp_path)) == str(proj)
     copied = tmp_path / "other/runs/mine"
@@ -130,13 +152,17 @@ def test_the_paths_of_a_run_begin_where_it_was_begun(proj, tmp_path):
     assert file_base(copied / "config.toml", here) == here, "the run was copied into another folder"
     (copied / "manifest.json").write_text(json.dumps(manifest | {"folder": str(copied)}))
     assert file_base(copied / "config.toml", here) == str(proj), "--out named that folder"
-    (copied / "manifest.json").write_text(json.dumps({"directory": str(tmp_path / "lost")}))
+    (copied / "manifest.json").write_text(json.dumps(manifest | {"folder": str(tmp_path / "other/runs/renamed")}))
+    assert file_base(copied / "config.toml", str(tmp_path)) == str(proj), "it was renamed"
+    (copied / "manifest.json").write_text(json.dumps(manifest | {"folder": str(proj / "runs/mine")}))
+    assert file_base(copied / "config.toml", here) == here, "the whole project was copied"
+    (copied / "manifest.json").write_text(json.dumps(manifest | {"directory": str(tmp_path / "lost")}))
     assert file_base(copied / "config.toml", here) == here, "the run comes from another machine"
     (copied / "manifest.json").write_text("[")
     assert file_base(copied / "config.toml", here) == here
     (copied / "rl").mkdir()
     (copied / "manifest.json").rename(copied / "rl/manifest.json")
-    (copied / "rl/manifest.json").write_text(json.dumps({"directory": str(proj), "folder": str(copied / "rl")}))
+    (copied / "rl/manifest.json").write_text(json.dumps(manifest | {"folder": str(copied / "rl")}))
     assert file_base(copied / "config.toml", here) == str(proj), "a run of mode sft+rl"
 
 
