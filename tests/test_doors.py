@@ -26,6 +26,10 @@ first, left_out, argv = map(json.loads, sys.argv[1:])
 sys.path[:] = [first, *(folder for folder in sys.path if folder not in left_out)]
 """
 COMMAND = "from rollouts.cli import main\nsys.exit(main(argv))"
+LOAD = """
+from rollouts.plugins import find_component, load_component
+load_component(find_component("rewards", "rollouts_notes.primitives.utilities:length_reward"))
+"""
 OUTSIDE = [name for name, (place, _) in COMMANDS.items() if not place.startswith("rollouts.")]
 
 
@@ -79,6 +83,8 @@ def test_an_editable_install_of_before_finds_what_is_new(tmp_path):
     makes_a_package_and_checks(ROOT, tmp_path)
     assert command(ROOT, "view", "--help").returncode == 0
     assert python(ROOT, "from rollouts.training.rl_loop import run_rl_training").returncode == 0
+    done = python(ROOT, LOAD)  # as a run loads the setting that it saved
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_module_is_the_same_by_its_earlier_name():

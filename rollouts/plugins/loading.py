@@ -8,7 +8,6 @@ install.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 from rollouts.author_code import authors_code
 from rollouts.config.importing import beside, import_returns, module_name
 from rollouts.config.names import names_module, normalize
+from rollouts.doors import open_module
 from rollouts.errors import (
     BrokenPluginError,
     MissingExtraError,
@@ -174,7 +174,7 @@ def _import(ref: ComponentRef) -> Any:
     path = parsed["attr"]
     if path is None and ref.kind != HOOKS:
         raise ValueError(f"the entry point must name an object in its module: `{ref.value}:attribute`")
-    module = importlib.import_module(parsed["module"])
+    module = open_module(parsed["module"])
     value, missing = _attribute(module, path) if path else (module, "")
     if missing:
         near = suggestion(missing, (known for known in dir(value) if not known.startswith("_")))
@@ -281,7 +281,7 @@ def _load_from_module(ref: ComponentRef) -> Any:
     beside(Path.cwd() / "any")
     try:
         with authors_code(), import_returns():
-            found = importlib.import_module(module)
+            found = open_module(module)
     except ModuleNotFoundError as exc:
         if not exc.name or not f"{module}.".startswith(f"{exc.name}."):
             raise BrokenPluginError(f"{label}: {module} does not import\n{import_cause(exc, ref)}") from exc

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from rollouts_notes.batches import compute_advantages as compute_advantages
     from rollouts_notes.batches import compute_reward as compute_reward
     from rollouts_notes.batches import prepare_grpo_batch as prepare_grpo_batch
+    from rollouts_notes.checkpoint_servers import InferenceEngine as InferenceEngine
+    from rollouts_notes.checkpoint_servers import SGLangEngine as SGLangEngine
+    from rollouts_notes.checkpoint_servers import VLLMEngine as VLLMEngine
+    from rollouts_notes.checkpoint_servers import sync_weights_to_engines as sync_weights_to_engines
     from rollouts_notes.configs import RLTrainingConfig as RLTrainingConfig
     from rollouts_notes.configs import SFTTrainingConfig as SFTTrainingConfig
     from rollouts_notes.dataset_loaders import load_dataset as load_dataset
@@ -76,11 +80,7 @@ if TYPE_CHECKING:
     from rollouts.training.rollout_gen.steps import convert_to_batch as convert_to_batch
     from rollouts.training.rollout_gen.steps import extract_sample_fields as extract_sample_fields
     from rollouts.training.samples import RLSample as RLSample
-    from rollouts.training.weights.sync import InferenceEngine as InferenceEngine
-    from rollouts.training.weights.sync import SGLangEngine as SGLangEngine
-    from rollouts.training.weights.sync import VLLMEngine as VLLMEngine
     from rollouts.training.weights.sync import WeightSyncManager as WeightSyncManager
-    from rollouts.training.weights.sync import sync_weights_to_engines as sync_weights_to_engines
     from rollouts.types import Sample as Sample
     from rollouts.types import Status as Status
 
@@ -118,7 +118,7 @@ _MOVED = {
     "sft": _SUPERVISED,
     "sft_loop": f"{_NOTES}.sft {_NOTES}.supervised",
     "types": f"rollouts.types {_ENGINE}.batches {_ENGINE}.samples {_ENGINE}.rollout_gen.steps rollouts.models.futures"
-    f" rollouts.config.sections {_NOTES}.configs {_ENGINE}.weights.sync",
-    "weight_sync": f"{_ENGINE}.weights.sync",
+    f" rollouts.config.sections {_NOTES}.configs {_NOTES}.checkpoint_servers",
+    "weight_sync": f"{_ENGINE}.weights.sync {_NOTES}.checkpoint_servers",
 }
 moved_modules({f"{__name__}.{name}": home for name, home in _MOVED.items()})

@@ -12,6 +12,7 @@ rollout_generation  batches from a generate_fn, without a manager
 configs             the settings of the training functions
 sft rl              run_sft_training, run_rl_training: they fill in what the loops need, and call them
 metrics             a logger for your own program
+checkpoint_servers  servers that load checkpoints (SGLangEngine, VLLMEngine)
 progress            printed lines, checkpoints, weights for servers that load checkpoints
 primitives/         reinforcement learning as plain functions
 

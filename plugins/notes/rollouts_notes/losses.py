@@ -12,13 +12,23 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollouts.errors import TrainingError
-from rollouts.training.algorithms.logprobs import label_logprobs
+from rollouts.training.algorithms.logprobs import token_logprobs
 from rollouts.training.algorithms.losses import ppo_clip
 from rollouts.types import Sample
 from rollouts_notes.batches import compute_advantages
+
+
+def label_logprobs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Logprobs [B, L] of `labels` [B, L], which are not shifted, and the entropy [B, L] of their predictions, from
+    `logits` [B, L, V]. Both are 0.0 at position 0.
+    """
+    rows, length = labels.shape
+    found = token_logprobs(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    logprobs, entropy = (nn.functional.pad(each.view(rows, length - 1), (1, 0)) for each in found)
+    return logprobs, entropy
 
 
 def _mean_by_row(values: Tensor, loss_mask: Tensor) -> Tensor:

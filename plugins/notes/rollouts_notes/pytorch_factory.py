@@ -25,7 +25,6 @@ from rollouts.errors import ConfigError, TrainingError
 from rollouts.models.futures import TorchThread, on_thread
 from rollouts.plugins.signature import call_with, keywords_of
 from rollouts.training.algorithms.algorithm import Algorithm, as_algorithm
-from rollouts.training.algorithms.logprobs import label_logprobs
 from rollouts.training.algorithms.recipes import built_in
 from rollouts.training.backends.optimizer import (
     MakeOptimizer,
@@ -37,6 +36,7 @@ from rollouts.training.backends.optimizer import (
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, TrainBatch, live_count
 from rollouts.training.weights.files import ModelFiles
 from rollouts.types import Sample
+from rollouts_notes.losses import label_logprobs
 from rollouts_notes.pytorch_checkpoint import load_objects, other_parameters, replace_weights, save_objects
 from rollouts_notes.supervised import prepare_sft_batch
 

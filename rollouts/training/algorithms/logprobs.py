@@ -38,16 +38,6 @@ def token_logprobs(logits: Tensor, targets: Tensor, temperature: Divisor = 1.0) 
     return found[0].squeeze(-1), found[1].squeeze(-1)
 
 
-def label_logprobs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Logprobs [B, L] of `labels` [B, L], which are not shifted, and the entropy [B, L] of their predictions, from
-    `logits` [B, L, V]. Both are 0.0 at position 0.
-    """
-    rows, length = labels.shape
-    found = token_logprobs(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
-    logprobs, entropy = (nn.functional.pad(each.view(rows, length - 1), (1, 0)) for each in found)
-    return logprobs, entropy
-
-
 def logprobs_and_entropy(
     head: Head,
     hidden: Tensor,

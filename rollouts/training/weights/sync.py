@@ -9,12 +9,6 @@ gets them as tensors, as a folder, or over a process group. Each sync has four p
 send, commit, probe. In the probe, engine and trainer must compute the same numbers for the same tokens, scored and
 sampled, before anything else is sampled. See docs/weight-sync.md.
 
-For your own loop with your own checkpoints there is a shorter way, without the probe. It first reads the whole folder,
-because some servers die of an incomplete folder:
-
-    engines = [SGLangEngine(base_url="http://localhost:30000")]
-    results = await sync_weights_to_engines(engines, "checkpoints/step_000010")
-
 Not here: how an engine loads weights.
 """
 
@@ -23,17 +17,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import trio
 
-from rollouts.errors import ConfigError, InferenceError
+from rollouts.errors import InferenceError
 from rollouts.inference.base import InferenceBackend, Probe, WeightUpdate, members_of
-from rollouts.inference.servers.dialect import Dialect
-from rollouts.inference.servers.http import PlainClient
-from rollouts.inference.servers.sglang import SGLang
-from rollouts.inference.servers.vllm import VLLM
 from rollouts.models.folders import Kind
 from rollouts.training.batches import TrainingBackend
 from rollouts.training.weights import broadcast, files, probe
@@ -97,7 +86,7 @@ class WeightSyncManager:
             labels, calls = zip(*sends, strict=True)
             before = f" after version {self._memory.version}" if self._memory.version >= 0 else ""
             results = await probe.gather(lambda call: call(), calls)
-            _raise_first(f"take the weights of version {version}{before}", labels, results, is_final=True)
+            raise_first(f"take the weights of version {version}{before}", labels, results, is_final=True)
             apart = [await probe.probe_parity(backend, each, bound) for each in owners if each not in servers]
             apart += [each for engine in servers for each in await proof.prove(engine)]
             assert backend.version == version, f"the trainer went from {version} to {backend.version} during a sync"
@@ -213,7 +202,7 @@ async def _prepare(proof: probe.Proof, route: _Route, owners: Sequence[Inference
     return await trio.to_thread.run_sync(make)
 
 
-def _raise_first(task: str, labels: Sequence[str], results: Sequence[object], *, is_final: bool = False) -> None:
+def raise_first(task: str, labels: Sequence[str], results: Sequence[object], *, is_final: bool = False) -> None:
     """Raise InferenceError for the first engine that failed at a task; the message has the number of failures. Errors
     other than InferenceError are raised unchanged. `is_final`: the task cannot be retried.
     """
@@ -241,71 +230,3 @@ def _remembered(proof: probe.Proof, sent: Sequence[_Sent]) -> probe.Memory:
         elif form == "group" and size <= KEEP_BYTES_MAX:
             weights[kind] = proof.weights[kind]
     return probe.Memory(proof.sequences.scored, numbers, weights, folders)
-
-
-# --- servers that load a checkpoint -----------------------------------------------------------------------------------
-
-
-class InferenceEngine(Protocol):
-    """A server that can load checkpoints."""
-
-    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        """Serve the weights of a folder, in the format of transformers, from now on. Returns the server's answer.
-        Raises InferenceError.
-        """
-
-
-class _Server:
-    """A server at an address. The server reads the folder itself, so if it runs on another machine, it needs a shared
-    disk.
-    """
-
-    dialect: Callable[[], Dialect]
-
-    def __init__(self, base_url: str, *, api_key: str = "", timeout_seconds: float = 600.0) -> None:
-        self.base_url = base_url
-        self._api_key, self._timeout_seconds = api_key, timeout_seconds
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.base_url!r})"
-
-    async def update_weights_from_checkpoint(self, checkpoint_path: str) -> dict[str, Any]:
-        """Load a checkpoint while requests wait, and flush the prompt cache. Returns `success` and `message`. Raises
-        InferenceError, ConfigError.
-        """
-        await trio.to_thread.run_sync(_check_model, checkpoint_path)
-        update = WeightUpdate(0, path=str(Path(checkpoint_path).absolute()))  # noqa: ASYNC240 - no disk access
-        dialect = self.dialect()
-        async with PlainClient(self.base_url, api_key=self._api_key, timeout_seconds=self._timeout_seconds) as client:
-            await dialect.load_full(client, update)
-        return {"success": True, "message": f"{dialect.software} at {client.url} loaded {checkpoint_path}"}
-
-
-class SGLangEngine(_Server):
-    """An SGLang server (POST /update_weights_from_disk)."""
-
-    dialect = SGLang
-
-
-class VLLMEngine(_Server):
-    """A vLLM server in development mode (POST /collective_rpc, reload_weights)."""
-
-    dialect = VLLM
-
-
-async def sync_weights_to_engines(engines: Sequence[InferenceEngine], checkpoint_path: str) -> list[dict[str, Any]]:
-    """Make all engines load the checkpoint at once. Returns their answers in order.
-
-    Waits for all of them. Raises ConfigError if the folder is not a complete checkpoint, and InferenceError, which
-    names the first engine that failed.
-    """
-    await trio.to_thread.run_sync(_check_model, checkpoint_path)
-    found = await probe.gather(lambda engine: engine.update_weights_from_checkpoint(checkpoint_path), engines)
-    _raise_first(f"load {checkpoint_path}", [repr(engine) for engine in engines], found)
-    return [each for each in found if not isinstance(each, Exception)]
-
-
-def _check_model(path: str) -> None:
-    files.read_manifest(path)
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"{path} holds an adapter; give the folder of a whole model")
