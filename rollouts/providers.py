@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rollouts.inference.servers.sglang import create_sglang_inference as create_sglang_inference
     from rollouts.inference.servers.vllm import create_vllm_inference as create_vllm_inference
     from rollouts.training.rollout_gen.endpoint import Endpoint as Endpoint
-    from rollouts.training.weights.sync import SGLangEngine as SGLangEngine
-    from rollouts.training.weights.sync import VLLMEngine as VLLMEngine
+    from rollouts.training.weights.engines import SGLangEngine as SGLangEngine
+    from rollouts.training.weights.engines import VLLMEngine as VLLMEngine
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -2,9 +2,10 @@
 
 plan.py          every component found, imported, checked and given its settings; no model is loaded
 components.py    one component: found, and given its settings
-earlier_run.py   the run that wrote the model: which tasks it held out, which of its settings are not used
+earlier_run.py   the run that wrote the model: its checkpoint, its held-out tasks, which of its settings are not used
 environments.py  the chosen environments: tasks, demonstrations, shares
 workers.py       which environments run in workers, and the classes in their place
+connectors.py    what starts workers
 algorithms.py    the algorithm of each stage, composed of components, with every check
 dry_run.py       describes a plan and estimates its memory: the output of `--dry-run`
 rehearsal.py     the trial of a dry run: a scripted episode, a small training step
@@ -19,7 +20,6 @@ rescore.py       judges them again
 comparing.py     the evaluations of runs, with a paired comparison
 played.py        the episodes of an evaluation, kept as they end
 resume.py        the checkpoint from which a run resumes; removes what later steps wrote
-clock.py         when a run began
 folder.py        the files of a run
 manifest.py      versions, files and hardware of a run
 observer.py      the protocol of observers, which show a run's progress
@@ -63,7 +63,7 @@ def run(
     `checkpoint`. Loaded objects stay excluded from garbage collection; call `gc.unfreeze()` if the process continues.
     Raises UserError, RunError, KeyboardInterrupt.
     """
-    from rollouts.runs.clock import Start
+    from rollouts.runs.times import Start
 
     started = Start.now()
     from rollouts.child_environment import pass_on

@@ -17,6 +17,24 @@ from rollouts.disk import read_regular
 from rollouts.errors import ConfigError
 from rollouts.types import Episode
 
+
+class Start(NamedTuple):
+    """The moment when a run or a phase began, in seconds of the wall clock and of this process's CPU time."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> Start:
+        """This moment."""
+        return cls(time.perf_counter(), time.process_time())
+
+    def seconds(self) -> dict[str, float]:
+        """The seconds since then, under the keys of summary.json."""
+        now = Start.now()
+        return {"wall_seconds": now.wall - self.wall, "cpu_seconds": now.cpu - self.cpu}
+
+
 FORMAT, VERSION = "rollouts-times", 1
 FINISH = "finish"  # the phase in which a step is written, logged and perhaps evaluated
 

@@ -2,7 +2,8 @@
 
 - `base.py`: the Protocols of a sandbox and of the component that opens it, limits, results
 - `subprocesses.py`: the sandbox `subprocess`, a temporary folder and limits of the operating system
-- `kept.py`: sandboxes with a keeper; `keeper.py`: the process that runs their commands and removes their folder
+- `kept.py`: sandboxes with a keeper; `keeping.py`: one of them; `keeper.py`: the process that runs its commands and
+  removes its folder
 - `paths.py`: reading and writing files of a workspace without following links out of it
 - `opening.py`: from a component to sandboxes that work; the sandbox of one episode, closed also on cancellation
 

@@ -78,11 +78,11 @@ if TYPE_CHECKING:
     from rollouts.training.simple.rl import run_rl_training as run_rl_training
     from rollouts.training.simple.sft import run_sft_training as run_sft_training
     from rollouts.training.simple.sharded import create_fsdp_backend as create_fsdp_backend
-    from rollouts.training.weights.sync import InferenceEngine as InferenceEngine
-    from rollouts.training.weights.sync import SGLangEngine as SGLangEngine
-    from rollouts.training.weights.sync import VLLMEngine as VLLMEngine
+    from rollouts.training.weights.engines import InferenceEngine as InferenceEngine
+    from rollouts.training.weights.engines import SGLangEngine as SGLangEngine
+    from rollouts.training.weights.engines import VLLMEngine as VLLMEngine
+    from rollouts.training.weights.engines import sync_weights_to_engines as sync_weights_to_engines
     from rollouts.training.weights.sync import WeightSyncManager as WeightSyncManager
-    from rollouts.training.weights.sync import sync_weights_to_engines as sync_weights_to_engines
     from rollouts.types import Sample as Sample
     from rollouts.types import Status as Status
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rollouts.training.samples import RLSample as RLSample
     from rollouts.training.simple.configs import RLTrainingConfig as RLTrainingConfig
     from rollouts.training.simple.configs import SFTTrainingConfig as SFTTrainingConfig
-    from rollouts.training.weights.sync import InferenceEngine as InferenceEngine
+    from rollouts.training.weights.engines import InferenceEngine as InferenceEngine
     from rollouts.types import Sample as Sample
     from rollouts.types import Status as Status
 

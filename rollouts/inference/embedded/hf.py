@@ -24,7 +24,7 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError, named
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
-from rollouts.inference.embedded.scheduler import BatchScheduler, InferenceStatistics, PendingRequest
+from rollouts.inference.embedded.decode_slots import BatchScheduler, InferenceStatistics, PendingRequest
 from rollouts.models.estimates import estimated_as
 from rollouts.models.futures import TorchThread
 from rollouts.plugins.checks import check_bounds

@@ -24,7 +24,6 @@ from rollouts.models.out_of_memory import free_memory, memory_cause, training_wo
 from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
-from rollouts.training.backends.batch_shards import BatchShard, gather_outputs, shard_batch
 from rollouts.training.backends.metric_sums import Reading, batch_metrics, join_records
 from rollouts.training.backends.optimizer import (
     MakeOptimizer,
@@ -34,6 +33,7 @@ from rollouts.training.backends.optimizer import (
     check_trained_weights,
 )
 from rollouts.training.backends.profiling import peak_gib
+from rollouts.training.backends.sharding import BatchShard, gather_outputs, shard_batch
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.backends.transformer import use_float32_head
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, StepResult, TrainBatch

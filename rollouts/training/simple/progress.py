@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollouts.errors import ConfigError
-from rollouts.training.weights.sync import InferenceEngine, sync_weights_to_engines
+from rollouts.training.weights.engines import InferenceEngine, sync_weights_to_engines
 
 _NAMES = {
     "mean_reward": "reward/mean",
