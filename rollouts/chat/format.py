@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
+from rollouts.chat import token_texts
 from rollouts.chat.preflight import TemplateReport, find_ends, inspect_template
 from rollouts.chat.template_style import (
     PROBE_TOOL,
@@ -41,16 +42,7 @@ from rollouts.chat.template_style import (
     tool_reply,
 )
 from rollouts.chat.thoughts import find_thoughts
-from rollouts.chat.token_texts import (
-    CUT,
-    ControlTokens,
-    decode,
-    densities,
-    least_tokens,
-    plain,
-    plain_backend,
-    safe_cuts,
-)
+from rollouts.chat.token_texts import CUT, ControlTokens, decode, plain, plain_backend, safe_cuts
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, Parsed, detect_tool_call_format, parse_reply
 from rollouts.errors import ConfigError, ModelError, near_misses
 from rollouts.types import Message, ToolCall
@@ -205,8 +197,8 @@ class ChatFormat:
     @functools.cached_property
     def tokens_at_least(self) -> Callable[[Sequence[Message], Tools], int]:
         """How many tokens some messages and tools have at least, without rendering or encoding them."""
-        density, keeps = densities(self.tokenizer.get_vocab()), not self.report.drops_thinking
-        return functools.partial(least_tokens, density=density, shows_thoughts=keeps)
+        density, keeps = token_texts.densities(self.tokenizer.get_vocab()), not self.report.drops_thinking
+        return functools.partial(token_texts.least_tokens, density=density, shows_thoughts=keeps)
 
     def _reads_own_calls(self) -> bool:
         """Whether a rendered call parses as the same call."""

@@ -1,5 +1,5 @@
 """What a tokenizer does with texts: the text of each token, decoding without clean-up, where a text can be split, and
-how many tokens a text has at least.
+how many tokens a text has at least. Control tokens in a conversation's text stay plain text.
 """
 
 from __future__ import annotations

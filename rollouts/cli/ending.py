@@ -1,5 +1,7 @@
-"""Signals end a command: SIGTERM and SIGHUP as Ctrl-C does, with a summary. Not here: the files of an interrupted run
-(`runs.session`), and an output that can no longer be written (`runs.streams`).
+"""Signals end a command: SIGTERM and SIGHUP as Ctrl-C does, with a summary. Errors and warnings that no command catches
+(from threads, from destructors, from `warnings.warn`) become one line with the author's place: a note while a run is
+open, otherwise a line on stderr, with the traceback in errors.log (`rollouts.error_log`). Not here: the files of an
+interrupted run (`runs.session`), and an output that can no longer be written (`runs.streams`).
 """
 
 from __future__ import annotations

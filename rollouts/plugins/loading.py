@@ -3,7 +3,7 @@
 A file becomes a module with a unique name in `sys.modules`, so that dataclasses, type hints and pickling work. Its
 folder is added at the end of `sys.path`: the file can import the files beside it, but these do not hide installed
 packages. An error names the distribution, its version and the cause. If a module is missing, the error says what to
-install.
+install. A package that was written for another version of the contract is refused.
 """
 
 from __future__ import annotations

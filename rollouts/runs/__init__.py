@@ -4,7 +4,7 @@ plan.py          every component found, imported, checked and given its settings
 components.py    one component: found, and given its settings
 earlier_run.py   the run that wrote the model: its checkpoint, its held-out tasks, which of its settings are not used
 environments.py  the chosen environments: tasks, demonstrations, shares
-workers.py       which environments run in workers, and the classes in their place
+workers.py       which environments run in workers, and the classes in their place; the sandboxes of a run
 connectors.py    what starts workers
 algorithms.py    the algorithm of each stage, composed of components, with every check
 dry_run.py       describes a plan and estimates its memory: the output of `--dry-run`
@@ -12,8 +12,8 @@ rehearsal.py     the trial of a dry run: a scripted episode, a small training st
 session.py       one run in its folder, from the opened folder to summary.json
 jobs/            what a session runs: train, evaluate
 sft_then_rl.py   one run after another: demonstrations, then reinforcement
-line_index.py    where the lines of a file begin
 records.py       one trajectory of a run, with the values of its tokens
+times.py         when a run began, when everything in a step happened, and where the lines of a file begin
 token_files.py   the values of each trained token, beside the trajectories
 saved.py         the trajectories of earlier runs, read back
 rescore.py       judges them again
@@ -28,7 +28,6 @@ panel.py         the live view of a run, as lines of text
 live.py          draws it in a terminal or a notebook
 sample_rows.py   a few rollouts as the rows of a table, for loggers
 streams.py       an output that can no longer be written
-on_step.py       functions of a program that are called after each step
 held_objects.py  Python objects that no name finds again: what to type
 rank.py          a rank above 0 of a distributed backend
 export.py        a checkpoint becomes a model

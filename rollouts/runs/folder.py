@@ -38,8 +38,7 @@ from rollouts.config.resolving import moved, resolve
 from rollouts.disk import open_regular, partial_name, read_regular, sync_file, sync_folder, write_whole
 from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
-from rollouts.runs.line_index import write_index
-from rollouts.runs.times import StepTimes, times_of
+from rollouts.runs.times import StepTimes, times_of, write_index
 from rollouts.training.rollout_gen.steps import JUDGING
 from rollouts.types import Episode, Score
 

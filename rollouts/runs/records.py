@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError
 from rollouts.runs.folder import EVALUATED, PHASES, STEP, TOKENS, holds_run
-from rollouts.runs.line_index import open_lines
 from rollouts.runs.saved import SavedLine, read_line
+from rollouts.runs.times import open_lines
 from rollouts.runs.token_files import read_table
 
 

@@ -1,8 +1,8 @@
 """A session: one run in its folder, from the opened folder to summary.json.
 
 Training and evaluation have different jobs. Here are the parts that both use: the session itself, loggers, the chat
-format, and how an episode is played. If an error is found before a job begins, no new folder remains. After any later
-error, the folder says how far the run came.
+format, what an observer sees, and how an episode is played. If an error is found before a job begins, no new folder
+remains. After any later error, the folder says how far the run came.
 """
 
 from __future__ import annotations

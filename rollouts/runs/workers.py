@@ -1,4 +1,5 @@
-"""The workers of a run's environments: which environment has some, and the class that the run sees in its place.
+"""The workers of a run's environments: which environment has some, and the class that the run sees in its place. The
+sandboxes of a run: made only if an environment asks for one, and tried out by a dry run.
 
 Not here: workers (`rollouts.env.workers`), what starts them (`connectors`), the setting (`rollouts.config.workers`).
 """

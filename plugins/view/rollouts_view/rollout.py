@@ -12,7 +12,7 @@ from rollouts.author_code import printable
 from rollouts.chat.token_texts import token_texts
 from rollouts.errors import ConfigError, UserError, first_line
 from rollouts.runs.folder import TOKENS, load_config
-from rollouts.runs.line_index import Lines
+from rollouts.runs.times import Lines
 from rollouts.runs.token_files import read_table
 from rollouts.types import Message, Task
 

@@ -1,4 +1,5 @@
-"""Decode slots for rows that decode side by side, with our own cache or the model's.
+"""Batches of requests (`BatchScheduler`), and slots for rows that decode side by side, with our own cache or the
+model's.
 
 `CachedSlots` is the fast way, for models with plain full attention. It uses one preallocated buffer (`cache.py`). Equal
 prompts of a batch (the rollouts of a group) are prefilled once. A session's next turn prefills only its new tokens.

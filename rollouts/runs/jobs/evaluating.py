@@ -1,4 +1,4 @@
-"""The evaluations of a training run: how the held-out tasks are played, and evaluations while training goes on.
+"""The engines of a training run: its training backend, and evaluations, also while training goes on.
 
 With `--eval-inference`, an evaluation between two steps has an engine of its own, which gets the weights of that step.
 Training goes on while it plays, and at most one plays at a time: the next one waits for it. Not here: when a run

@@ -1,4 +1,4 @@
-"""When a run saves, whether the disk has room for it, and which earlier checkpoints are removed.
+"""When a run saves, whether the disk has room for it, and which earlier checkpoints are removed; the files of a step.
 
 A run saves every `checkpoint_every` steps; without that setting, by the clock: after every `checkpoint_seconds`. It
 also saves at its end, and after Ctrl-C. A checkpoint by the clock or after Ctrl-C is only for resuming: the next

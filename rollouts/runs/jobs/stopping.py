@@ -1,4 +1,6 @@
-"""Ends a run before its last step if a rule of `--stop-when` is true, or after `--max-hours`."""
+"""After each step: calls the functions of the program that started the run, and ends the run before its last step if a
+rule of `--stop-when` is true, or after `--max-hours`.
+"""
 
 from __future__ import annotations
 

@@ -18,9 +18,8 @@ import torch
 from rollouts.errors import OutOfMemoryError, TrainingError, first_line
 from rollouts.models import lora
 from rollouts.models.estimates import ModelSize, estimated_as, peak_flops, train_flops
-from rollouts.models.futures import TorchThread, TrainFuture, on_thread
+from rollouts.models.futures import TorchThread, TrainFuture, free_memory, memory_cause, on_thread, training_words
 from rollouts.models.loading import load_hf_model, resolve_model_name
-from rollouts.models.out_of_memory import free_memory, memory_cause, training_words
 from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
