@@ -62,7 +62,7 @@ def _run(file: str | None, dry_run: bool, display: Display, seeds: str | None = 
     from rollouts.runs import run as run_resolved
 
     if display == "none":
-        run_resolved(resolved)
+        run_resolved(resolved, None)
         return 0
     from rollouts.runs.progress import shown_progress
 
