@@ -15,8 +15,8 @@ from typing import Any
 
 from rollouts.encoding import encode
 from rollouts.runs.folder import CONFIG, RunFolder, episode_records
-from rollouts.runs.line_index import index_of, open_lines, write_index
 from rollouts.runs.records import read_record
+from rollouts.runs.times import index_of, open_lines, write_index
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
 PROMPT = 10

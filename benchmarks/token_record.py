@@ -31,8 +31,8 @@ from typing import Any
 from random_model import save_random_qwen3
 
 from rollouts.runs.folder import RunFolder
-from rollouts.runs.jobs.step_files import step_records
-from rollouts.runs.token_files import token_table
+from rollouts.runs.jobs.saving import step_records
+from rollouts.runs.token_files import encode_table, token_table
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends import torch as torch_backend
 from rollouts.training.backends.metric_sums import TokenRecord
@@ -112,7 +112,9 @@ def take_step(
     backend.optim_step().wait()
     folder.write_trajectories(f"step_{step:06d}", step_records(StepReport(step, {}, groups, advantages, LoopState())))
     if recording is not None:
-        write = recording.timed(lambda: folder.write_tokens(f"step_{step:06d}", token_table(groups, [batch])))
+        write = recording.timed(
+            lambda: folder.write_tokens(f"step_{step:06d}", encode_table(token_table(groups, [batch])))
+        )
         write()
     return time.process_time() - began
 

@@ -28,7 +28,7 @@ import psutil
 from playwright.sync_api import Page, sync_playwright
 from read_one import write_run
 
-from rollouts.runs.line_index import write_index
+from rollouts.runs.times import write_index
 
 FILTERS = (
     "reward < 0.5",

@@ -19,6 +19,7 @@
         │   ├── RankError             a rank of a distributed backend died, hangs or failed
         │   └── OutOfMemoryError      a step does not fit into the memory of its device
         ├── CheckpointError       a checkpoint cannot be written: the disk is full, for example
+        ├── ProcessError          a process for a tool could not be started; in an episode the same as SandboxError
         ├── SandboxError          a sandbox cannot be opened; in an episode this becomes Status.ENVIRONMENT_ERROR
         │   └── SandboxLostError      an open sandbox does not exist any more
         ├── WorkerError           a worker died; in an episode this becomes Status.ENVIRONMENT_ERROR
@@ -143,6 +144,10 @@ class CheckpointError(RunError):
     def __init__(self, message: str = "", *, is_full: bool = False) -> None:
         super().__init__(message)
         self.is_full = is_full
+
+
+class ProcessError(RunError):
+    """A process for a tool could not be started. Inside an episode: Status.ENVIRONMENT_ERROR."""
 
 
 class SandboxError(RunError):

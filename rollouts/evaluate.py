@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from rollouts.inference.base import InferenceBackend
 from rollouts.reducers import MEAN, Reducer, pass_at_k, pass_hat_k, stderr
 from rollouts.training.rollout_gen.groups import GroupScorer, check_judged
-from rollouts.training.rollout_gen.metrics import reward_metrics
 from rollouts.training.rollout_gen.pool import Failures, Job, OnEnd, Play, run_episodes
+from rollouts.training.rollout_gen.steps import reward_metrics
 from rollouts.types import Episode, Status, Task
 
 

@@ -50,8 +50,7 @@ from rollouts.training.algorithms.calls import call_per_rollout
 from rollouts.training.algorithms.objective import evaluate
 from rollouts.training.rollout_gen.groups import Filter, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-from rollouts.training.rollout_gen.metrics import rollout_metrics
-from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.rollout_gen.steps import RolloutConfig, rollout_metrics
 from rollouts.types import Message, Score, Task, ToolCall, Trajectory
 
 __all__ = ["SURFACE", "Case", "cases", "play"]

@@ -26,7 +26,7 @@ from rollouts.env.mixing import env_term
 from rollouts.env.shared import shared_values
 from rollouts.env.tools import run_tool
 from rollouts.errors import RewardError
-from rollouts.plugins.contract import VERSIONS
+from rollouts.plugins.loading import VERSIONS
 from rollouts.runs.plan import make_plan
 from rollouts.types import Episode, Status
 

@@ -25,6 +25,20 @@ SHORT = {"prompts_per_step": 4, "samples_per_prompt": 4, "eval_tasks": 8, "steps
 LEARNING = ["--steps", 24]  # enough to learn; the controls get as many
 TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency")
 
+MODULES_MAX = 170
+"""The modules of rollouts that a run with one process and one engine loads: those that it calls, the faces of their
+packages, and the parts of the other algorithms. Servers, workers, data, exports and displays are for other runs.
+"""
+NAMED = """\
+import sys
+from rollouts.cli import main
+
+code = main(sys.argv[1:])
+with open("modules.txt", "w") as file:
+    file.writelines(name + "\\n" for name in sys.modules if (name + ".").startswith("rollouts."))
+sys.exit(code)
+"""
+
 CONTROLS = '''\
 import hashlib
 
@@ -64,8 +78,8 @@ def here(tmp_path, monkeypatch):
 
 
 def command(*arguments, name="run", is_fork=True):
-    """Run the command on one thread; returns its standard output."""
-    words = [sys.executable, "-m", "rollouts", name, *map(str, arguments)]
+    """Run the command on one thread; returns its standard output. A new interpreter writes modules.txt."""
+    words = [sys.executable, *(["-m", "rollouts"] if is_fork else ["-c", NAMED]), name, *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if is_fork:
         done = forks.run(words, timeout=240, env=environment)
@@ -161,7 +175,9 @@ def test_one_seed_is_one_result(here):
     """
     size = ["--env", "calculator", "--steps", 3, "--prompts-per-step", 4, "--eval-tasks", 40, "--max-tokens", 32]
     size += ["--concurrency", 24]
-    command(*size, "--seed", 3, "--out", "a", is_fork=False)
+    command(*size, "--seed", 3, "--out", "a", "--display", "none", is_fork=False)
+    loaded = sorted((here / "modules.txt").read_text().split())
+    assert len(loaded) <= MODULES_MAX, f"move what this run does not call out of its way: {loaded}"
     command(*size, "--seed", 3, "--out", "b")
     command(*size, "--seed", 4, "--out", "c", "--eval-tasks", 8)
     command(here / "a" / "config.toml", "--out", "d")

@@ -36,17 +36,15 @@ from rollouts.env.authoring import (
 from rollouts.env.checks import line_of
 from rollouts.env.methods import names_input, plain_state, reply_messages, with_inputs
 from rollouts.env.mixing import InvalidPolicy, RewardTerm
-from rollouts.env.processes import ProcessError
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
-from rollouts.env.task_tools import read_tools
 from rollouts.env.toolsets import AddedTool, Toolset, two_of_one_name
-from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
 from rollouts.error_log import report
 from rollouts.errors import (
     EnvironmentDefinitionError,
     InferenceError,
     ModelError,
+    ProcessError,
     RewardError,
     RolloutsError,
     RunError,
@@ -59,8 +57,6 @@ from rollouts.errors import (
 )
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine
-from rollouts.sandboxes.base import Sandboxes
-from rollouts.sandboxes.opening import Lease
 from rollouts.types import (
     COUNTS,
     Episode,
@@ -77,6 +73,8 @@ from rollouts.types import (
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
+    from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+    from rollouts.sandboxes.base import Sandboxes
 
 
 class Opponent(NamedTuple):
@@ -313,7 +311,11 @@ class EpisodeRun:
             return self.env.remote_lease(self.sandboxes)
         if not names_input(self.env, "setup", "sandbox"):
             return None
+        from rollouts.sandboxes.base import Sandboxes
+
         assert isinstance(self.sandboxes, Sandboxes), f"no sandboxes were given for {environment_name(self.env)}"
+        from rollouts.sandboxes.opening import Lease
+
         return Lease(self.sandboxes)
 
     async def _tools_of(self, env: Any) -> list[ToolMethod]:
@@ -321,6 +323,8 @@ class EpisodeRun:
         EnvironmentDefinitionError with the line of `tools` for a value that is no tool.
         """
         with line_of(env.tools):
+            from rollouts.env.task_tools import read_tools
+
             read = functools.partial(read_tools, env)
             found: list[ToolMethod] = await _call_env(
                 env.tools, self.task, seconds=self.limits.setup_seconds, convert=read

@@ -8,11 +8,10 @@ from typing import Any
 
 from rollouts.author_code import with_place
 from rollouts.env import calls
-from rollouts.env.asking import ask
 from rollouts.env.authoring import JudgeMethod, metrics_of, of_role, rewards_of
 from rollouts.env.checks import requests_of
 from rollouts.env.methods import finite_metric
-from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, mix, with_reason
+from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, ask, mix, with_reason
 from rollouts.error_log import report
 from rollouts.errors import EnvironmentDefinitionError, RewardError, WorkerError, WorkersLostError
 from rollouts.types import Score, Trajectory

@@ -24,6 +24,8 @@ from rollouts.agent.records import (
     EpisodeOver,
     OpenTrajectory,
     SavedConversations,
+    SentReply,
+    ServedTurns,
     TakenTurn,
     TurnRequest,
     Wishes,
@@ -35,16 +37,13 @@ from rollouts.agent.records import (
     stopped,
     turn_seed,
 )
-from rollouts.agent.served import SentReply, ServedTurns, as_recorded, next_key, prefix_keys
 from rollouts.author_code import shown
 from rollouts.encoding import plain
-from rollouts.env.authoring import ToolMethod
+from rollouts.env.authoring import ToolMethod, no_role
 from rollouts.env.checks import check_text
 from rollouts.env.results import AnswerAs, answers_of
 from rollouts.env.tools import run_tool
-from rollouts.env.workers.model import no_role
 from rollouts.errors import EnvironmentDefinitionError, InferenceError, ModelError, leaves_of
-from rollouts.gateway.exchange import Answered, APIError, Asked, Reply, seen_reply
 from rollouts.inference.base import GenerateRequest, Generation
 from rollouts.inference.chatting import CanChat, ChatReply, ChatRequest
 from rollouts.inference.suspend import SuspendableEngine
@@ -53,6 +52,7 @@ from rollouts.types import COUNTS, Message, Role, Segment, Status, Task, Traject
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
     from rollouts.gateway.endpoint import Endpoint
+    from rollouts.gateway.exchange import Answered, Asked, Reply
 
 NO_ROLE = Role("")  # of the only agent of an environment without roles
 
@@ -308,6 +308,9 @@ class ChatModel:
         The request's temperature, its seed and other settings of sampling do not apply: the run decides how its policy
         is sampled. Raises APIError for a mistake of the client and for a limit of the episode, and what `chat` raises.
         """
+        from rollouts.agent.served import prefix_keys
+        from rollouts.gateway.exchange import Answered, APIError
+
         if self._roles:
             raise self._mistake(f"the environment has roles: write model.role({next(iter(self._roles))!r}).serve()")
         if self.turns_left < asked.count > 1:
@@ -325,18 +328,13 @@ class ChatModel:
 
     async def _answer_once(self, asked: Asked, keys: Sequence[bytes]) -> tuple[Reply, int]:
         """One reply, and the number of tokens before it."""
+        from rollouts.agent.served import next_key, refusals
+        from rollouts.gateway.exchange import seen_reply
+
         served = self._served
-        try:
+        with refusals(served):
             conversation, messages = self._continued(asked, keys)
             turn = await self._take_turn(conversation, messages, asked.tools, Wishes(asked.max_tokens, asked.stop))
-        except ModelError as error:
-            raise APIError(400, str(error), parameter="messages") from error
-        except EpisodeOver as over:
-            if over.status.is_infrastructure:
-                raise
-            served.refusal = over
-            code = "context_length_exceeded" if over.is_context else "episode_over"
-            raise APIError(400, over.reason, parameter="messages", code=code) from over
         served.refusal = None
         trajectory = conversation.trajectory
         reply = seen_reply(
@@ -370,6 +368,8 @@ class ChatModel:
 
     def _continued(self, asked: Asked, keys: Sequence[bytes]) -> tuple[OpenTrajectory, list[Message]]:
         """The conversation that a request continues, and its messages with those of the request."""
+        from rollouts.agent.served import as_recorded
+
         replies, given = self._served.replies, asked.messages
         place = next((place for place in range(len(keys), 0, -1) if keys[place - 1] in replies), 0)
         if place == 0:
@@ -381,19 +381,17 @@ class ChatModel:
 
     def _prompt_tokens(self, asked: Asked, keys: Sequence[bytes]) -> int:
         """The number of tokens of a conversation as a request would send it. Nothing is sampled or recorded."""
+        from rollouts.agent.served import refusals
+        from rollouts.gateway.exchange import APIError
+
         if self._chat is None:
             raise APIError(400, "the tokens of this model cannot be counted: it is behind an API", parameter="messages")
-        try:
+        with refusals(ServedTurns()):  # counting tokens is no request for a reply
             conversation, messages = self._continued(asked, keys)
             if self.turns_left == 0:
                 raise EpisodeOver(Status.COMPLETED, f"all {self._limits.max_turns} turns are used")
             self._refuse(conversation, messages, asked.tools)
             request = self._prepare(conversation, messages, asked.tools, NO_WISHES).request
-        except ModelError as error:
-            raise APIError(400, str(error), parameter="messages") from error
-        except EpisodeOver as over:
-            code = "context_length_exceeded" if over.is_context else "episode_over"
-            raise APIError(400, over.reason, parameter="messages", code=code) from over
         assert isinstance(request, GenerateRequest)
         return len(request.tokens)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
@@ -15,10 +16,9 @@ from rollouts.chat.shown import SHAPES_MAX, check_extension, shapes
 from rollouts.encoding import DEPTH_MAX, plain
 from rollouts.error_log import report
 from rollouts.errors import InferenceError, ModelError, RolloutsError, leaves_of
-from rollouts.gateway.exchange import cut_at_stop
 from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
 from rollouts.inference.chatting import ChatRequest
-from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
+from rollouts.types import COUNTS, Message, Segment, Status, Task, ToolCall, Trajectory
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
@@ -187,12 +187,24 @@ def check_sampled(
 
 def stopped(generation: Generation, stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> Generation:
     """The generation up to the token that completes the first of the texts `stops`."""
-    length = cut_at_stop(generation.tokens, stops, decode)
+    length = _cut_at_stop(generation.tokens, stops, decode)
     if length == len(generation.tokens):
         return generation
     spans = [VersionSpan(each.version, each.start, min(each.end, length)) for each in generation.spans]
     kept = [span for span in spans if span.start < span.end]
     return Generation(generation.tokens[:length], generation.logprobs[:length], "stop", kept)
+
+
+def _cut_at_stop(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
+    """The number of tokens up to the one that completes the first stop text; all of them if there is none."""
+    if not any(stop and stop in decode(tokens) for stop in stops):
+        return len(tokens)
+    low, high = 1, len(tokens)
+    while low < high:  # a longer text keeps the stop text, so the search can halve
+        middle = (low + high) // 2
+        text = decode(tokens[:middle])
+        low, high = (low, middle) if any(stop and stop in text for stop in stops) else (middle + 1, high)
+    return low
 
 
 # --- messages that can be encoded -------------------------------------------------------------------------------------
@@ -250,3 +262,50 @@ def _readable_call(call: ToolCall) -> ToolCall:
             name or "", plain(call.arguments) if isinstance(call.arguments, dict) else {}, number or "", error
         )
     return call
+
+
+# --- what clients were sent -------------------------------------------------------------------------------------------
+
+
+class SentReply(NamedTuple):
+    """A reply that a client got: the conversation in which it is message `place`, the tools that were offered, and the
+    ids of the reply. The context and the reply are the first `length` tokens of segment `segment`.
+    """
+
+    conversation: OpenTrajectory
+    place: int
+    schemas: list[dict[str, Any]]
+    sampled: list[int]
+    segment: int
+    length: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the conversation ends with this reply."""
+        return len(self.conversation.trajectory.messages) == self.place + 1
+
+    @property
+    def messages(self) -> list[Message]:
+        """The recorded conversation up to this reply."""
+        return self.conversation.trajectory.messages[: self.place + 1]
+
+    def branch(self) -> OpenTrajectory:
+        """A new conversation that begins with the tokens up to this reply. None of them is trained again."""
+        old = self.conversation.trajectory
+        counts = dict.fromkeys(COUNTS, 0.0)
+        new = Trajectory(old.task, self.messages, metrics=counts, tools=self.schemas, role=old.role)
+        if old.segments:
+            tokens = old.segments[self.segment].tokens[: self.length]
+            zeros = [0.0] * len(tokens)
+            new.segments.append(Segment(tokens, zeros, list(zeros), [-1] * len(tokens)))
+        return OpenTrajectory(new, list(self.sampled))
+
+
+@dataclass(eq=False)
+class ServedTurns:
+    """What a model keeps to answer clients. `refusal` is the limit of the episode for which the last request got no
+    reply.
+    """
+
+    replies: dict[bytes, SentReply] = field(default_factory=dict)  # by `prefix_keys`
+    refusal: EpisodeOver | None = None

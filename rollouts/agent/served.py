@@ -9,62 +9,18 @@ that each sampled token is trained once.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from rollouts.agent.records import EpisodeOver, OpenTrajectory, readable_message
+from rollouts.agent.records import EpisodeOver, ServedTurns, readable_message
 from rollouts.env.results import AnswerAs, answers_of
+from rollouts.errors import ModelError
 from rollouts.gateway.exchange import APIError
-from rollouts.types import COUNTS, Message, Segment, Trajectory
-
-
-class SentReply(NamedTuple):
-    """A reply that a client got: the conversation in which it is message `place`, the tools that were offered, and the
-    ids of the reply. The context and the reply are the first `length` tokens of segment `segment`.
-    """
-
-    conversation: OpenTrajectory
-    place: int
-    schemas: list[dict[str, Any]]
-    sampled: list[int]
-    segment: int
-    length: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the conversation ends with this reply."""
-        return len(self.conversation.trajectory.messages) == self.place + 1
-
-    @property
-    def messages(self) -> list[Message]:
-        """The recorded conversation up to this reply."""
-        return self.conversation.trajectory.messages[: self.place + 1]
-
-    def branch(self) -> OpenTrajectory:
-        """A new conversation that begins with the tokens up to this reply. None of them is trained again."""
-        old = self.conversation.trajectory
-        counts = dict.fromkeys(COUNTS, 0.0)
-        new = Trajectory(old.task, self.messages, metrics=counts, tools=self.schemas, role=old.role)
-        if old.segments:
-            tokens = old.segments[self.segment].tokens[: self.length]
-            zeros = [0.0] * len(tokens)
-            new.segments.append(Segment(tokens, zeros, list(zeros), [-1] * len(tokens)))
-        return OpenTrajectory(new, list(self.sampled))
-
-
-@dataclass(eq=False)
-class ServedTurns:
-    """What a model keeps to answer clients. `refusal` is the limit of the episode for which the last request got no
-    reply.
-    """
-
-    replies: dict[bytes, SentReply] = field(default_factory=dict)  # by `prefix_keys`
-    refusal: EpisodeOver | None = None
+from rollouts.types import Message
 
 
 def prefix_keys(messages: Sequence[Message]) -> list[bytes]:
@@ -126,3 +82,18 @@ def _answers(reply: Message, results: Sequence[Message], answer_as: AnswerAs) ->
         return []
     given = [texts[call.id] if call.error is None else f"Error: {call.error}" for call in reply.tool_calls]
     return [readable_message(each) for each in answers_of(reply, given, answer_as)]
+
+
+@contextlib.contextmanager
+def refusals(served: ServedTurns) -> Iterator[None]:
+    """Raise APIError for a mistake of the client in the block, and for a limit of the episode, which `served` keeps."""
+    try:
+        yield
+    except ModelError as error:
+        raise APIError(400, str(error), parameter="messages") from error
+    except EpisodeOver as over:
+        if over.status.is_infrastructure:
+            raise
+        served.refusal = over
+        code = "context_length_exceeded" if over.is_context else "episode_over"
+        raise APIError(400, over.reason, parameter="messages", code=code) from over

@@ -3,9 +3,8 @@
 format.py             `ChatFormat`: encode prompts, append to conversations, parse replies
 template_style.py     the form of messages that a template reads
 thoughts.py           where a template writes thoughts, and how they are read
-control_tokens.py     keeps control tokens in a conversation's text plain text
-tool_call_formats.py  tool calls in a reply's text
-arguments.py          values of arguments as the types of a tool's schema
+token_texts.py        the text of each token; keeps control tokens in a conversation's text plain text
+tool_call_formats.py  tool calls in a reply's text; values of arguments as the types of a tool's schema
 tool_parsers.py       functions that read tool calls, of which a run may choose one
 preflight.py          what a template does to conversations, as a report
 masks.py              supervised rows with their loss masks

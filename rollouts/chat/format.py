@@ -13,7 +13,7 @@ spaces). Then everything from the closing token on is appended. By induction fro
 the template's text, except for spelling. If R is another message, the result is None too. After None, the caller opens
 a new segment.
 
-A conversation's own text may contain control tokens, so it is rendered with marks (`rollouts.chat.control_tokens`).
+A conversation's own text may contain control tokens, so it is rendered with marks (`rollouts.chat.token_texts`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from rollouts.chat.control_tokens import CUT, ControlTokens, plain
+from rollouts.chat import token_texts
 from rollouts.chat.preflight import TemplateReport, find_ends, inspect_template
 from rollouts.chat.template_style import (
     PROBE_TOOL,
@@ -42,14 +42,14 @@ from rollouts.chat.template_style import (
     tool_reply,
 )
 from rollouts.chat.thoughts import find_thoughts
-from rollouts.chat.token_texts import decode, densities, least_tokens, plain_backend, safe_cuts
+from rollouts.chat.token_texts import CUT, ControlTokens, decode, plain, plain_backend, safe_cuts
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, Parsed, detect_tool_call_format, parse_reply
-from rollouts.chat.tool_parsers import ToolParser, as_text, parse_with
 from rollouts.errors import ConfigError, ModelError, near_misses
 from rollouts.types import Message, ToolCall
 
 if TYPE_CHECKING:
     from rollouts.chat.incremental import IncrementalRenderer, Prefixes, Rendering
+    from rollouts.chat.tool_parsers import ToolParser
 
 _RESERVED = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 _CACHED_CHARACTERS_MAX = 16_000_000
@@ -163,11 +163,11 @@ class ChatFormat:
         )
         self.report: TemplateReport = inspect_template(probe, text, self.closers, refusal, self.thoughts)
         if tool_parser is not None:
-            self._read = functools.partial(parse_with, tool_parser, thoughts=self.thoughts, keeps_text=False)
+            self._read = functools.partial(tool_parser.parse, thoughts=self.thoughts, keeps_text=False)
         reads_calls = not self.report.tools or self._reads_own_calls()
         if tool_parser is not None and not (self.report.tools and reads_calls):
             self._writes_calls = True
-            self._read = functools.partial(parse_with, tool_parser, thoughts=self.thoughts, keeps_text=True)
+            self._read = functools.partial(tool_parser.parse, thoughts=self.thoughts, keeps_text=True)
             self.report = msgspec.structs.replace(self.report, calls_as_text=True)
         elif not reads_calls:
             unread = (
@@ -197,8 +197,8 @@ class ChatFormat:
     @functools.cached_property
     def tokens_at_least(self) -> Callable[[Sequence[Message], Tools], int]:
         """How many tokens some messages and tools have at least, without rendering or encoding them."""
-        density, keeps = densities(self.tokenizer.get_vocab()), not self.report.drops_thinking
-        return functools.partial(least_tokens, density=density, shows_thoughts=keeps)
+        density, keeps = token_texts.densities(self.tokenizer.get_vocab()), not self.report.drops_thinking
+        return functools.partial(token_texts.least_tokens, density=density, shows_thoughts=keeps)
 
     def _reads_own_calls(self) -> bool:
         """Whether a rendered call parses as the same call."""
@@ -297,7 +297,7 @@ class ChatFormat:
 
     def _marked(self, messages: list[Message]) -> list[dict[str, Any]]:
         if self._parser is not None and self._writes_calls:
-            messages = [as_text(self._parser, message) for message in messages]
+            messages = [self._parser.as_text(message) for message in messages]
         return [self._control_tokens.message(template_message(message, self._style)) for message in messages]
 
     def _schemas(self, tools: Tools) -> list[dict[str, Any]]:

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from rollouts.chat.control_tokens import plain
 from rollouts.chat.format import ChatFormat, RenderedTurn
 from rollouts.chat.shown import SHAPES_MAX, Field, check_rows, lost_fields, sentinels, shapes
+from rollouts.chat.token_texts import plain
 from rollouts.errors import ModelError
 from rollouts.types import Message
 

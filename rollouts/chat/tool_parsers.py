@@ -60,6 +60,38 @@ class ToolParser(NamedTuple):
             raise TypeError(f"it returned the calls {shown(calls)}, expected a list of ToolCall")
         return [bounded_call(each) if isinstance(each, ToolCall) else read_call(dict(each)) for each in calls], rest
 
+    def parse(self, text: str, tools: Sequence[dict[str, Any]], thoughts: ThoughtForm, *, keeps_text: bool) -> Parsed:
+        """Read one reply. Never raises: if the parser raises, the result is a malformed call with a text for the model.
+        The parser reads nothing if no tools are offered. With `keeps_text`, the content is the whole text.
+        """
+        visible, reasoning = thoughts.split(text)
+        calls, rest = list[ToolCall](), visible
+        if tools:
+            try:
+                calls, rest = self.calls(visible, tools)
+            except Exception as error:
+                report(error, f"the tool parser {self.name}")
+                calls = [ToolCall("", error=f"{UNREADABLE}{named(error)}")]
+        is_raw = keeps_text or not calls or any(call.error for call in calls)
+        content = visible if is_raw else rest.strip()
+        calls = typed(_numbered(calls, visible) if keeps_text else with_ids(calls, visible), tools)
+        return Parsed(Message("assistant", content, calls, reasoning=reasoning or None), is_raw)
+
+    def as_text(self, message: Message) -> Message:
+        """The message with its calls as text in the parser's format. Raises ModelError if there is no `write`."""
+        if not message.tool_calls or any(call.error for call in message.tool_calls):
+            return message
+        content = message.text
+        if list(message.tool_calls) != _numbered(message.tool_calls, content):  # the model did not write them here
+            if self.write is None:
+                raise ModelError(
+                    f"the tool parser {self.name} reads another format than the chat template writes, so a call of "
+                    f"{message.tool_calls[0].name} cannot be shown\n"
+                    "give the parser a function `write`, which returns the text of a list of calls"
+                )
+            content += self.write(message.tool_calls)
+        return msgspec.structs.replace(message, content=content, tool_calls=[])
+
     def check(self) -> None:
         """Raise ConfigError if the parser fails at a text without calls, or does not read what its `write` returns."""
         try:
@@ -88,45 +120,9 @@ def _meaning(calls: Sequence[ToolCall]) -> list[tuple[str, dict[str, Any]]]:
     return [(call.name, call.arguments) for call in calls]
 
 
-def parse_with(
-    parser: ToolParser, text: str, tools: Sequence[dict[str, Any]], thoughts: ThoughtForm, *, keeps_text: bool
-) -> Parsed:
-    """Read one reply. Never raises: if the parser raises, the result is a malformed call with a text for the model. The
-    parser reads nothing if no tools are offered. With `keeps_text`, the content is the whole text.
-    """
-    visible, reasoning = thoughts.split(text)
-    calls, rest = list[ToolCall](), visible
-    if tools:
-        try:
-            calls, rest = parser.calls(visible, tools)
-        except Exception as error:
-            report(error, f"the tool parser {parser.name}")
-            calls = [ToolCall("", error=f"{UNREADABLE}{named(error)}")]
-    is_raw = keeps_text or not calls or any(call.error for call in calls)
-    content = visible if is_raw else rest.strip()
-    calls = typed(_numbered(calls, visible) if keeps_text else with_ids(calls, visible), tools)
-    return Parsed(Message("assistant", content, calls, reasoning=reasoning or None), is_raw)
-
-
 def _numbered(calls: Sequence[ToolCall], text: str) -> list[ToolCall]:
     """The calls with ids that are computed from the text, so that `as_text` knows which text contains them."""
     return with_ids([msgspec.structs.replace(call, id="") for call in calls], text)
-
-
-def as_text(parser: ToolParser, message: Message) -> Message:
-    """The message with its calls as text in the parser's format. Raises ModelError if there is no `write`."""
-    if not message.tool_calls or any(call.error for call in message.tool_calls):
-        return message
-    content = message.text
-    if list(message.tool_calls) != _numbered(message.tool_calls, content):  # the model did not write them in this text
-        if parser.write is None:
-            raise ModelError(
-                f"the tool parser {parser.name} reads another format than the chat template writes, so a call of "
-                f"{message.tool_calls[0].name} cannot be shown\n"
-                "give the parser a function `write`, which returns the text of a list of calls"
-            )
-        content += parser.write(message.tool_calls)
-    return msgspec.structs.replace(message, content=content, tool_calls=[])
 
 
 # --- the core's own ---------------------------------------------------------------------------------------------------

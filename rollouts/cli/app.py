@@ -21,8 +21,7 @@ from typing import Any
 import click
 
 from rollouts.author_code import innermost_place, message_of, place_of
-from rollouts.cli.ending import interrupted_by_signals
-from rollouts.cli.stray import stray_errors_in_words
+from rollouts.cli.ending import interrupted_by_signals, stray_errors_in_words
 from rollouts.doors import MissingPackageError, open_module
 from rollouts.errors import RolloutsError, UserError, in_lines, leaves_of, near_misses, words_of
 from rollouts.runs.streams import silent_when_closed

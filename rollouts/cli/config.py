@@ -35,8 +35,7 @@ def _explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict
     from rollouts.config.merging import settings_path
     from rollouts.config.settings import REQUIRED
     from rollouts.plugins.manager import PluginManager
-    from rollouts.plugins.settings import complete_settings, convert_settings
-    from rollouts.plugins.signature import Signature
+    from rollouts.plugins.signature import Signature, complete_settings, convert_settings
 
     manager = PluginManager(resolved.source.objects.components)
     signatures: dict[tuple[str, ...], tuple[Setting, ...]] = {}

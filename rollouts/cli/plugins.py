@@ -70,9 +70,9 @@ def show(name: str, kind: str | None) -> int:
 
     For an algorithm, also show its formula and parts; for an environment, its tools, rewards and metrics.
     """
-    from rollouts.plugins.contract import stated_version
     from rollouts.plugins.descriptions import find_definition
     from rollouts.plugins.index import KIND_WORDS
+    from rollouts.plugins.loading import stated_version
     from rollouts.plugins.manager import PluginManager
     from rollouts.runs.any_kind import find_of_any_kind
     from rollouts.runs.components import signed

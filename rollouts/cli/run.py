@@ -60,6 +60,10 @@ def _run(file: str | None, dry_run: bool, display: Display, seeds: str | None = 
         print(description(resolved))
         return 0
     from rollouts.runs import run as run_resolved
+
+    if display == "none":
+        run_resolved(resolved, None)
+        return 0
     from rollouts.runs.progress import shown_progress
 
     with shown_progress("stdout", display) as progress:

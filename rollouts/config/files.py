@@ -25,7 +25,6 @@ from rollouts.config.flags import Flag, Tree, flag_name
 from rollouts.config.importing import beside, import_returns, module_name
 from rollouts.config.objects import NO_OBJECTS, Objects, take_objects
 from rollouts.config.paths import Move, file_base
-from rollouts.config.sections import is_config, read_config
 from rollouts.config.settings import is_secret
 from rollouts.errors import ConfigError, in_lines, said_of, suggestion, where_not_utf8, words_of
 
@@ -155,6 +154,8 @@ def _read(path: Path) -> tuple[Tree, Source]:
         huge = _HUGE.search(source.text)
         line = source.text.count("\n", 0, huge.start()) + 1 if huge else "?"
         raise ConfigError(f"{path}, line {line}: expected a whole number of 300 digits at most: {error}") from error
+    from rollouts.config.sections import is_config, read_config
+
     if is_config(tree):
         tree = read_config(tree, str(path))
     if hasattr(tree, "to_settings"):

@@ -26,7 +26,6 @@ from typing import Any, NamedTuple
 from rollouts.config.convert import convert_value, toml_value, unflagged
 from rollouts.config.files import NOWHERE, Source, refusal, where
 from rollouts.config.flags import Flag, Tree, flag_name
-from rollouts.config.foreign import foreign_hint
 from rollouts.config.names import names_module
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, WEIGHTED, without_secrets
 from rollouts.config.workers import worker_table
@@ -304,6 +303,8 @@ def _single(key: str, table: Tree, source: Source, place: Path) -> list[Componen
         first = next(iter(settings))
         again = f"type: {flag_name((key,))} NAME; `rollouts plugins list` shows what is installed"
         missing = f"no {key} is chosen, so it has no settings"
+        from rollouts.config.foreign import foreign_hint
+
         raise refusal((*place, key, first), settings[first], source, missing, foreign_hint(first) or again)
     return [Component(name, settings)] if name or settings else []
 

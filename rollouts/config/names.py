@@ -16,6 +16,9 @@ import re
 HELD = re.compile(r"<\w+>")
 """The form of the name of an object in the memory of one program: `<my_reward>`. No other program can find it."""
 
+GIVEN_ROWS = "code/prompts_"
+"""How the name of a file of rows that Python code gave begins, in the folder of a run."""
+
 _MODULE_AND_NAME = r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 from rollouts.author_code import place_of_function, shown, unwrapped
 from rollouts.config.flags import Flag, Tree
 from rollouts.config.names import HELD
-from rollouts.config.rows import rows_of
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, WEIGHTED
 from rollouts.errors import ConfigError
 
@@ -56,6 +55,8 @@ def take_objects(tree: Tree, file: Mapping[str, Any] = _NOTHING, before: Objects
     on_step = _callbacks(tree["on_step"]) if tree.get("on_step") is not None else before.on_step
     rows = before.rows
     if tree.get("prompts") is not None:
+        from rollouts.config.rows import rows_of
+
         data, content = rows_of(tree["prompts"])
         rows = {**rows, data: content}
         plain |= _settings_of_prompts(plain, data)

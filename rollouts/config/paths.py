@@ -17,8 +17,7 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from rollouts.config.flags import Tree
-from rollouts.config.names import names_file
-from rollouts.config.rows import GIVEN_ROWS
+from rollouts.config.names import GIVEN_ROWS, names_file
 from rollouts.config.settings import COMPONENT_KINDS, is_secret
 from rollouts.disk import read_regular
 

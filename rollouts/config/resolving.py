@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from rollouts.config.convert import convert_value, unflagged
 from rollouts.config.files import NOWHERE, Source, check_tree, load_file, refusal, runs_inside, unknown_key, walk, where
 from rollouts.config.flags import Flag, Tree
-from rollouts.config.foreign import foreign_hint
 from rollouts.config.merging import Component, component_names, components_of, merge
 from rollouts.config.paths import CONFIG, Move
 from rollouts.config.schedule import check_schedule, scheduled_parts
@@ -198,6 +197,8 @@ def _from_saved(tree: Tree, mode: Any, source: Source) -> Tree:
 
 def _refuse_unknown(tree: Tree, known: Iterable[str], source: Source) -> None:
     for key in (key for key in tree if key not in known):
+        from rollouts.config.foreign import foreign_hint
+
         hint = _hint_inside(tree[key]) or foreign_hint(key)
         listing = in_lines(
             "" if hint or near_misses(key, known) else f"the core's settings: {', '.join(sorted(known))}",
@@ -209,6 +210,8 @@ def _refuse_unknown(tree: Tree, known: Iterable[str], source: Source) -> None:
 
 def _hint_inside(value: Any) -> str:
     """The hint for a table whose settings are those of another library: `trainer.n_gpus`."""
+    from rollouts.config.foreign import foreign_hint
+
     return next((hint for path, _, _ in walk({"": value}) if path and (hint := foreign_hint(path[-1]))), "")
 
 

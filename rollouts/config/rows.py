@@ -9,11 +9,9 @@ from typing import Any
 import msgspec
 
 from rollouts.author_code import authors_code, shown, why_no_list
+from rollouts.config.names import GIVEN_ROWS
 from rollouts.errors import ConfigError, RolloutsError, words_of
 from rollouts.types import Message, Task
-
-GIVEN_ROWS = "code/prompts_"
-"""How the name of a file of such rows begins, in the folder of a run."""
 
 OWN_KEYS = ("prompt", "answer", "id")
 """The keys of a row that do not become the task's `info`."""

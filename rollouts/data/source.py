@@ -25,8 +25,7 @@ from rollouts.errors import ConfigError, RolloutsError, SignatureError, first_li
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.loading import install_hint
 from rollouts.plugins.manager import PluginManager
-from rollouts.plugins.settings import converted
-from rollouts.plugins.signature import Signature, call_with, check_signature, read_signature
+from rollouts.plugins.signature import Signature, call_with, check_signature, converted, read_signature
 
 KIND = "datasets"
 SHUFFLED_MAX = 10_000  # rows of a stream are shuffled through a window of so many

@@ -19,7 +19,7 @@ tools          runs a tool call of the model
 results        a tool's result as text for the model
 methods        what an environment's methods take and return, checked
 workers        environments that run in another process
-mixing         several rewards, mixed into one score
+mixing         rewards, asked about a rollout and mixed into one score
 rewards        the core's own reward functions
 prompts        the environment for rows of a file, which needs no code
 """

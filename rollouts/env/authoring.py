@@ -21,12 +21,11 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from rollouts.author_code import shown
-from rollouts.env.isolated import check_isolated, check_reference
-from rollouts.errors import EnvironmentDefinitionError
+from rollouts.errors import EnvironmentDefinitionError, near_misses
 
 if TYPE_CHECKING:
     from rollouts.types import Role
@@ -155,6 +154,8 @@ def tool(
     def mark(function: F) -> F:
         _check_marked("tool", function, 'such as @tool(timeout_seconds=5) or @tool(name="calc")')
         if isolate is not None:
+            from rollouts.env.isolated import check_isolated
+
             check_isolated(function)
         _mark(function, TOOL_MARK, (name, float(timeout_seconds), isolate, role))
         return function
@@ -244,6 +245,8 @@ def tools_of(env: Any) -> list[ToolMethod]:
                 f"{environment_name(env)} has two tools named {chosen!r}; give one of them another: @tool(name=...)"
             )
         if isolate is not None:
+            from rollouts.env.isolated import check_reference
+
             function = check_reference(inspect.getattr_static(env, attribute))
         tools[chosen] = ToolMethod(chosen, function, timeout_seconds, isolate, role)
     return list(tools.values())
@@ -364,3 +367,10 @@ def mark_of(raw: Any, mark: str) -> Any:
         if value is not None or not isinstance(raw, staticmethod | classmethod):
             return value
         raw = raw.__func__
+
+
+def no_role(name: Any, known: Collection[str]) -> EnvironmentDefinitionError:
+    """The error for a role that the environment does not have."""
+    near = "".join(f"; did you mean {each!r}?" for each in near_misses(str(name), known)[:1])
+    has = f"the roles are {', '.join(known)}" if known else "the environment has no roles"
+    return EnvironmentDefinitionError(f"model.role({shown(name)}): {has}{near}")

@@ -32,7 +32,6 @@ from rollouts.env.authoring import (
 from rollouts.env.calls import UNDER_TRIO, RemoteCall, async_library_of
 from rollouts.env.methods import inputs_of, names_input, with_inputs
 from rollouts.env.mixing import RewardTerm
-from rollouts.env.prompts import Prompts
 from rollouts.env.schema import check_tool
 from rollouts.errors import EnvironmentDefinitionError, SignatureError, near_misses
 from rollouts.plugins.signature import check_signature, read_signature
@@ -78,8 +77,11 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
     # Without its rows, what is said of rewards leads nowhere.
     if isinstance(env, Remote):
         env.remote_check_data()
-    elif isinstance(env, Prompts):
-        env.check_data()
+    else:
+        from rollouts.env.prompts import Prompts
+
+        if isinstance(env, Prompts):
+            env.check_data()
     label = environment_name(env)
     if not rewards:
         raise EnvironmentDefinitionError(f"no reward was named; type --reward env:1 for the rewards of {label} itself")

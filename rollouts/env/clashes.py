@@ -17,7 +17,7 @@ from packaging.version import InvalidVersion, Version
 from rollouts.config.names import normalize
 from rollouts.env.installs import all_installed, package_of
 from rollouts.plugins import index
-from rollouts.plugins.contract import CORE
+from rollouts.plugins.loading import CORE
 
 _MANY = 10**9  # larger than a part of any real version
 

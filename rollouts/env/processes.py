@@ -28,7 +28,7 @@ from rollouts.env.isolated import Reference, reference_of
 from rollouts.env.results import ToolOutcome
 from rollouts.env.threads import of_this_run
 from rollouts.error_log import Fault, report_fault
-from rollouts.errors import EnvironmentDefinitionError, RolloutsError, words_of_exit
+from rollouts.errors import EnvironmentDefinitionError, ProcessError, words_of_exit
 from rollouts.supervisor import supervised
 
 WORKERS_MAX = max(4, os.cpu_count() or 1)  # processes of one trio run
@@ -36,10 +36,6 @@ START_SECONDS = 60.0  # how long a process may take to start and to import the t
 END_SECONDS = 5.0  # how long to wait for the end of a killed process
 CHUNK = 1 << 16
 BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rollouts.env.worker import main; main()"
-
-
-class ProcessError(RolloutsError):
-    """A process for a tool could not be started. Inside an episode: Status.ENVIRONMENT_ERROR."""
 
 
 class PoolStatistics(NamedTuple):

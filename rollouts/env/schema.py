@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rollouts.author_code import authors_code, message_of, printable, shown, with_place
-from rollouts.chat.arguments import converted_argument, hint_of_schema
+from rollouts.chat.tool_call_formats import converted_argument, hint_of_schema
 from rollouts.config.hints import argument_docs
 from rollouts.encoding import plain as plain_json
 from rollouts.env.authoring import ToolMethod

@@ -13,11 +13,10 @@ from typing import Any
 from rollouts.author_code import shown, unwrapped
 from rollouts.env import calls
 from rollouts.env.authoring import ToolMethod
-from rollouts.env.processes import ProcessError, call_isolated
 from rollouts.env.results import ToolOutcome, result_text, shortened
 from rollouts.env.schema import read_arguments
 from rollouts.error_log import report
-from rollouts.errors import EnvironmentDefinitionError, SandboxError, ServiceLostError, named, near_misses
+from rollouts.errors import EnvironmentDefinitionError, ProcessError, SandboxError, ServiceLostError, named, near_misses
 from rollouts.types import ToolCall
 
 
@@ -47,6 +46,8 @@ async def run_tool(
     seconds = min(tool.timeout_seconds, seconds_max)
     try:
         if tool.isolate is not None:
+            from rollouts.env.processes import call_isolated
+
             return await call_isolated(
                 unwrapped(tool.function),
                 # As JSON; the tool's process converts them again. A tool that the run adds has its settings too.

@@ -8,8 +8,8 @@ from typing import Any
 
 from rollouts.author_code import shown
 from rollouts.gateway import anthropic_messages, chat_completions, responses
-from rollouts.gateway.exchange import Answer, APIError, as_json
-from rollouts.gateway.http_server import HTTPRequest, HTTPResponse
+from rollouts.gateway.exchange import Answer, APIError
+from rollouts.gateway.http_server import HTTPRequest, HTTPResponse, as_json
 
 MESSAGES = "/v1/messages"
 

@@ -16,18 +16,16 @@ from rollouts.gateway.exchange import (
     Asked,
     Reply,
     Request,
-    as_json,
     call_of,
     check_lengths,
     check_range,
     content_text,
-    event_stream,
     function_schema,
     json_arguments,
     new_id,
     read_body,
 )
-from rollouts.gateway.http_server import HTTPResponse
+from rollouts.gateway.http_server import HTTPResponse, as_json, event_stream
 from rollouts.types import Message
 
 

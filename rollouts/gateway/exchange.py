@@ -16,7 +16,6 @@ import msgspec
 from rollouts.author_code import shown
 from rollouts.bounds import MESSAGES_MAX, STOPS_MAX, TOOLS_MAX, excess
 from rollouts.chat.tool_call_formats import read_call
-from rollouts.gateway.http_server import HTTPResponse
 from rollouts.types import Message, ToolCall
 
 CHOICES_MAX = 64
@@ -185,18 +184,6 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{secrets.token_hex(12)}"
 
 
-def as_json(value: Any, status: int = 200) -> HTTPResponse:
-    """A response with a JSON body."""
-    return HTTPResponse(status, msgspec.json.encode(value))
-
-
-def event_stream(events: Sequence[tuple[str, dict[str, Any]]], *, end: bytes = b"") -> HTTPResponse:
-    """Server-sent events as one body, each with its name ("": none)."""
-    lines = [(f"event: {name}\n".encode() if name else b"", msgspec.json.encode(event)) for name, event in events]
-    body = b"".join(name + b"data: " + event + b"\n\n" for name, event in lines)
-    return HTTPResponse(200, body + end, "text/event-stream")
-
-
 # --- the reply that a client sees -----------------------------------------------------------------------------------
 
 
@@ -219,18 +206,6 @@ def seen_reply(message: Message, stops: Sequence[str], *, is_cut: bool, tokens: 
         finish = "length"
     seen = Message("assistant", text, calls, reasoning=message.reasoning)
     return Reply(seen, finish, tokens, found)
-
-
-def cut_at_stop(tokens: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]) -> int:
-    """The number of tokens up to the one that completes the first stop text; all of them if there is none."""
-    if not any(stop and stop in decode(tokens) for stop in stops):
-        return len(tokens)
-    low, high = 1, len(tokens)
-    while low < high:  # a longer text keeps the stop text, so the search can halve
-        middle = (low + high) // 2
-        text = decode(tokens[:middle])
-        low, high = (low, middle) if any(stop and stop in text for stop in stops) else (middle + 1, high)
-    return low
 
 
 def json_arguments(call: ToolCall) -> str:

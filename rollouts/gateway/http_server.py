@@ -16,9 +16,10 @@ import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import h11
+import msgspec
 import trio
 
 from rollouts.bounds import BODIES_BYTES_MAX, BODY_BYTES_MAX
@@ -53,6 +54,18 @@ class HTTPResponse(NamedTuple):
     content_type: str = "application/json"
     on_lost: Callable[[], None] | None = None
     headers: Mapping[str, str] = {}
+
+
+def as_json(value: Any, status: int = 200) -> HTTPResponse:
+    """A response with a JSON body."""
+    return HTTPResponse(status, msgspec.json.encode(value))
+
+
+def event_stream(events: Sequence[tuple[str, dict[str, Any]]], *, end: bytes = b"") -> HTTPResponse:
+    """Server-sent events as one body, each with its name ("": none)."""
+    lines = [(f"event: {name}\n".encode() if name else b"", msgspec.json.encode(event)) for name, event in events]
+    body = b"".join(name + b"data: " + event + b"\n\n" for name, event in lines)
+    return HTTPResponse(200, body + end, "text/event-stream")
 
 
 class HTTPLimits(NamedTuple):

@@ -5,6 +5,5 @@ folders        what folders hold: adapters, a tokenizer, files of weights, check
 revisions      the commits of models and data of a hub that a run uses
 lora           adapters through peft
 estimates      memory and operations, from shapes
-futures        TrainFuture, and the one thread that does all torch work in order
-out_of_memory  what to type if a device has too little memory
+futures        TrainFuture, the one thread that does all torch work in order, and what to type if memory is too small
 """

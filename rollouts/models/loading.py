@@ -30,7 +30,7 @@ from rollouts.models.folders import (
     read_adapter_config,
     role_adapters,
 )
-from rollouts.models.out_of_memory import memory_cause
+from rollouts.models.futures import memory_cause
 from rollouts.models.revisions import at_revision, loaded_commit, model_file
 from rollouts.plugins.loading import require_packages
 

@@ -1,8 +1,8 @@
 """Plugins: finding components, loading them, and reading their inputs and settings.
 
 - `index.py`: finds components by kind and name in the metadata of installed packages, without importing them
-- `loading.py`: imports a component from its entry point or from `./file.py:Name`
-- `contract.py`: the version of the contract that a package states
+- `loading.py`: imports a component from its entry point or from `./file.py:Name`; the version of the contract that a
+  package states
 - `hookspecs.py`, `manager.py`: hooks (pluggy), for components that have no entry point and for events of a run
 - `signature.py`, `vocabulary.py`: the inputs and the settings of a component
 - `checks.py`: a component's own check of its settings

@@ -2,24 +2,24 @@
 
 plan.py          every component found, imported, checked and given its settings; no model is loaded
 components.py    one component: found, and given its settings
-earlier_run.py   the run that wrote the model: which tasks it held out, which of its settings are not used
+earlier_run.py   the run that wrote the model: its checkpoint, its held-out tasks, which of its settings are not used
 environments.py  the chosen environments: tasks, demonstrations, shares
-workers.py       which environments run in workers, and the classes in their place
+workers.py       which environments run in workers, and the classes in their place; the sandboxes of a run
+connectors.py    what starts workers
 algorithms.py    the algorithm of each stage, composed of components, with every check
 dry_run.py       describes a plan and estimates its memory: the output of `--dry-run`
 rehearsal.py     the trial of a dry run: a scripted episode, a small training step
 session.py       one run in its folder, from the opened folder to summary.json
 jobs/            what a session runs: train, evaluate
 sft_then_rl.py   one run after another: demonstrations, then reinforcement
-line_index.py    where the lines of a file begin
 records.py       one trajectory of a run, with the values of its tokens
+times.py         when a run began, when everything in a step happened, and where the lines of a file begin
 token_files.py   the values of each trained token, beside the trajectories
 saved.py         the trajectories of earlier runs, read back
 rescore.py       judges them again
 comparing.py     the evaluations of runs, with a paired comparison
 played.py        the episodes of an evaluation, kept as they end
 resume.py        the checkpoint from which a run resumes; removes what later steps wrote
-clock.py         when a run began
 folder.py        the files of a run
 manifest.py      versions, files and hardware of a run
 observer.py      the protocol of observers, which show a run's progress
@@ -28,7 +28,6 @@ panel.py         the live view of a run, as lines of text
 live.py          draws it in a terminal or a notebook
 sample_rows.py   a few rollouts as the rows of a table, for loggers
 streams.py       an output that can no longer be written
-on_step.py       functions of a program that are called after each step
 held_objects.py  Python objects that no name finds again: what to type
 rank.py          a rank above 0 of a distributed backend
 export.py        a checkpoint becomes a model
@@ -63,7 +62,7 @@ def run(
     `checkpoint`. Loaded objects stay excluded from garbage collection; call `gc.unfreeze()` if the process continues.
     Raises UserError, RunError, KeyboardInterrupt.
     """
-    from rollouts.runs.clock import Start
+    from rollouts.runs.times import Start
 
     started = Start.now()
     from rollouts.child_environment import pass_on

@@ -30,7 +30,6 @@ from rollouts.training.algorithms.algorithm import (
     stage_name,
 )
 from rollouts.training.algorithms.checks import CRITIC_NAMES, ONE_SAMPLE, TEACHER_NAMES, compares_groups
-from rollouts.training.algorithms.kl import adapter_off, frozen, make_kl, warning_of
 from rollouts.training.batches import AuxiliaryModels
 
 # Inputs that demonstrations do not have: nothing was sampled, and no model is run before the loss.
@@ -124,6 +123,8 @@ def _compose(parts: Mapping[str, list[Chosen]], settings: Settings) -> Algorithm
             replaced: dict[str, Any] = {key: bind(each.component, each.settings)}
             algorithm = algorithm._replace(**replaced)
     for each in parts["kl"]:
+        from rollouts.training.algorithms.kl import make_kl
+
         algorithm = algorithm._replace(kl=make_kl(each.component, each.settings))
     if algorithm.kl is not None and algorithm.kl.coefficient == 0:  # like any term, it is not computed at 0
         algorithm = algorithm._replace(kl=None)
@@ -248,6 +249,8 @@ def _reference(
         return None
     for each in chosen["reference"]:
         return bind(each.component, each.settings)
+    from rollouts.training.algorithms.kl import adapter_off, frozen
+
     return adapter_off if settings.lora_rank else frozen
 
 
@@ -271,8 +274,10 @@ def _notes_of(algorithm: Algorithm, parts: Mapping[str, list[Chosen]], settings:
     """Warnings about one stage, before the run."""
     notes = []
     place = f"{from_step(step)}: " if step else ""
-    if algorithm.kl is not None and warning_of(algorithm.kl.function):
-        notes.append(warning_of(algorithm.kl.function))
+    if algorithm.kl is not None:
+        from rollouts.training.algorithms.kl import warning_of
+
+        notes += [words for words in (warning_of(algorithm.kl.function),) if words]
     if settings.steps and step >= settings.steps:
         notes.append(f"[[schedule]]: step {step} is never reached; the run has {counted(settings.steps, 'step')}")
     (loss,) = parts["loss"]

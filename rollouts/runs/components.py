@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rollouts.author_code import with_place
-from rollouts.chat.tool_parsers import ToolParser
 from rollouts.config.files import Source, where
 from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component
 from rollouts.config.names import HELD
 from rollouts.config.resolving import Resolved
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, Setting, Settings
-from rollouts.data.source import OF_SFT, RowSettings, find_loader, loader_signature
 from rollouts.env.authoring import tools_of
-from rollouts.env.prompts import Prompts
 from rollouts.env.schema import check_tool
-from rollouts.env.task_tools import added_tool
 from rollouts.env.toolsets import AddedTool, Toolset, check_toolset, is_toolset
 from rollouts.errors import (
     ConfigError,
@@ -35,17 +31,33 @@ from rollouts.errors import (
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
-from rollouts.plugins.protocols import TaskSampler
-from rollouts.plugins.settings import check_defaults, converted, refuse_without_hint
-from rollouts.plugins.signature import Signature, bind, check_signature, keywords_of, make, read_signature
+from rollouts.plugins.signature import (
+    Signature,
+    bind,
+    check_defaults,
+    check_signature,
+    converted,
+    keywords_of,
+    make,
+    read_signature,
+    refuse_without_hint,
+)
 from rollouts.training.algorithms.aggregation import aggregation_function
-from rollouts.training.algorithms.algorithm import KL, Algorithm, algorithm_settings, as_algorithm, bind_own
+from rollouts.training.algorithms.algorithm import (
+    KL,
+    KL_SETTINGS,
+    Algorithm,
+    algorithm_settings,
+    as_algorithm,
+    bind_own,
+)
 from rollouts.training.algorithms.corrections import truncated
-from rollouts.training.algorithms.kl import KL_SETTINGS, check_kl
+
+if TYPE_CHECKING:
+    from rollouts.chat.tool_parsers import ToolParser
+    from rollouts.plugins.protocols import TaskSampler
 
 Path = tuple[str, ...]
-
-_DATA = vars(RowSettings())
 
 _EXAMPLES = {
     "kl": "rk3_loss",
@@ -140,6 +152,8 @@ def added_tools(chosen: Sequence[Chosen]) -> tuple[AddedTool, ...]:
             check_toolset(toolset)
             tools.append(toolset)
         else:
+            from rollouts.env.task_tools import added_tool
+
             tool = added_tool(each.alias, each.component, each.settings)
             check_tool(tool)
             tools.append(tool)
@@ -208,11 +222,14 @@ def takes_rows(mode: str, chosen: Mapping[str, Sequence[Chosen]]) -> bool:
     """Whether a run trains on conversations that `--data` names. An environment with demonstrations of its own, to
     which the run gives `--data`, makes them of it.
     """
-    makes_its_own = any(
+    if mode != "sft" or not chosen.get("data"):
+        return False
+    from rollouts.env.prompts import Prompts
+
+    return not any(
         "data" in each.settings and not (isinstance(each.component, type) and issubclass(each.component, Prompts))
         for each in chosen["env"]
     )
-    return mode == "sft" and bool(chosen.get("data")) and not makes_its_own
 
 
 def make_component(word: str, chosen: Chosen, available: Mapping[str, Any]) -> Any:
@@ -274,9 +291,11 @@ def read_component(
         label = f"the {KIND_WORDS[kind]} of {loss.name}"
         return Found(*_own_part(key, component, loss, label, source, path), None, label)
     if key == "kl":
+        from rollouts.training.algorithms.kl import check_kl
+
         check_kl(name)
     label = f"{KIND_WORDS[kind]} {name}"
-    ref = find_loader(manager, name)[0] if key == "data" else _find(manager, key, component)
+    ref = _find(manager, key, component)
     with _with_line(ref, manager.load(ref)):
         return Found(*signed(manager.load(ref), kind, label), ref, label)
 
@@ -298,6 +317,10 @@ def _with_line(ref: ComponentRef, component: Any) -> Iterator[None]:
 
 
 def _find(manager: PluginManager, key: str, component: Component) -> ComponentRef:
+    if key == "data":
+        from rollouts.data.source import find_loader
+
+        return find_loader(manager, component.name)[0]
     kind, alias = COMPONENT_KINDS[key], component.alias
     try:
         return manager.find(kind, component.name)
@@ -313,7 +336,11 @@ def _find(manager: PluginManager, key: str, component: Component) -> ComponentRe
 
 def parser_of(chosen: Chosen) -> ToolParser | None:
     """The chosen tool parser; None: the chat template decides how calls are read."""
-    return None if chosen.component is None else ToolParser(chosen.name, chosen.component, chosen.settings)
+    if chosen.component is None:
+        return None
+    from rollouts.chat.tool_parsers import ToolParser
+
+    return ToolParser(chosen.name, chosen.component, chosen.settings)
 
 
 def curriculum(manager: PluginManager, component: Component, source: Source) -> Chosen:
@@ -353,7 +380,12 @@ def signed(found: Any, kind: str, label: str) -> tuple[Any, Signature]:
         signature = Signature(check_signature(found, kind, label).requests, algorithm_settings(algorithm))
         check_defaults(found, signature, label)
         return algorithm, signature
-    signature = loader_signature(found, label) if kind == "datasets" else check_signature(found, kind, label)
+    if kind == "datasets":
+        from rollouts.data.source import loader_signature
+
+        signature = loader_signature(found, label)
+    else:
+        signature = check_signature(found, kind, label)
     check_defaults(found, signature, label)
     if kind == "kl":
         taken = {setting.name for setting in KL_SETTINGS} & {setting.name for setting in signature.settings}
@@ -415,10 +447,12 @@ def with_data(resolved: Resolved, manager: PluginManager, workers: Remote | None
     chosen = resolved.components["data"]
     if not chosen:
         return resolved
-    (component,) = chosen
+    from rollouts.data.source import OF_SFT, RowSettings
+
+    (component,), defaults = chosen, vars(RowSettings())
     found = _choose(manager, "data", component, None, resolved.source, ("data",))
     settings = {name: found.settings[name] for name in component.settings}
-    of_sft = [name for name in OF_SFT if settings.pop(name, _DATA[name]) != _DATA[name]]
+    of_sft = [name for name in OF_SFT if settings.pop(name, defaults[name]) != defaults[name]]
     if of_sft and resolved.settings.mode != "sft":
         raise ConfigError(
             f"--data.{of_sft[0].replace('_', '-')}: this setting is for conversations to learn from\n"

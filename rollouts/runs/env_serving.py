@@ -17,7 +17,7 @@ from rollouts.env.workers.serving import Address, serve_environment
 from rollouts.env.workers.websocket import library
 from rollouts.errors import ConfigError, UnknownComponentError, WorkerError
 from rollouts.plugins.manager import PluginManager
-from rollouts.runs.workers import own_connector, venv_connector
+from rollouts.runs.connectors import own_connector, venv_connector
 from rollouts.sandboxes.opening import make_sandboxes
 
 

@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from random import Random
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
@@ -27,15 +27,13 @@ from rollouts.author_code import authors_code, shown
 from rollouts.config.files import Source
 from rollouts.config.merging import Component
 from rollouts.config.settings import Settings
-from rollouts.env.authoring import ToolMethod, of_role, roles_of, tools_of
+from rollouts.env.authoring import Remote, ToolMethod, of_role, roles_of, tools_of
 from rollouts.env.checks import check_source, check_text
 from rollouts.env.methods import as_conversation, as_task, inputs_of, with_inputs
 from rollouts.env.schema import schema_of
 from rollouts.env.shared import SharedValue, shared_value
 from rollouts.env.threads import AuthorThread
 from rollouts.env.toolsets import AddedTool, Toolset, known_tools
-from rollouts.env.workers.proxy import RemoteEnvironment
-from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
 from rollouts.errors import (
     ConfigError,
     EnvironmentDefinitionError,
@@ -48,13 +46,17 @@ from rollouts.errors import (
 )
 from rollouts.plugins.loading import install_hint
 from rollouts.plugins.manager import PluginManager
-from rollouts.plugins.protocols import TaskSampler
 from rollouts.plugins.signature import bind
 from rollouts.runs.components import Chosen, curriculum
-from rollouts.sandboxes.base import Sandboxes
 from rollouts.training.datasets import mixing
 from rollouts.training.datasets.buffer import HELD_OUT_PART, SKIPPED_MAX, DataBuffer, draw_tasks, shuffled
 from rollouts.types import Message, Task
+
+if TYPE_CHECKING:
+    from rollouts.env.workers.proxy import RemoteEnvironment
+    from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+    from rollouts.plugins.protocols import TaskSampler
+    from rollouts.sandboxes.base import Sandboxes
 
 
 class Environment(NamedTuple):
@@ -95,7 +97,8 @@ class Environment(NamedTuple):
     def remote(self) -> type[RemoteEnvironment] | None:
         """The class in place of the environment's, in this process, if it runs in workers."""
         component = self.chosen.component
-        return component if inspect.isclass(component) and issubclass(component, RemoteEnvironment) else None
+        is_remote = inspect.isclass(component) and issubclass(component, Remote)
+        return cast("type[RemoteEnvironment]", component) if is_remote else None
 
     @property
     def make_env(self) -> Callable[[], Any]:

@@ -7,23 +7,19 @@ SGLang load as well) and peft's.
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from rollouts.config.files import runs_inside
-from rollouts.config.settings import Settings
 from rollouts.disk import new_folder
 from rollouts.errors import ConfigError, ModelError, OutputError, counted, first_line
 from rollouts.models import folders, loading
-from rollouts.models.folders import all_checkpoints, nearest_checkpoints
 from rollouts.plugins.loading import require_packages
-from rollouts.runs.folder import CONFIG, PHASES, SUMMARY, holds_run, load_config, read_json, writer_of
+from rollouts.runs.earlier_run import find_checkpoint
 from rollouts.runs.publish import CARD, model_card
 from rollouts.runs.usage import write_usage
 from rollouts.training.weights.files import ModelFiles, write_weights
-from rollouts.training.weights.store import STATE, check_folder, newest_checkpoint
+from rollouts.training.weights.store import STATE, check_folder
 
 _ADAPTER_FILES = ("adapter_*", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*")
 
@@ -86,54 +82,6 @@ def export(source: str, out: str, *, dtype: str = "", adapter: bool = False) -> 
     return written._replace(out=target, total_bytes=total, problem=problem)
 
 
-def is_of_run(source: str) -> bool:
-    """Whether this names the folder of a run, or a run's `checkpoints/`, and not a model."""
-    path = Path(source).expanduser()
-    if not source or source in loading.BUNDLED or not path.is_dir():
-        return False
-    is_model = (path / "config.json").is_file() or folders.is_adapter(path)
-    return not is_model and (holds_run(path) or bool(all_checkpoints(path)))
-
-
-def is_written_by_run(folder: Path) -> bool:
-    """Whether this is a checkpoint or an adapter. Servers are usually not started with these."""
-    return (folder / STATE).exists() or folders.is_adapter(folder)
-
-
-def find_checkpoint(source: str) -> Path:
-    """The folder with the weights: `source` itself, or the newest checkpoint of the run in it. For a run of mode
-    sft+rl, the newest checkpoint of the last phase that has one. Raises ConfigError.
-    """
-    path = Path(source).expanduser()
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "does not exist"
-        hint = nearest_checkpoints(path) or "give the folder of a run, a checkpoint, a model or a LoRA adapter"
-        raise ConfigError(f"{source} {what}; {hint}")
-    if (path / "config.json").is_file() or folders.is_adapter(path) or folders.role_adapters(path):
-        return path
-    phases = [path / phase for phase in PHASES if (path / phase).is_dir()]  # of a run of mode sft+rl
-    for run in (*phases, path):
-        found = newest_checkpoint(run / "checkpoints") or newest_checkpoint(run)
-        if found is not None:
-            return found
-    summary = read_json(path / SUMMARY)
-    if "episodes_asked" in summary:
-        again = shlex.quote(str(path / CONFIG))
-        raise ConfigError(
-            f"{source} is the folder of an evaluation, which writes no model; give the model that it evaluated, "
-            f"{summary['model']}\nto repeat the evaluation, type: rollouts eval {again}"
-        )
-    if holds_run(path):
-        if writer := writer_of(path):
-            first = _first_checkpoint(next(filter(holds_run, phases), path))
-            raise ConfigError(f"the run in {source} is still running ({writer}), and has no checkpoint yet\n{first}")
-        raise ConfigError(f"the run in {source} has no checkpoint yet; to continue it, type: rollouts resume {source}")
-    runs = runs_inside(path)
-    give = "give a folder that a run wrote, such as runs/first or runs/first/checkpoints/step_000120"
-    advice = f"\ndid you mean: {', '.join(runs[:3])}?" if runs else f"; {give}"
-    raise ConfigError(f"the folder {source} holds no run, no checkpoint, no model and no adapter{advice}")
-
-
 def model_of_role(source: str, role: str) -> str:
     """The adapter of a role in `source`, the folder of a run or a checkpoint. If roles have no adapters of their own,
     there must be no `role`, and the result is `source`. Raises ConfigError.
@@ -145,17 +93,6 @@ def model_of_role(source: str, role: str) -> str:
         raise ConfigError(f"--role {role}: {source} has one model for all roles; leave --role out")
     asked = f"--role {role}" if role else "which role?"
     raise ConfigError(f"{asked}: {source} has an adapter for each of {', '.join(own)}; type --role {next(iter(own))}")
-
-
-def _first_checkpoint(run: Path) -> str:
-    """When a run writes its first checkpoint."""
-    tree, _ = load_config(run)
-    steps, every, seconds = (
-        tree.get(name, getattr(Settings, name)) for name in ("steps", "checkpoint_every", "checkpoint_seconds")
-    )
-    of = f" of the phase {run.name}" if run.name in PHASES else ""
-    at = f"its first checkpoint comes after step {min(every or steps, steps)} of {steps}{of}"
-    return f"{at}, or earlier, {seconds:g} seconds after its begin" if seconds and not every else at
 
 
 def _write_model(folder: Path, inside: Path, dtype: str) -> Exported:

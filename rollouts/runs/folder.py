@@ -38,10 +38,8 @@ from rollouts.config.resolving import moved, resolve
 from rollouts.disk import open_regular, partial_name, read_regular, sync_file, sync_folder, write_whole
 from rollouts.encoding import encode, encode_indented
 from rollouts.errors import ConfigError, OutputError
-from rollouts.runs.line_index import write_index
-from rollouts.runs.times import StepTimes, times_of
-from rollouts.runs.token_files import SUFFIX, TokenTable, encode_table
-from rollouts.training.rollout_gen.metrics import JUDGING
+from rollouts.runs.times import StepTimes, times_of, write_index
+from rollouts.training.rollout_gen.steps import JUDGING
 from rollouts.types import Episode, Score
 
 SUMMARY = "summary.json"
@@ -53,6 +51,7 @@ REMOVED = "removed.json"  # in trajectories/: the number of first steps whose tr
 REMOVED_BY = "--keep-trajectories or `rollouts runs clean`"
 STEP, EVALUATED = "step_", "eval_"  # the prefixes of file names in trajectories/; steps count from 0
 OTHERS = "another model played this role"  # the reason of a line that no reward judges and no run trains
+TOKENS = ".tokens"  # the ending of a file with the values of tokens (`token_files`)
 _STEP_FILE = re.compile(rf"\.?{STEP}(\d+)\.(?:jsonl|tokens|times|index)")
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # the errors of a file system without locks
 
@@ -329,9 +328,9 @@ class RunFolder:
         written = self._write_beside(f"{name}.jsonl", b"".join(lines))
         write_index(written, map(len, lines))
 
-    def write_tokens(self, name: str, table: TokenTable) -> None:
+    def write_tokens(self, name: str, table: bytes) -> None:
         """Write the values of tokens into `trajectories/<name>.tokens`. `sync` flushes them to the disk."""
-        self._write_beside(f"{name}{SUFFIX}", encode_table(table))
+        self._write_beside(f"{name}{TOKENS}", table)
 
     def write_times(self, name: str, times: StepTimes) -> None:
         """Write when everything happened beside `trajectories/<name>.jsonl`. `sync` flushes it to the disk."""

@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rollouts.config.merging import component_tables
+from rollouts.config.names import GIVEN_ROWS
 from rollouts.config.objects import held_names
 from rollouts.config.resolving import Resolved
-from rollouts.config.rows import GIVEN_ROWS
 from rollouts.config.settings import COMPONENT_KINDS
-from rollouts.env.prompts import given_prompts
 from rollouts.errors import ConfigError
 from rollouts.models.loading import resolve_device
 from rollouts.plugins.index import KIND_WORDS
@@ -122,6 +121,8 @@ def give_rows(manager: PluginManager, *runs: Resolved) -> None:
     """Let the environment `prompts` read the rows of these runs, which `with_rows` has found."""
     rows = {data: content for resolved in runs for data, content in resolved.source.objects.rows.items()}
     if rows:
+        from rollouts.env.prompts import given_prompts
+
         ref = manager.find("environments", "prompts")
         manager.replace(ref, given_prompts(rows))
 

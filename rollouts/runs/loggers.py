@@ -10,16 +10,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollouts.author_code import authors_code
 from rollouts.error_log import report
 from rollouts.errors import BrokenPluginError, RolloutsError, RunError, counted, words_of
-from rollouts.loggers.background import BackgroundLogger
 from rollouts.loggers.base import AddsToSteps, MetricsLogger, SampleLogger, SampleSettings
 from rollouts.plugins.manager import PluginFault
 from rollouts.runs.components import Chosen, make_component
 from rollouts.runs.sample_rows import SAMPLES, Judged, sample_rows
+
+if TYPE_CHECKING:
+    from rollouts.loggers.background import BackgroundLogger
 
 LOGGERS_SECONDS, LOGGERS_SECONDS_INTERRUPTED = 60.0, 5.0
 """How long the end of a run waits for loggers that have not recorded everything yet; and after Ctrl-C."""
@@ -70,6 +72,8 @@ class Loggers:
                 self._loggers[each.alias] = make()
                 continue
             try:
+                from rollouts.loggers.background import BackgroundLogger
+
                 thread = BackgroundLogger(make, each.alias, MADE_SECONDS if may_fail else None)
             except Exception as error:
                 if not may_fail:

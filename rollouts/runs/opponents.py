@@ -30,6 +30,7 @@ from rollouts.models.folders import role_adapters
 from rollouts.models.loading import load_tokenizer
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import Chosen, choose
+from rollouts.runs.earlier_run import find_checkpoint
 from rollouts.runs.environments import Environment
 from rollouts.runs.session import make_inference
 from rollouts.training.algorithms.algorithm import requests
@@ -83,8 +84,6 @@ def _planned(
         return PlannedOpponent(role, model, engine)
     if not model:
         raise ConfigError(f"--role.{role}.inference {name}: which model? type: --role.{role}.model MODEL")
-    from rollouts.runs.export import find_checkpoint
-
     if Path(model).expanduser().is_dir():
         found = find_checkpoint(model)
         model = str(role_adapters(found).get(role, found))

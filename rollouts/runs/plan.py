@@ -13,11 +13,10 @@ import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from rollouts.chat.tool_parsers import ToolParser
 from rollouts.config.merging import Component, component_tables
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import Resolved
@@ -51,20 +50,29 @@ from rollouts.runs.components import (
     takes_rows,
     with_data,
 )
-from rollouts.runs.earlier_run import overlap_notes, run_of, trained_before, unused_of_run
+from rollouts.runs.earlier_run import (
+    evaluated,
+    find_checkpoint,
+    is_of_run,
+    overlap_notes,
+    run_of,
+    trained_before,
+    unused_of_run,
+)
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments
-from rollouts.runs.evaluated import evaluated
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
 from rollouts.runs.opponents import PlannedOpponent, plan_lora_roles, plan_opponents
-from rollouts.runs.sandboxes import with_sandboxes
 from rollouts.runs.session import model_words
 from rollouts.runs.unused import Whole, unused
-from rollouts.runs.workers import Workers, refuse_env_of_rewards
+from rollouts.runs.workers import Workers, refuse_env_of_rewards, with_sandboxes
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
 from rollouts.training.rollout_gen.groups import Filter
 from rollouts.types import Task
+
+if TYPE_CHECKING:
+    from rollouts.chat.tool_parsers import ToolParser
 
 # The default learning rate of a model that is neither bundled nor trained from a bundled one. A larger rate may break
 # it.
@@ -466,8 +474,6 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
     """The settings with the newest checkpoint in place of each folder of a run, and a note for each. Raises
     ConfigError, and ModelError for a critic or a teacher that is a path without a model.
     """
-    from rollouts.runs.export import find_checkpoint, is_of_run
-
     given = {name: getattr(settings, name) for name in ("model", "critic", "teacher")}
     found = {name: find_checkpoint(folder) for name, folder in given.items() if is_of_run(folder)}
     notes = tuple(

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError
-from rollouts.runs.folder import EVALUATED, PHASES, STEP, holds_run
-from rollouts.runs.line_index import open_lines
+from rollouts.runs.folder import EVALUATED, PHASES, STEP, TOKENS, holds_run
 from rollouts.runs.saved import SavedLine, read_line
-from rollouts.runs.token_files import SUFFIX, read_table
+from rollouts.runs.times import open_lines
+from rollouts.runs.token_files import read_table
 
 
 class Record(NamedTuple):
@@ -48,7 +48,7 @@ def read_record(run: str | Path, step: int, line: int, *, evaluation: bool = Fal
     """
     file = _file(run, step, evaluation)
     found = read_line(open_lines(file).read(line), file, line + 1)
-    tokens = file.with_suffix(SUFFIX)
+    tokens = file.with_suffix(TOKENS)
     return Record(found, read_table(tokens).of_line(line) if tokens.exists() else {})
 
 

@@ -36,8 +36,8 @@ from rollouts.runs.environments import Environment
 from rollouts.runs.jobs.chat_data import tried_rows
 from rollouts.runs.jobs.demonstrations import demonstration_samples
 from rollouts.runs.plan import Plan
-from rollouts.runs.sandboxes import sandbox_lines
 from rollouts.runs.session import Player, episode_limits, load_chat
+from rollouts.runs.workers import sandbox_lines
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, active_terms, function_label
 from rollouts.training.rollout_gen.groups import Group, filter_group, group_scorer, role_groups
 from rollouts.training.rollout_gen.pool import Job, run_episodes

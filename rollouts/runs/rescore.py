@@ -26,7 +26,6 @@ from rollouts.env.mixing import RewardTerm, Verdict, mix
 from rollouts.errors import ConfigError, counted
 from rollouts.models.loading import remote_code
 from rollouts.plugins.checks import run_check
-from rollouts.runs.clock import Start
 from rollouts.runs.components import choose, completed
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records, run_name
 from rollouts.runs.held_objects import manager_for
@@ -35,8 +34,9 @@ from rollouts.runs.observer import JUDGING, NullObserver, Observer
 from rollouts.runs.plan import config_text, reward_terms
 from rollouts.runs.saved import SavedRun, groups_of_file, open_saved
 from rollouts.runs.session import Session, second_interrupt_at_once
+from rollouts.runs.times import Start
 from rollouts.training.rollout_gen.groups import check_judged, group_scorer
-from rollouts.training.rollout_gen.metrics import reward_metrics
+from rollouts.training.rollout_gen.steps import reward_metrics
 from rollouts.types import Episode, Score
 
 UNJUDGED = "it could not judge in the run"

@@ -25,7 +25,7 @@ from rollouts.runs.environments import held_out_keys
 from rollouts.runs.folder import CONFIG, OTHERS, REMOVED_BY, STEP, read_json, removed_steps, step_of_file
 from rollouts.runs.manifest import MANIFEST
 from rollouts.training.rollout_gen.groups import Group
-from rollouts.training.rollout_gen.metrics import JUDGING
+from rollouts.training.rollout_gen.steps import JUDGING
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 from rollouts.version import __version__
 

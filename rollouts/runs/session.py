@@ -1,8 +1,8 @@
 """A session: one run in its folder, from the opened folder to summary.json.
 
 Training and evaluation have different jobs. Here are the parts that both use: the session itself, loggers, the chat
-format, and how an episode is played. If an error is found before a job begins, no new folder remains. After any later
-error, the folder says how far the run came.
+format, what an observer sees, and how an episode is played. If an error is found before a job begins, no new folder
+remains. After any later error, the folder says how far the run came.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, Protocol, Self, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 
 import trio
 
@@ -25,7 +25,6 @@ from rollouts.agent.episode import NO_OPPONENTS, Opponent, run_episode
 from rollouts.agent.model import EpisodeLimits
 from rollouts.author_code import passed_through
 from rollouts.chat.format import ChatFormat, load_chat_format
-from rollouts.chat.tool_parsers import ToolParser
 from rollouts.config.settings import Settings
 from rollouts.env.mixing import RewardTerm
 from rollouts.error_log import ERRORS, ErrorLog, fault_of
@@ -45,15 +44,19 @@ from rollouts.inference.suspend import SuspendableEngine
 from rollouts.models.loading import BUNDLED, load_tokenizer
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.plugins.manager import PluginManager
-from rollouts.runs.clock import Start
 from rollouts.runs.components import Chosen, make_component
 from rollouts.runs.environments import Environment
 from rollouts.runs.folder import PARTS, SUMMARY, MakeFolder, RunFolder
 from rollouts.runs.loggers import LOGGERS_SECONDS, LOGGERS_SECONDS_INTERRUPTED, Loggers
-from rollouts.runs.observer import Observer
+from rollouts.runs.observer import EngineState, Observer
+from rollouts.runs.times import Start
+from rollouts.training.batches import TrainingBackend
 from rollouts.training.rollout_gen.pool import Job as EpisodeJob
 from rollouts.training.rollout_gen.pool import Play
 from rollouts.types import Episode
+
+if TYPE_CHECKING:
+    from rollouts.chat.tool_parsers import ToolParser
 
 STUCK_SECONDS = 2.0
 """A run that has not ended this long after the first Ctrl-C ends at the next one, even within trio."""
@@ -417,3 +420,46 @@ def without_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
+
+
+@dataclass
+class Watching:
+    """Counts the episodes that play. `name` is that of the engine. `noted` notes of the training backend are shown."""
+
+    observer: Observer
+    name: str
+    inference: InferenceBackend
+    noted: int
+    playing: int = 0
+
+    def begin(self) -> None:
+        """An episode begins."""
+        self.playing += 1
+
+    def end(self, episode: Episode) -> None:
+        """An episode ended; it may be tried again."""
+        self.playing -= 1
+        self.observer.rollout(episode)
+
+    def notes(self, backend: TrainingBackend) -> None:
+        """Show the notes that the backend has added since the last call."""
+        for note in backend.notes[self.noted :]:
+            self.observer.note(note)
+        self.noted = len(backend.notes)
+
+    def engines(self) -> Sequence[EngineState]:
+        """The engines now: each server with its requests; another engine with the episodes that play."""
+        engine = self.inference
+        ours = [EngineState(self.name, engine.version, self.playing)]
+        if engine.capabilities.in_process:
+            return ours
+        from rollouts.inference.servers.server import Server
+        from rollouts.inference.servers.server_pool import ServerPool
+
+        if not isinstance(engine, Server | ServerPool):
+            return ours
+        servers = engine.statistics().servers if isinstance(engine, ServerPool) else [engine.statistics()]
+        return [
+            EngineState(each.name, each.version, each.in_flight, "" if each.state == "ready" else each.state)
+            for each in servers
+        ]

@@ -21,7 +21,6 @@ from rollouts.config.render import to_toml
 from rollouts.config.resolving import Resolved, resolve
 from rollouts.config.settings import COMPONENT_KINDS, Settings
 from rollouts.errors import ConfigError, DamagedCheckpointError, RolloutsError, UserError, said_of
-from rollouts.runs.clock import Start
 from rollouts.runs.components import chosen_sampler, takes_rows
 from rollouts.runs.environments import demonstrations, task_buffer
 from rollouts.runs.folder import PHASES, SUMMARY, RunFolder, choose_folder, default_out, holds_run, read_json
@@ -32,6 +31,7 @@ from rollouts.runs.observer import NullObserver, Observer
 from rollouts.runs.plan import Plan, config_text, make_plan
 from rollouts.runs.resume import changed_settings, finished, named_checkpoint, read_run, resume_command
 from rollouts.runs.session import Session
+from rollouts.runs.times import Start
 from rollouts.training.weights.store import check_folder, newest_checkpoint
 from rollouts.types import Task
 

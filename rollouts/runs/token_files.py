@@ -22,7 +22,6 @@ from rollouts.training.batches import Row, TrainBatch
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.types import Episode
 
-SUFFIX = ".tokens"
 FORMAT, VERSION = "rollouts-tokens", 1
 OF_ROWS = {"advantages": "advantage", "ref_logprobs": "ref_logprob", "teacher_logprobs": "teacher_logprob"}
 """The fields of a batch's rows that are recorded, and the names of their channels."""

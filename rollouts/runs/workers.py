@@ -1,50 +1,42 @@
-"""The workers of a run's environments: which environment has some, and the class that the run sees in its place.
+"""The workers of a run's environments: which environment has some, and the class that the run sees in its place. The
+sandboxes of a run: made only if an environment asks for one, and tried out by a dry run.
 
-Not here: workers (`rollouts.env.workers`), and the setting (`rollouts.config.workers`).
+Not here: workers (`rollouts.env.workers`), what starts them (`connectors`), the setting (`rollouts.config.workers`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollouts.child_environment import child_environment
 from rollouts.config.files import Source
 from rollouts.config.merging import Component, parse_component
 from rollouts.config.names import HELD
 from rollouts.config.resolving import Resolved
-from rollouts.config.workers import INLINE, VENV, WorkerSettings, unknown_kind, workers_of
+from rollouts.config.workers import INLINE, VENV, WorkerSettings, workers_of
 from rollouts.disk import write_whole
-from rollouts.env.installs import Installed, find_installed
+from rollouts.env.methods import names_input
 from rollouts.env.mixing import RewardTerm
-from rollouts.env.workers.channel import Connector
-from rollouts.env.workers.pool import WorkerPool
-from rollouts.env.workers.process import Options, ProcessConnector
-from rollouts.env.workers.proxy import RemoteEnvironment, configured, remote_class
-from rollouts.env.workers.serving import read_token
-from rollouts.env.workers.websocket import URLConnector
-from rollouts.errors import ConfigError, SignatureError, UnknownComponentError
+from rollouts.errors import ConfigError
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.manager import PluginManager
-from rollouts.plugins.settings import converted
-from rollouts.runs.components import Chosen, make_component, signed
+from rollouts.runs.components import Chosen
 from rollouts.runs.environments import Environment
 from rollouts.runs.folder import PARTS, MakeFolder, RunFolder
 from rollouts.runs.session import Session
 
+if TYPE_CHECKING:
+    from rollouts.env.workers.describe import SandboxSent
+    from rollouts.env.workers.pool import WorkerPool
+    from rollouts.env.workers.proxy import RemoteEnvironment
+    from rollouts.sandboxes.base import Sandboxes
+
 LOGS = "workers"
 """The folder, within that of a run, of what environments print in their workers."""
 
-
-TOKEN = "ROLLOUTS_WORKER_TOKEN"
-"""The environment variable with the token for workers at an address."""
-
-KIND = "workers"
-"""The kind of the components that start workers."""
 
 _pools: ContextVar[list[WorkerPool] | None] = ContextVar("rollouts-worker-pools", default=None)
 
@@ -98,12 +90,15 @@ class Workers:
                 " or type: --worker inline"
             )
         if key not in self._classes:
+            from rollouts.env.workers.pool import WorkerPool
+            from rollouts.env.workers.proxy import remote_class
+            from rollouts.runs.connectors import connector_of, lock_of
+
             name = component.alias or parse_component("filter", component.name).alias
-            pool = WorkerPool(name, self._connector(component, settings), settings)
+            pool = WorkerPool(name, connector_of(component, settings, self._manager, self._source), settings)
             if (opened := _pools.get()) is not None:
                 opened.append(pool)
-            if settings.kind == VENV:
-                pool.lock = find_installed(component.name).lock
+            pool.lock = lock_of(component, settings)
             self._classes[key] = remote_class(pool, component.name)
         return self._classes[key]
 
@@ -116,57 +111,9 @@ class Workers:
                 f"--worker {loaded.pool.settings.kind}: the rows of `prompts` are in the memory of this program, and a "
                 'worker reads files\nwrite them to a file, and give data="rows.jsonl" instead; or give worker="inline"'
             )
+        from rollouts.env.workers.proxy import configured
+
         return configured(loaded.pool, component.name, component.settings, source, path)
-
-    def _connector(self, component: Component, settings: WorkerSettings) -> Connector:
-        if settings.is_url:
-            return URLConnector(settings.kind, token=_token(settings), certificate=settings.certificate)
-        options = Options(settings.memory_gib, settings.cpu_seconds)
-        if settings.is_component:
-            return self._connector_of_package(component, settings, options)
-        if settings.kind == VENV:
-            return venv_connector(find_installed(component.name), options)
-        return own_connector(options)
-
-    def _connector_of_package(self, component: Component, settings: WorkerSettings, options: Options) -> Connector:
-        """What starts workers of a package's kind."""
-        kind = settings.kind
-        try:
-            ref = self._manager.find(KIND, kind)
-        except UnknownComponentError as error:
-            raise unknown_kind(kind, [each.name for each in self._manager.list(KIND)]) from error
-        label = f"the worker {kind}"
-        found, signature = signed(self._manager.load(ref), KIND, label)
-        given = converted(signature, settings.own, label, self._source, ("worker",))
-        available = {"environment": component.name, "count": settings.count, "options": options}
-        made = make_component("worker", Chosen(kind, found, given, ref), available)
-        if not isinstance(made, Connector):
-            raise SignatureError(
-                f"{label} made {type(made).__name__}, which has no `open`\nwrite `async def open(self, log)`, as "
-                "rollouts.env.workers.channel.Connector describes it"
-            )
-        return made
-
-
-def _token(settings: WorkerSettings) -> str:
-    if settings.token_file:
-        return read_token(Path(settings.token_file), "--worker.token-file")
-    return os.environ.get(TOKEN, "")
-
-
-def own_connector(options: Options) -> ProcessConnector:
-    """Starts workers in the Python of this process."""
-    return ProcessConnector(child_environment(), options)
-
-
-def venv_connector(installed: Installed, options: Options) -> ProcessConnector:
-    """Starts workers in a virtual environment."""
-    environment, venv = child_environment(), installed.venv
-    environment |= {
-        "VIRTUAL_ENV": str(venv),
-        "PATH": f"{installed.python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
-    return ProcessConnector(environment, options, python=installed.python)
 
 
 def pools_of(environments: Iterable[Environment]) -> dict[str, WorkerPool]:
@@ -214,3 +161,67 @@ def refuse_env_of_rewards(environments: Iterable[Environment], rewards: Iterable
                     "object is in another process\nwrite the reward as a @reward method of the environment, or type: "
                     "--worker inline"
                 )
+
+
+# --- sandboxes --------------------------------------------------------------------------------------------------------
+
+
+def asks_for_sandbox(env: Environment) -> bool:
+    """Whether the environment's `setup` names `sandbox`."""
+    if env.remote is not None:
+        return bool(env.make_checked().has_sandbox)
+    component = env.chosen.component
+    return names_input(component if hasattr(component, "setup") else env.make_checked(), "setup", "sandbox")
+
+
+def with_sandboxes(chosen: Chosen, environments: Sequence[Environment], concurrency: int) -> tuple[Environment, ...]:
+    """The environments, each with what opens its sandboxes if it asks for one. An environment with workers has them
+    there. The sandboxes are checked. Raises UserError.
+    """
+    asking = {env.alias for env in environments if asks_for_sandbox(env)}
+    here: Sandboxes | None = None
+    found = []
+    for env in environments:
+        if env.alias in asking and env.remote is not None:
+            from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+
+            env = env._replace(sandboxes=RemoteSandboxes(env.remote.pool, _as_sent(chosen, concurrency)))
+        elif env.alias in asking:
+            from rollouts.sandboxes.opening import make_sandboxes
+
+            here = here or make_sandboxes(chosen.name, chosen.component, chosen.settings, concurrency)
+            env = env._replace(sandboxes=here)
+        found.append(env)
+    return tuple(found)
+
+
+def _as_sent(chosen: Chosen, concurrency: int) -> SandboxSent:
+    from rollouts.env.workers.describe import SandboxSent, settings_as_sent
+
+    if chosen.ref is not None and HELD.fullmatch(chosen.ref.value):
+        raise ConfigError(
+            f"sandbox: {chosen.ref.name} is an object of this program, and a worker imports it by its name\n"
+            'write it at the top of a module, and name it: sandbox="my_sandboxes:NAME"; or give worker="inline"'
+        )
+    try:
+        return SandboxSent(chosen.name, settings_as_sent(chosen.settings), concurrency)
+    except TypeError as error:
+        raise ConfigError(
+            f"--sandbox {chosen.name}: a worker opens it, so its settings must be plain data: {error}"
+        ) from error
+
+
+def sandbox_lines(name: str, environments: Sequence[Environment]) -> Iterator[str]:
+    """Open a sandbox of each kind that the environments have, run `true` in it, and say what it is and what it does not
+    stop. Raises ConfigError.
+    """
+    from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+    from rollouts.sandboxes.opening import try_sandbox
+
+    for sandboxes in dict.fromkeys(env.sandboxes for env in environments if env.sandboxes is not None):
+        if isinstance(sandboxes, RemoteSandboxes):
+            sandboxes.try_one()
+        else:
+            try_sandbox(name, sandboxes)
+        yield f"sandbox {name}: opened, and ran `true`; {sandboxes.words}"
+        yield f"  it does not stop: {'; '.join(sandboxes.not_stopped) or 'nothing that is known'}"

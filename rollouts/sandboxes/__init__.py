@@ -1,8 +1,8 @@
 """Sandboxes, in which tools run commands that a model wrote.
 
 - `base.py`: the Protocols of a sandbox and of the component that opens it, limits, results
-- `subprocesses.py`: the sandbox `subprocess`, a temporary folder and limits of the operating system
-- `kept.py`: sandboxes with a keeper; `keeper.py`: the process that runs their commands and removes their folder
+- `subprocesses.py`: sandboxes with a keeper, and the sandbox `subprocess`: a temporary folder, limits of the system
+- `keeping.py`: one sandbox with a keeper; `keeper.py`: the process that runs its commands and removes its folder
 - `paths.py`: reading and writing files of a workspace without following links out of it
 - `opening.py`: from a component to sandboxes that work; the sandbox of one episode, closed also on cancellation
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rollouts.sandboxes.base import Sandbox as Sandbox
     from rollouts.sandboxes.base import Sandboxes as Sandboxes
     from rollouts.sandboxes.base import SandboxLimits as SandboxLimits
-    from rollouts.sandboxes.kept import KeptSandboxes as KeptSandboxes
+    from rollouts.sandboxes.subprocesses import KeptSandboxes as KeptSandboxes
     from rollouts.sandboxes.subprocesses import SubprocessSandboxes as SubprocessSandboxes
 
 __getattr__, __dir__ = lazy_face(__name__)

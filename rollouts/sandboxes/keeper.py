@@ -1,6 +1,6 @@
 """A process that keeps one sandbox: it runs one command at a time in a temporary folder, and removes the folder.
 
-    python -I -S keeper.py FOLDER TTL          # under `rollouts.supervisor`, started by `kept`
+    python -I -S keeper.py FOLDER TTL          # under `rollouts.supervisor`, started by `keeping`
 
 Requests and answers are lines of JSON on standard input and output; bytes are base64. The first answer is empty: the
 folders FOLDER/workspace and FOLDER/tmp exist. When a command ends, all processes that it started are killed. The keeper

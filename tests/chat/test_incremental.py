@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from steps import count_steps
 
 from rollouts.chat import ChatFormat, load_chat_format, tokenize_supervised
-from rollouts.chat.control_tokens import CUT
 from rollouts.chat.masks import encode_rows, supervised_texts
+from rollouts.chat.token_texts import CUT
 from rollouts.errors import ModelError
 from rollouts.models.loading import load_tokenizer
 from rollouts.types import Message, ToolCall

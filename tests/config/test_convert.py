@@ -15,8 +15,7 @@ from rollouts.config.files import Source
 from rollouts.config.flags import Flag, read_flag
 from rollouts.config.settings import REQUIRED, Setting
 from rollouts.errors import ConfigError
-from rollouts.plugins.settings import complete_settings, convert_settings
-from rollouts.plugins.signature import Signature, read_signature
+from rollouts.plugins.signature import Signature, complete_settings, convert_settings, read_signature
 
 PATH = ("env", "x")
 

@@ -29,7 +29,7 @@ from rollouts.env.workers.model import RemoteModel
 from rollouts.gateway.endpoint import Endpoint
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.plugins import KINDS, hookspecs
-from rollouts.plugins.contract import VERSIONS, stated_version
+from rollouts.plugins.loading import VERSIONS, stated_version
 from rollouts.plugins.vocabulary import VOCABULARY
 from rollouts.runs.play import play_episode, play_plan
 from rollouts.types import Episode, Message, Status, ToolCall

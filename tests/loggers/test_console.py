@@ -14,7 +14,7 @@ from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError
 from rollouts.loggers import ConsoleLogger, MetricsLogger
 from rollouts.plugins import read_signature
-from rollouts.plugins.settings import convert_settings
+from rollouts.plugins.signature import convert_settings
 
 METRICS = {"reward/mean": 0.5, "reward/std": 0.25, "policy/loss": -0.25, "perf/gen_tok_s": 51012.4}
 

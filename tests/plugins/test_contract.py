@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollouts.errors import BrokenPluginError
-from rollouts.plugins.contract import check_contract, stated_version
 from rollouts.plugins.index import ComponentRef, find_component
-from rollouts.plugins.loading import load_component
+from rollouts.plugins.loading import check_contract, load_component, stated_version
 from rollouts.plugins.manager import PluginManager
 
 ENVIRONMENTS = {"rollouts.environments": {"one": "acme_stated:One"}}

@@ -14,7 +14,7 @@ from rollouts.config.render import to_toml
 from rollouts.config.resolving import resolve
 from rollouts.config.settings import EVAL, setting_infos
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, RunError
-from rollouts.runs.export import is_written_by_run
+from rollouts.runs.earlier_run import is_written_by_run
 from rollouts.runs.plan import make_plan
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))

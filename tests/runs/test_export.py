@@ -17,7 +17,8 @@ import rollouts
 from rollouts.cli import main
 from rollouts.errors import ConfigError, ModelError, OutputError
 from rollouts.models.loading import load_hf_model
-from rollouts.runs.export import export, find_checkpoint
+from rollouts.runs.earlier_run import find_checkpoint
+from rollouts.runs.export import export
 from rollouts.runs.folder import RunFolder
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings

@@ -13,7 +13,7 @@ import rollouts
 from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.models.loading import TINY_PATH, bundled
-from rollouts.runs.export import find_checkpoint, is_of_run
+from rollouts.runs.earlier_run import find_checkpoint, is_of_run
 from rollouts.runs.jobs.evaluate import model_name
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -22,8 +22,8 @@ from rollouts.config.objects import held_names, take_objects
 from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError, RunError, SignatureError, UserError
 from rollouts.runs.dry_run import objective_words
+from rollouts.runs.jobs.stopping import FinishedStep, call_on_step
 from rollouts.runs.manifest import source_of
-from rollouts.runs.on_step import FinishedStep, call_on_step
 from rollouts.runs.plan import make_plan
 from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.aggregation import token_mean

@@ -10,11 +10,11 @@ from array import array
 import pytest
 
 from rollouts.errors import ConfigError
-from rollouts.runs import line_index
+from rollouts.runs import times
 from rollouts.runs.folder import CONFIG, RunFolder, episode_records
-from rollouts.runs.line_index import index_of, open_lines, write_index
 from rollouts.runs.records import count_lines, read_record, steps_of
-from rollouts.runs.token_files import Span, TokenTable
+from rollouts.runs.times import index_of, open_lines, write_index
+from rollouts.runs.token_files import Span, TokenTable, encode_table
 from rollouts.types import Episode, Score, Segment, Status, Task, Trajectory
 
 
@@ -43,10 +43,10 @@ def test_every_line_with_and_without_an_index(block, file, monkeypatch):
     path, lines = file
     path.write_bytes(content_of(lines[:5]) if block == 1 else content_of(lines))
     expected = path.read_bytes().splitlines(keepends=True)
-    monkeypatch.setattr(line_index, "BLOCK", block)
+    monkeypatch.setattr(times, "BLOCK", block)
     assert all_of(path) == expected
     assert index_of(path).exists()
-    monkeypatch.setattr(line_index, "_scan", lambda file: pytest.fail("the index was not used"))
+    monkeypatch.setattr(times, "_scan", lambda file: pytest.fail("the index was not used"))
     assert all_of(path) == expected
     write_index(path, map(len, expected))
     assert all_of(path) == expected
@@ -89,7 +89,7 @@ def test_a_file_or_an_index_that_changes_after_it_was_opened_gives_no_wrong_line
     index = index_of(path)
     kept = index.read_bytes()
     for number in range(0, 299, 23):  # zeros, and a place that is off by one
-        at = line_index.HEAD_BYTES + 8 * number
+        at = times.HEAD_BYTES + 8 * number
         for wrong in (bytes(16), bytes([kept[at] ^ 1]) + kept[at + 1 : at + 16]):
             index.write_bytes(kept[:at] + wrong + kept[at + 16 :])
             assert open_lines(path).read(number) == (b"x" if number == 0 else b"") + lines[number] + b"\n"
@@ -110,7 +110,7 @@ def test_a_folder_that_cannot_be_written(file, monkeypatch):
     def refuse(*args, **settings):
         raise PermissionError(13, "read-only")
 
-    monkeypatch.setattr(line_index, "write_whole", refuse)
+    monkeypatch.setattr(times, "write_whole", refuse)
     assert all_of(path) == path.read_bytes().splitlines(keepends=True)
     assert not index_of(path).exists()
 
@@ -142,7 +142,7 @@ def run(tmp_path):
     records = [line for number in range(5) for line in episode_records(episode(number), advantage=0.0)]
     folder.write_trajectories("step_000003", records)
     table = TokenTable([Span(2, 0, 0, 2)], {"position": array("I", [1, 2]), "entropy": array("f", [0.5, 0.25])})
-    folder.write_tokens("step_000003", table)
+    folder.write_tokens("step_000003", encode_table(table))
     folder.write_trajectories("eval_000004", [{"temperature": 1.0} | line for line in records[:2]])
     folder.close()
     return tmp_path / "run"

@@ -17,7 +17,7 @@ from rollouts.errors import ConfigError, SignatureError
 from rollouts.runs.chat import open_chat
 from rollouts.runs.plan import make_plan
 from rollouts.runs.run_model import model_plan
-from rollouts.runs.sandboxes import sandbox_lines
+from rollouts.runs.workers import sandbox_lines
 
 sys.path.insert(0, str(Path(__file__).parent))
 from composing import plan, refused

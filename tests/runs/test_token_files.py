@@ -9,8 +9,8 @@ import pytest
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError
+from rollouts.runs import token_files
 from rollouts.runs.folder import episode_records
-from rollouts.runs.jobs import step_files
 from rollouts.runs.token_files import Span, TokenTable, encode_table, read_table, token_table
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.batching import make_batch, part_batch
@@ -147,7 +147,7 @@ def test_a_run_records_what_it_trained_on(monkeypatch, tmp_path):
         seen.append(list(batches))
         return token_table(groups, batches)
 
-    monkeypatch.setattr(step_files, "token_table", spy)
+    monkeypatch.setattr(token_files, "token_table", spy)
     flags = "--env calculator --record tokens --eval-tasks 0 --steps 1 --prompts-per-step 3 --samples-per-prompt 3"
     flags += " --minibatches 2 --max-tokens 24 --kl rk3_loss --filter= --out run"
     assert main(["run", *flags.split()]) == 0

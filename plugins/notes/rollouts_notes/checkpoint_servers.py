@@ -21,7 +21,7 @@ from rollouts.inference.servers.http import PlainClient
 from rollouts.inference.servers.sglang import SGLang
 from rollouts.inference.servers.vllm import VLLM
 from rollouts.training.weights import files, probe
-from rollouts.training.weights.sync import raise_first
+from rollouts.training.weights.sending import raise_first
 
 
 class InferenceEngine(Protocol):

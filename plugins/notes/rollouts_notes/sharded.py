@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from rollouts.config.files import NOWHERE
 from rollouts.config.objects import take_objects
 from rollouts.config.resolving import resolve
-from rollouts.runs.jobs.backend import make_training
+from rollouts.runs.jobs.evaluating import make_training
 from rollouts.runs.plan import make_plan
 from rollouts.training.algorithms.algorithm import Algorithm
 from rollouts.training.batches import RankServer

@@ -30,7 +30,7 @@ from rollouts.training import (
     extract_sample_fields,
     generate_rollout_batches,
 )
-from rollouts.training.rollout_gen.metrics import rollout_metrics
+from rollouts.training.rollout_gen.steps import rollout_metrics
 from rollouts.types import Sample, Status, Task
 
 PROMPTS = ["one", "two", "three", "four"]

@@ -21,14 +21,16 @@ import random
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rollouts import Message, Score, Task, Trajectory, metric, reward
-from rollouts.agent.on_asyncio import AsyncioModel, play_on_asyncio
 from rollouts.errors import ConfigError
-from rollouts.gateway.endpoint import Endpoint
 from rollouts_verifiers import catalog
 from rollouts_verifiers.serving import Served, serving
+
+if TYPE_CHECKING:
+    from rollouts.agent.on_asyncio import AsyncioModel
+    from rollouts.gateway.endpoint import Endpoint
 
 __all__ = ["Verifiers", "environment_of"]
 
@@ -68,6 +70,8 @@ class Verifiers:
 
     async def rollout(self, task: Task, model: Any) -> Trajectory | None:
         """Let upstream play and score the task. Returns the conversation with the last reply."""
+        from rollouts.agent.on_asyncio import play_on_asyncio
+
         if not self.harness:
             await play_on_asyncio(model, self._play)
             return None

@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rollouts.agent.on_asyncio import AsyncioModel
-from rollouts.gateway.endpoint import Endpoint
+if TYPE_CHECKING:
+    from rollouts.agent.on_asyncio import AsyncioModel
+    from rollouts.gateway.endpoint import Endpoint
 
 
 class Served:

@@ -18,12 +18,14 @@ import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 from rollouts import Message, Score, Task, metric, reward
-from rollouts.agent.on_asyncio import AsyncioModel, play_on_asyncio
 from rollouts_verifiers_v0 import catalog
 from rollouts_verifiers_v0.verdicts import failures
+
+if TYPE_CHECKING:
+    from rollouts.agent.on_asyncio import AsyncioModel
 
 __all__ = ["VerifiersV0", "environment_of"]
 
@@ -66,6 +68,8 @@ class VerifiersV0:
 
     async def rollout(self, task: Task, model: Any) -> None:
         """Let upstream's loop play, and its rubric judge."""
+        from rollouts.agent.on_asyncio import play_on_asyncio
+
         await play_on_asyncio(model, self._play)
 
     async def _play(self, model: AsyncioModel) -> None:

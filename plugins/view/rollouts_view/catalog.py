@@ -16,11 +16,9 @@ import msgspec
 from rollouts.config.flags import Tree
 from rollouts.disk import open_regular
 from rollouts.errors import ConfigError, UserError, in_lines, suggestion
-from rollouts.runs.folder import CONFIG, METRICS, REMOVED_BY, SUMMARY, phases_of, read_json, removed_steps
-from rollouts.runs.line_index import Lines, open_lines
+from rollouts.runs.folder import CONFIG, METRICS, REMOVED_BY, SUMMARY, TOKENS, phases_of, read_json, removed_steps
 from rollouts.runs.manifest import MANIFEST
-from rollouts.runs.times import times_of
-from rollouts.runs.token_files import SUFFIX
+from rollouts.runs.times import Lines, open_lines, times_of
 from rollouts_view.listing import LABELS, RunInfo, find_runs, read_run
 from rollouts_view.table import Stamp, Table, stamp_of
 
@@ -117,7 +115,7 @@ class Catalog:
                     "kind": "step" if is_step else "evaluation",
                     "step": step,
                     "bytes": stamp.size if stamp else 0,
-                    "tokens": file.with_suffix(SUFFIX).exists(),
+                    "tokens": file.with_suffix(TOKENS).exists(),
                     "times": times_of(file).exists(),
                 }
             )

@@ -18,7 +18,7 @@ from rollouts.config.names import normalize
 from rollouts.config.settings import setting_infos
 from rollouts.data.source import find_loader, loader_signature
 from rollouts.errors import ConfigError, UserError, in_lines, suggestion
-from rollouts.plugins.contract import CORE
+from rollouts.plugins.loading import CORE
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.folder import load_config, phases_of
 from rollouts.runs.inspecting import OF_SFT

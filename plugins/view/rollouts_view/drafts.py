@@ -38,8 +38,7 @@ from rollouts.config.settings import (
     without_secrets,
 )
 from rollouts.errors import ConfigError, UserError
-from rollouts.plugins.settings import complete_settings, convert_settings
-from rollouts.plugins.signature import Signature
+from rollouts.plugins.signature import Signature, complete_settings, convert_settings
 from rollouts_view.component_reader import ComponentReader, ReadComponent, chosen_alone, is_own
 
 TABLES = ("worker", "template", "role", "sft", "schedule")

@@ -11,9 +11,9 @@ import msgspec
 from rollouts.author_code import printable
 from rollouts.chat.token_texts import token_texts
 from rollouts.errors import ConfigError, UserError, first_line
-from rollouts.runs.folder import load_config
-from rollouts.runs.line_index import Lines
-from rollouts.runs.token_files import SUFFIX, read_table
+from rollouts.runs.folder import TOKENS, load_config
+from rollouts.runs.times import Lines
+from rollouts.runs.token_files import read_table
 from rollouts.types import Message, Task
 
 GROUP_MAX = 64  # rollouts of a group
@@ -159,7 +159,7 @@ def _shown(segment: _Segment, texts: list[str], channels: dict[str, list[Any]]) 
 
 def _channels(file: Path, number: int) -> tuple[dict[int, dict[str, list[Any]]], list[str]]:
     """The recorded values of a line by segment, and notes about them."""
-    tokens = file.with_suffix(SUFFIX)
+    tokens = file.with_suffix(TOKENS)
     if not tokens.exists():
         return {}, []
     try:

@@ -17,7 +17,7 @@ import msgspec
 
 from rollouts.author_code import printable
 from rollouts.errors import ConfigError, suggestion
-from rollouts.runs.line_index import open_lines
+from rollouts.runs.times import open_lines
 from rollouts.types import Task
 from rollouts_view.filters import Column, choose
 

@@ -16,7 +16,7 @@ from rollouts_view.server import LIMITS, Site, _unreadable
 
 from rollouts.gateway.http_server import bound_socket, serve_http
 from rollouts.runs.folder import CONFIG, RunFolder, episode_records
-from rollouts.runs.token_files import Span, TokenTable
+from rollouts.runs.token_files import Span, TokenTable, encode_table
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -71,7 +71,7 @@ class Maker:
     def tokens(self, run, name, table):
         """Write the values of tokens beside a file."""
         folder = RunFolder.reopen(run)
-        folder.write_tokens(name, table)
+        folder.write_tokens(name, encode_table(table))
         folder.close()
 
 

@@ -17,7 +17,7 @@ from rollouts_view.rollout import Tokenizers
 
 from rollouts.cli import main
 from rollouts.encoding import encode
-from rollouts.runs.jobs import step_files, train
+from rollouts.runs.jobs import saving, train
 from rollouts.runs.records import read_record
 from rollouts.runs.times import StepTimes
 from rollouts.runs.token_files import TokenTable, read_table
@@ -182,7 +182,7 @@ def test_a_rollout_equals_its_record(recorded, asked):
 
 
 def test_values_are_those_that_a_run_trained_on(make, asked, monkeypatch):
-    reports, real = [], step_files.write_step
+    reports, real = [], saving.write_step
     monkeypatch.setattr(train, "write_step", lambda *given, **more: (reports.append(given[1]), real(*given, **more)))
     command = "run --env calculator --loss grpo --steps 1 --prompts-per-step 2 --samples-per-prompt 2 --eval-tasks 0"
     more = ["--record", "tokens", "--kl", "k3_loss", "--out", str(make.directory / "first")]

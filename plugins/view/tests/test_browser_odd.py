@@ -213,7 +213,7 @@ def test_a_read_only_disk(opened, make, monkeypatch):
     def refuse(*given, **more):
         raise OSError(30, "Read-only file system")
 
-    for module in ("rollouts.runs.line_index", "rollouts_view.listing"):
+    for module in ("rollouts.runs.times", "rollouts_view.listing"):
         monkeypatch.setattr(f"{module}.write_whole", refuse)
     assert "8 rows" in opened("run/RUN/step_000000").inner_text("main")
     assert "step_000000, line 5" in opened("run/RUN/step_000000/5").inner_text("main")

@@ -18,7 +18,7 @@ from rollouts.config.merging import merge
 from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError, UserError
 from rollouts.plugins import read_signature
-from rollouts.plugins.settings import convert_settings
+from rollouts.plugins.signature import convert_settings
 
 RUN = """
 import sys

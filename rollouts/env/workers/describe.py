@@ -21,8 +21,7 @@ from rollouts.env.authoring import metrics_of, rewards_of
 from rollouts.errors import UnknownComponentError
 from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
-from rollouts.plugins.settings import check_defaults, converted, refuse_without_hint
-from rollouts.plugins.signature import Signature, check_signature
+from rollouts.plugins.signature import Signature, check_defaults, check_signature, converted, refuse_without_hint
 
 KIND = "environments"
 FLAG, TOML = "$flag", "$toml"

@@ -7,14 +7,13 @@ what the model then says of itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from rollouts.author_code import shown
+from rollouts.env.authoring import no_role
 from rollouts.env.results import AnswerAs, answers_of
-from rollouts.errors import EnvironmentDefinitionError, near_misses
 from rollouts.gateway.exchange import Answered, APIError, Asked
 from rollouts.types import Message, Trajectory
 
@@ -75,13 +74,6 @@ class ClientAnswer(msgspec.Struct):
     state: ModelState
     answered: Answered | None = None
     refused: Refused | None = None
-
-
-def no_role(name: Any, known: Collection[str]) -> EnvironmentDefinitionError:
-    """The error for a role that the environment does not have."""
-    near = "".join(f"; did you mean {each!r}?" for each in near_misses(str(name), known)[:1])
-    has = f"the roles are {', '.join(known)}" if known else "the environment has no roles"
-    return EnvironmentDefinitionError(f"model.role({shown(name)}): {has}{near}")
 
 
 class Run(Protocol):

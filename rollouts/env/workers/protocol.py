@@ -26,10 +26,10 @@ from rollouts import errors
 from rollouts.author_code import message_of, shown
 from rollouts.encoding import plain
 from rollouts.env.calls import AbandonedCallsError, CallTimeoutError
-from rollouts.env.processes import ProcessError
 from rollouts.error_log import Fault, fault_of
 from rollouts.errors import (
     EnvironmentDefinitionError,
+    ProcessError,
     RemoteError,
     RewardError,
     RolloutsError,

@@ -19,8 +19,7 @@ from rollouts.env.workers.describe import SandboxSent, SandboxShown, settings_re
 from rollouts.errors import ConfigError
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.plugins.manager import PluginManager
-from rollouts.plugins.settings import check_defaults, converted
-from rollouts.plugins.signature import check_signature
+from rollouts.plugins.signature import check_defaults, check_signature, converted
 from rollouts.sandboxes.base import Sandbox, Sandboxes
 from rollouts.sandboxes.opening import Lease, make_sandboxes, try_sandbox
 

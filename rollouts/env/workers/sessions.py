@@ -21,7 +21,6 @@ import trio
 from rollouts.author_code import with_place
 from rollouts.env import calls
 from rollouts.env.advice import CONTRACT, warnings_about
-from rollouts.env.asking import ask
 from rollouts.env.authoring import JudgeMethod, ToolMethod, environment_name, metrics_of, rewards_of, roles_of, tools_of
 from rollouts.env.checks import check_environment, check_source, line_of, requests_of
 from rollouts.env.methods import (
@@ -33,7 +32,7 @@ from rollouts.env.methods import (
     reply_messages,
     with_inputs,
 )
-from rollouts.env.mixing import with_reason
+from rollouts.env.mixing import ask, with_reason
 from rollouts.env.prompts import Prompts
 from rollouts.env.results import ToolOutcome
 from rollouts.env.schema import schema_of

@@ -9,7 +9,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.shown import lost_words
@@ -21,38 +20,24 @@ from rollouts.errors import ConfigError, ModelError, counted
 from rollouts.runs.components import takes_rows
 from rollouts.runs.environments import HeldOutPrompts
 from rollouts.runs.jobs.demonstrations import demonstration_samples
+from rollouts.runs.jobs.evaluating import ChatData
 from rollouts.runs.plan import Plan
-from rollouts.training.batches import TrainingBackend
-from rollouts.training.batching import make_batch
 from rollouts.training.datasets.chat_rows import ChatOptions, supervised_rows
 from rollouts.training.datasets.prepared import Preparer, ShuffledSamples, divided, prepare
-from rollouts.types import Sample, Task
+from rollouts.types import Task
 
 ROWS_BETWEEN = 100  # between two words about how many were read
-
-
-class ChatData(NamedTuple):
-    """The samples in the order in which the run trains on them, those of which it only computes the loss, notes for
-    the user, and after how many evaluations without a lower loss the run ends (0: it does not).
-    """
-
-    samples: Sequence[Sample]
-    held_out: Sequence[Sample]
-    notes: list[str]
-    patience: int = 0
 
 
 def training_data(
     plan: Plan, held_out: Sequence[Task], chat: ChatFormat, watch: Callable[[int], None] = lambda count: None
 ) -> ChatData:
-    """The data of a run of mode sft: conversations of rows, or demonstrations. Empty in mode rl. Demonstrations and
-    conversations of held-out tasks are left out. `watch` is called with the number of rows that were read so far.
+    """The data of a run of mode sft: conversations of rows, or demonstrations. Those of held-out tasks are left out.
+    `watch` is called with the number of rows that were read so far.
     """
     if takes_rows(plan.settings.mode, plan.chosen):
         return chat_data(plan, held_out, chat, watch=watch)
-    is_sft = plan.settings.mode == "sft"
-    samples = demonstration_samples(plan.environments, held_out, plan.settings, chat) if is_sft else []
-    return ChatData(samples, [], [])
+    return ChatData(demonstration_samples(plan.environments, held_out, plan.settings, chat), [], [])
 
 
 def chat_data(
@@ -168,36 +153,3 @@ def chat_options(plan: Plan, rows: RowSettings) -> ChatOptions:
     """How the conversations of a run become rows."""
     tools = [tool for env in plan.environments for tool in env.schemas()]
     return ChatOptions(rows.turns, rows.thinking, rows.max_length, tools, plan.settings.system)
-
-
-class HeldOutLoss:
-    """The loss of held-out samples. `by_step` has it by the number of steps before it, for summary.json."""
-
-    def __init__(self, backend: TrainingBackend, samples: Sequence[Sample], note: Callable[[str], None]) -> None:
-        self._backend, self._samples, self._note = backend, samples, note
-        self.by_step: dict[str, float] = {}
-
-    async def measure(self, done: int, per_batch: int) -> dict[str, float]:
-        """The mean negative log-likelihood of the trained tokens after `done` steps, by their weights, in nats per
-        token. Empty without samples.
-        """
-        if not self._samples:
-            return {}
-        if str(done) not in self.by_step:
-            self.by_step[str(done)] = await held_out_loss(self._backend, self._samples, per_batch)
-            self._note(f"held-out loss after {counted(done, 'step')}: {self.by_step[str(done)]:.4f}")
-        return {"eval/loss": self.by_step[str(done)]}
-
-
-async def held_out_loss(backend: TrainingBackend, samples: Sequence[Sample], per_batch: int) -> float:
-    """The mean negative log-likelihood of the trained tokens of samples, by their weights, in nats per token."""
-    total = weight = 0.0
-    for start in range(0, len(samples), per_batch):
-        some = [Sample(tokens=each.tokens, loss_mask=each.loss_mask) for each in samples[start : start + per_batch]]
-        batch = make_batch(some, [0.0] * len(some), aggregation="token_mean", step=0)
-        found = (await backend.forward(batch, only_live=True)).logprobs
-        assert found is not None, "logprobs were requested"
-        for row, logprobs in zip(batch.rows, found, strict=True):
-            total -= sum(w * p for w, p in zip(row.loss_mask, logprobs, strict=True))
-            weight += sum(row.loss_mask)
-    return total / weight

@@ -9,7 +9,7 @@ from typing import Any
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import SupervisedRow, tokenize_supervised
 from rollouts.config.settings import Settings
-from rollouts.runs.environments import Environment, HeldOutPrompts, demonstrations, few_held_out_notes
+from rollouts.runs.environments import Environment, demonstrations
 from rollouts.types import Message, Sample, Task
 
 
@@ -31,13 +31,3 @@ def demonstration_samples(
             known[key] = tokenize_supervised(messages, tools[env.alias](messages), chat)
         samples += [Sample(messages, tokens=r.tokens, loss_mask=r.loss_mask, rollout_index=place) for r in known[key]]
     return samples
-
-
-def held_out_notes(
-    settings: Settings, environments: Sequence[Environment], held_out: Sequence[Task], also_held_out: Sequence[Task]
-) -> list[str]:
-    """Notes about anything unusual in the held-out tasks of these environments."""
-    notes = few_held_out_notes(environments, held_out, settings)
-    shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
-    words = "held-out tasks have the same prompt as another task, so their demonstrations cannot be recognized"
-    return notes + ([f"{shared} {words}: demonstrations('train', rng) must not return any"] if shared else [])

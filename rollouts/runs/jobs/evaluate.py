@@ -20,10 +20,8 @@ from rollouts.errors import BudgetSpentError, counted
 from rollouts.evaluate import numbers_of
 from rollouts.inference.base import CanMeter, InferenceBackend
 from rollouts.reducers import Reducer
-from rollouts.runs.clock import Start
 from rollouts.runs.environments import chosen_tasks, few_held_out_notes
 from rollouts.runs.folder import CONFIG, choose_folder, default_out, episode_records, run_name
-from rollouts.runs.jobs.watching import Watching
 from rollouts.runs.manifest import (
     MANIFEST,
     code_files,
@@ -42,13 +40,14 @@ from rollouts.runs.sample_rows import EVAL_SAMPLES, Judged
 from rollouts.runs.session import (
     Player,
     Session,
+    Watching,
     load_chat,
     make_inference,
     model_words,
     second_interrupt_at_once,
     status_of,
 )
-from rollouts.runs.times import evaluation_times
+from rollouts.runs.times import Start, evaluation_times
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.rollout_gen.groups import check_judged, group_scorer
 from rollouts.training.rollout_gen.pool import FailurePolicy, Failures, Job, run_episodes

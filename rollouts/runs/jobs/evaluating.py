@@ -1,4 +1,4 @@
-"""The evaluations of a training run: how the held-out tasks are played, and evaluations while training goes on.
+"""The engines of a training run: its training backend, and evaluations, also while training goes on.
 
 With `--eval-inference`, an evaluation between two steps has an engine of its own, which gets the weights of that step.
 Training goes on while it plays, and at most one plays at a time: the next one waits for it. Not here: when a run
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -17,21 +18,23 @@ from typing import Any, NamedTuple
 
 import trio
 
-from rollouts.errors import ConfigError, cause_of
+from rollouts.errors import ConfigError, cause_of, counted
 from rollouts.evaluate import Evaluation, check_passes, evaluate
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import read_lines
+from rollouts.runs.components import make_component
 from rollouts.runs.folder import EVALUATED, METRICS, episode_records
 from rollouts.runs.plan import Plan
 from rollouts.runs.resume import RunState
 from rollouts.runs.sample_rows import EVAL_SAMPLES, held_out_rollouts
 from rollouts.runs.session import Player, Session, make_inference
 from rollouts.runs.times import evaluation_times
-from rollouts.training.batches import TrainingBackend
+from rollouts.training.batches import RankServer, TrainingBackend
+from rollouts.training.batching import make_batch
 from rollouts.training.rollout_gen.groups import GroupScorer
 from rollouts.training.rollout_gen.pool import Failures, Job
 from rollouts.training.weights.sync import WeightSyncManager
-from rollouts.types import Episode, Task
+from rollouts.types import Episode, Sample, Task
 
 TEMPERATURES = (1.0, 0.0)  # sampled, greedy
 
@@ -196,3 +199,81 @@ async def resume_evaluation(
     if any(step == state.evaluating - 1 and any(name.startswith("eval/") for name in line) for step, line, _ in lines):
         return ""
     return f"the evaluation after step {state.evaluating} was not finished, and is left out"
+
+
+# --- supervised training ----------------------------------------------------------------------------------------------
+
+
+class ChatData(NamedTuple):
+    """The samples in the order in which the run trains on them, those of which it only computes the loss, notes for
+    the user, and after how many evaluations without a lower loss the run ends (0: it does not).
+    """
+
+    samples: Sequence[Sample]
+    held_out: Sequence[Sample]
+    notes: list[str]
+    patience: int = 0
+
+
+class HeldOutLoss:
+    """The loss of held-out samples. `by_step` has it by the number of steps before it, for summary.json."""
+
+    def __init__(self, backend: TrainingBackend, samples: Sequence[Sample], note: Callable[[str], None]) -> None:
+        self._backend, self._samples, self._note = backend, samples, note
+        self.by_step: dict[str, float] = {}
+
+    async def measure(self, done: int, per_batch: int) -> dict[str, float]:
+        """The mean negative log-likelihood of the trained tokens after `done` steps, by their weights, in nats per
+        token. Empty without samples.
+        """
+        if not self._samples:
+            return {}
+        if str(done) not in self.by_step:
+            self.by_step[str(done)] = await held_out_loss(self._backend, self._samples, per_batch)
+            self._note(f"held-out loss after {counted(done, 'step')}: {self.by_step[str(done)]:.4f}")
+        return {"eval/loss": self.by_step[str(done)]}
+
+
+async def held_out_loss(backend: TrainingBackend, samples: Sequence[Sample], per_batch: int) -> float:
+    """The mean negative log-likelihood of the trained tokens of samples, by their weights, in nats per token."""
+    total = weight = 0.0
+    for start in range(0, len(samples), per_batch):
+        some = [Sample(tokens=each.tokens, loss_mask=each.loss_mask) for each in samples[start : start + per_batch]]
+        batch = make_batch(some, [0.0] * len(some), aggregation="token_mean", step=0)
+        found = (await backend.forward(batch, only_live=True)).logprobs
+        assert found is not None, "logprobs were requested"
+        for row, logprobs in zip(batch.rows, found, strict=True):
+            total -= sum(w * p for w, p in zip(row.loss_mask, logprobs, strict=True))
+            weight += sum(row.loss_mask)
+    return total / weight
+
+
+# --- the training backend ---------------------------------------------------------------------------------------------
+
+
+def make_training(plan: Plan, watch: Callable[[str], None] = lambda name: None) -> TrainingBackend | RankServer:
+    """The training backend with its model loaded; on a rank above 0 of a distributed backend, the RankServer. `watch`
+    is called with the name of this phase.
+
+    Raises UserError, also if a launcher started several processes and the backend supports only one.
+    """
+    settings, chosen = plan.settings, plan.one("training")
+    watch(f"loading {Path(settings.model).name}")
+    available = plan.training_arguments() | {"config": plan.config_of_ranks}
+    backend: TrainingBackend | RankServer = make_component("training backend", chosen, available)
+    if isinstance(backend, RankServer):
+        return backend
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched != "1" and backend.world_size == 1:
+        backend.close()
+        raise ConfigError(
+            f"a launcher started {launched} processes (WORLD_SIZE), but --training {chosen.name} trains in one; type "
+            "--training fsdp, or start it without a launcher"
+        )
+    if settings.profile and not backend.can_profile:
+        backend.close()
+        raise ConfigError(
+            f"--profile {settings.profile}: the training backend {chosen.name} cannot be profiled; leave --profile "
+            "out, or choose another one, such as --training torch"
+        )
+    return backend

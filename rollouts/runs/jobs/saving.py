@@ -1,4 +1,4 @@
-"""When a run saves, whether the disk has room for it, and which earlier checkpoints are removed.
+"""When a run saves, whether the disk has room for it, and which earlier checkpoints are removed; the files of a step.
 
 A run saves every `checkpoint_every` steps; without that setting, by the clock: after every `checkpoint_seconds`. It
 also saves at its end, and after Ctrl-C. A checkpoint by the clock or after Ctrl-C is only for resuming: the next
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,12 @@ from rollouts.config.settings import Settings
 from rollouts.config.stopping import Ranking, read_ranking
 from rollouts.errors import suggestion
 from rollouts.models.folders import complete_checkpoints
-from rollouts.runs.folder import STEP, RunFolder
+from rollouts.runs.folder import STEP, TOKENS, RunFolder, episode_records
 from rollouts.runs.manifest import update_manifest, with_revisions
-from rollouts.runs.token_files import SUFFIX
+from rollouts.runs.sample_rows import step_rollouts
+from rollouts.runs.times import step_times
+from rollouts.training.loops.rl import StepReport
+from rollouts.training.loops.rl_batch import lag_of
 from rollouts.training.weights.store import prune_checkpoints, remove_checkpoint
 
 Occasion = Literal["", "steps", "clock"]
@@ -92,7 +95,7 @@ class Saving:
         checkpoint need more room than there is.
         """
         settings = self.settings
-        files = [self.folder.path / "trajectories" / f"{STEP}{done - 1:06d}{end}" for end in (".jsonl", SUFFIX)]
+        files = [self.folder.path / "trajectories" / f"{STEP}{done - 1:06d}{end}" for end in (".jsonl", TOKENS)]
         self._step_bytes += sum(file.stat().st_size for file in files if file.exists())
         self._steps += 1
         kept = (
@@ -197,3 +200,36 @@ def profiled_steps(first: int, steps: int, count: int) -> range:
     """
     begin = first + 1 if steps - first > 1 else first
     return range(begin, min(begin + count, steps))
+
+
+def write_step(folder: RunFolder, report: StepReport, *, tokens: bool) -> None:
+    """Write the trajectories of a step and, with `tokens`, the values of its tokens. Raises OutputError."""
+    folder.write_trajectories(_name(report), step_records(report))
+    if tokens:
+        from rollouts.runs.token_files import encode_table, token_table
+
+        folder.write_tokens(_name(report), encode_table(token_table(report.groups, report.batches)))
+
+
+def write_times(folder: RunFolder, report: StepReport) -> None:
+    """Write when the phases and episodes of a step were, which ends now. Raises OutputError."""
+    episodes = [episode for group in report.groups for episode in group.episodes]
+    folder.write_times(_name(report), step_times(report.phases, episodes))
+
+
+def step_records(report: StepReport) -> list[dict[str, Any]]:
+    """The lines of `trajectories/step_*.jsonl`, each with the age of its oldest token (`staleness`, in steps)."""
+    return [
+        record | _age(record, report.state.start_versions)
+        for each in step_rollouts(report)
+        for record in episode_records(each.episode, advantage=each.advantage, dropped=each.dropped)
+    ]
+
+
+def _age(record: Mapping[str, Any], start_versions: Sequence[int]) -> dict[str, int]:
+    known = [version for segment in record["segments"] for version in segment["versions"] if version >= 0]
+    return {"staleness": lag_of(min(known), start_versions)} if known else {}
+
+
+def _name(report: StepReport) -> str:
+    return f"{STEP}{report.step:06d}"

@@ -1,25 +1,42 @@
-"""Where a training run of mode rl gets its groups: the manager that samples them, or the files of earlier runs."""
+"""Where a training run gets its groups or its data: the manager that samples groups, the files of earlier runs, or rows
+and demonstrations (`chat_data`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rollouts.chat.format import ChatFormat
 from rollouts.config.settings import Settings
 from rollouts.inference.base import InferenceBackend
 from rollouts.runs.components import chosen_sampler
-from rollouts.runs.environments import task_buffer
+from rollouts.runs.environments import HeldOutPrompts, few_held_out_notes, task_buffer
+from rollouts.runs.jobs.evaluating import ChatData
 from rollouts.runs.plan import Plan
-from rollouts.runs.saved import SavedRuns, open_runs
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import advantage_rewards, why_untrained
 from rollouts.training.rollout_gen.groups import Group, GroupScorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.pool import Failures, Play
-from rollouts.training.rollout_gen.saved import SavedGroups, positions_buffer
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Task
+
+if TYPE_CHECKING:
+    from rollouts.runs.saved import SavedRuns
+    from rollouts.training.rollout_gen.saved import SavedGroups
+
+
+def training_data(
+    plan: Plan, held_out: Sequence[Task], chat: ChatFormat, watch: Callable[[int], None] = lambda count: None
+) -> ChatData:
+    """The data of a run of mode sft (`chat_data`); empty in mode rl."""
+    if plan.settings.mode != "sft":
+        return ChatData([], [], [])
+    from rollouts.runs.jobs import chat_data
+
+    return chat_data.training_data(plan, held_out, chat, watch)
 
 
 class TaskSource(NamedTuple):
@@ -42,6 +59,9 @@ def task_source(plan: Plan, held_out: Sequence[Task]) -> TaskSource:
     """The tasks of a run without held-out tasks; none in mode sft. Raises UserError."""
     settings = plan.settings
     if settings.from_run:
+        from rollouts.runs.saved import open_runs
+        from rollouts.training.rollout_gen.saved import positions_buffer
+
         saved = open_runs(settings, held_out)
         return TaskSource(positions_buffer(len(saved.places), settings.seed), saved)
     if settings.mode == "rl":
@@ -69,6 +89,8 @@ def group_source(
 
     source: AsyncRolloutManager | SavedGroups
     if saved is not None:
+        from rollouts.training.rollout_gen.saved import SavedGroups
+
         source = SavedGroups(
             buffer,
             len(saved.places),
@@ -102,3 +124,14 @@ def group_source(
     if state:
         source.load_state_dict(dict(state))
     return source
+
+
+def task_notes(
+    plan: Plan, tasks: TaskSource, held_out: Sequence[Task], also_held_out: Sequence[Task], tokenizer: Any
+) -> list[str]:
+    """Notes about anything unusual in the tasks of a run. Raises like `TaskSource.notes`."""
+    settings = plan.settings
+    notes = few_held_out_notes(plan.environments, held_out, settings) + tasks.notes(settings, tokenizer)
+    shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
+    words = "held-out tasks have the same prompt as another task, so their demonstrations cannot be recognized"
+    return notes + ([f"{shared} {words}: demonstrations('train', rng) must not return any"] if shared else [])

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import trio
@@ -23,22 +23,14 @@ from rollouts.errors import CheckpointError, RolloutsError, cause_of, counted
 from rollouts.evaluate import evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger
-from rollouts.runs.clock import Start
 from rollouts.runs.folder import MakeFolder
 from rollouts.runs.held_objects import again_command
-from rollouts.runs.jobs import learning
-from rollouts.runs.jobs.backend import make_training
-from rollouts.runs.jobs.chat_data import ChatData, HeldOutLoss, training_data
-from rollouts.runs.jobs.demonstrations import held_out_notes
-from rollouts.runs.jobs.evaluating import HeldOutTasks, PinnedEvaluations, make_engines, resume_evaluation
-from rollouts.runs.jobs.saving import Occasion, Saving, profiled_steps
-from rollouts.runs.jobs.sources import TaskSource, group_source, task_source
-from rollouts.runs.jobs.step_files import write_step, write_times
-from rollouts.runs.jobs.stopping import Stopping, summary_of
-from rollouts.runs.jobs.watching import Watching
+from rollouts.runs.jobs import evaluating, learning, sources
+from rollouts.runs.jobs.evaluating import make_training
+from rollouts.runs.jobs.saving import Occasion, Saving, profiled_steps, write_step, write_times
+from rollouts.runs.jobs.stopping import FinishedStep, Stopping, call_on_step, summary_of
 from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import GENERATING, SAVING, SYNCING, TRAINING, Observer
-from rollouts.runs.on_step import FinishedStep, call_on_step
 from rollouts.runs.opponents import entered, make_opponents
 from rollouts.runs.plan import Plan, title
 from rollouts.runs.resume import REVISION, Resumed, RunState, logged_steps, restore, take_back
@@ -47,24 +39,27 @@ from rollouts.runs.session import (
     Interrupts,
     Player,
     Session,
+    Watching,
     chat_notes,
     load_chat,
     second_interrupt_at_once,
 )
+from rollouts.runs.times import Start
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.batches import RankServer, TrainingBackend
 from rollouts.training.loops.rl import LoopState, StepReport, train_rl
 from rollouts.training.loops.rl_batch import RLSettings
-from rollouts.training.loops.sft import SFTSettings, train_sft
 from rollouts.training.rollout_gen.groups import Group, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-from rollouts.training.rollout_gen.metrics import environment_metrics
 from rollouts.training.rollout_gen.pool import FailurePolicy, Failures
-from rollouts.training.rollout_gen.saved import SavedGroups
+from rollouts.training.rollout_gen.steps import environment_metrics
 from rollouts.training.weights.store import best_checkpoint, write_metric
 from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Sample, Task
+
+if TYPE_CHECKING:
+    from rollouts.training.rollout_gen.saved import SavedGroups
 
 SAVE_SECONDS = 1800.0
 PREPARING = "preparing rows of data"
@@ -96,10 +91,10 @@ def train(
         RunError, KeyboardInterrupt: the run failed, or Ctrl-C was pressed; the folder says how far it came.
     """
     settings, environments = plan.settings, plan.environments
-    run_title, tasks = title(plan), task_source(plan, held_out)
+    run_title, tasks = title(plan), sources.task_source(plan, held_out)
     chat = load_chat(settings, environments, tool_parser=plan.tool_parser)
-    of_tasks = held_out_notes(settings, environments, held_out, also_held_out) + tasks.notes(settings, chat.tokenizer)
-    data = training_data(plan, [*held_out, *also_held_out], chat, lambda rows: observer.phase(PREPARING, rows))
+    of_tasks = sources.task_notes(plan, tasks, held_out, also_held_out, chat.tokenizer)
+    data = sources.training_data(plan, [*held_out, *also_held_out], chat, lambda rows: observer.phase(PREPARING, rows))
     with Session(observer, started, plan.manager) as session:
         backend = make_training(plan, observer.phase)
         if isinstance(backend, RankServer):
@@ -109,7 +104,7 @@ def train(
         folder = open_folder(session, environments, make_folder)
         loggers, code = plan.chosen["logger"], code_files(plan.references, plan.resolved.source)
         manifest = make_manifest(settings.seed, plan.references, code, folder) | tasks.as_manifest
-        engines = make_engines(plan, backend, folder.path)
+        engines = evaluating.make_engines(plan, backend, folder.path)
         session.backends = [(plan.one("training"), backend), (plan.one("inference"), engines[0])]
         own, resumed, first = [each for each in loggers if each.component is JSONLLogger], None, 0
         if resumes:
@@ -158,8 +153,8 @@ class Training:
     inference: InferenceBackend
     pinned: InferenceBackend | None
     held_out: Sequence[Task]
-    tasks: TaskSource
-    data: ChatData
+    tasks: sources.TaskSource
+    data: evaluating.ChatData
     resumed: Resumed | None
     stopping: Stopping
     advice: str
@@ -201,10 +196,10 @@ class Training:
         self._score_groups = group_scorer(
             self.plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds
         )
-        own = HeldOutTasks(self.held_out, self.session, self._player, self._score_groups, self._failures)
+        own = evaluating.HeldOutTasks(self.held_out, self.session, self._player, self._score_groups, self._failures)
         self._play_held_out, self._pinned, self._late = own.play, None, dict[str, float]()
         if self.pinned is not None:
-            self._pinned = PinnedEvaluations(
+            self._pinned = evaluating.PinnedEvaluations(
                 self.pinned,
                 lambda done, engine: own.play(f"step {done}", done, engine, shows=False),
                 temperature=settings.temperature,
@@ -212,7 +207,7 @@ class Training:
         self._profiled = profiled_steps(self._start.step, settings.steps, settings.profile)
         self.summary: dict[str, Any] = {"status": "done", "steps": self._start.step, "evaluation": self._evaluations}
         self.summary["eval_tasks"] = settings.eval_tasks
-        self._held_out_loss = HeldOutLoss(self.backend, self.data.held_out, self.session.observer.note)
+        self._held_out_loss = evaluating.HeldOutLoss(self.backend, self.data.held_out, self.session.observer.note)
         if self.data.held_out:
             self.summary["held_out_loss"] = self._held_out_loss.by_step
         if resumed is not None:
@@ -242,7 +237,9 @@ class Training:
                     self._evaluations["before"] = self._start.evaluation.get("before")
                 else:
                     self.session.loggers.add_to_next(await self._evaluate("before", 0))
-                if lost := await resume_evaluation(self._pinned, self.backend, self._start, self._folder.path):
+                if lost := await evaluating.resume_evaluation(
+                    self._pinned, self.backend, self._start, self._folder.path
+                ):
                     self.session.observer.note(lost)
                 await self._profile_before(self._start.step)
                 if self._stop is None:
@@ -322,7 +319,7 @@ class Training:
 
     def _groups(self) -> AsyncRolloutManager | SavedGroups:
         """The source of the groups, in its state of the checkpoint."""
-        return group_source(
+        return sources.group_source(
             self.plan,
             self.tasks,
             self._start.rollouts,
@@ -407,6 +404,8 @@ class Training:
     def _supervised(self) -> Awaitable[Any]:
         """The loop of mode sft, as an awaitable."""
 
+        from rollouts.training.loops.sft import SFTSettings, train_sft
+
         async def on_step(step: int, metrics: dict[str, float]) -> dict[str, float]:
             # An engine with its own weights only needs them in evaluations, which send them.
             synced = {} if self.inference.capabilities.owns_weights else await self._syncing.sync(self.backend)
@@ -467,7 +466,7 @@ class Training:
         finally:
             self._interrupts.is_held = True
 
-    async def _evaluate_pinned(self, pinned: PinnedEvaluations, done: int) -> dict[str, float]:
+    async def _evaluate_pinned(self, pinned: evaluating.PinnedEvaluations, done: int) -> dict[str, float]:
         """Begin an evaluation that plays while training goes on, after the one before. Returns metrics of this step."""
         waited = await pinned.wait()
         self._take_pinned()

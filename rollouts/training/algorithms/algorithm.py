@@ -57,6 +57,17 @@ class KL(NamedTuple):
     horizon: int = 10
 
 
+_KL = KL._field_defaults
+
+KL_SETTINGS: tuple[Setting, ...] = (
+    Setting("coef", float, _KL["coefficient"], "weight of the KL"),
+    Setting("threshold", float | None, _KL["threshold"], "larger values are cut to this, in nats per token"),
+    Setting("target", float | None, _KL["target"], "adapt coef to reach this KL, in nats per token"),
+    Setting("horizon", int, _KL["horizon"], "with a target: coef changes by up to 0.2 / horizon in a step"),
+)
+"""The settings of every KL term. Its estimator may have more."""
+
+
 class Algorithm(NamedTuple):
     """What a backend trains with. Each part is a function or a tuple of functions; None: not used.
 

@@ -28,25 +28,15 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rollouts.author_code import unwrapped
-from rollouts.config.settings import Setting
 from rollouts.errors import ConfigError
 from rollouts.plugins.signature import bind
-from rollouts.training.algorithms.algorithm import KL, function_label, refuse_unknown, signature_of
+from rollouts.training.algorithms.algorithm import KL, KL_SETTINGS, function_label, refuse_unknown, signature_of
 from rollouts.training.algorithms.losses import check_setting, log_ratio
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 STEER_MAX = 0.2  # the largest relative error that counts (Ziegler et al. 2019)
-_DEFAULTS = KL._field_defaults
-
-KL_SETTINGS: tuple[Setting, ...] = (
-    Setting("coef", float, _DEFAULTS["coefficient"], "weight of the KL"),
-    Setting("threshold", float | None, _DEFAULTS["threshold"], "larger values are cut to this, in nats per token"),
-    Setting("target", float | None, _DEFAULTS["target"], "adapt coef to reach this KL, in nats per token"),
-    Setting("horizon", int, _DEFAULTS["horizon"], "with a target: coef changes by up to 0.2 / horizon in a step"),
-)
-"""The settings of every KL term. Its estimator may have more."""
 
 
 def k1_reward(old_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

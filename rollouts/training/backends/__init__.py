@@ -7,8 +7,7 @@
     forward       rows through the policy, the critic and the teacher
     auxiliary     the models beside the policy: critic, teacher, reference
     transformer   rows of token ids through a causal LM: shared prompts once, the head where it is needed
-    sharding      FSDP2: each rank's shards of the weights
-    batch_shards  each rank's rows of a batch
+    sharding      FSDP2: each rank's shards of the weights, and its rows of a batch
     metric_sums   metrics, read from the device once a batch, joined over ranks
     optimizer     settings, optimizers and learning rates
     profiling     traces, and peak memory

@@ -29,10 +29,10 @@ from rollouts.author_code import innermost_place
 from rollouts.errors import ConfigError, RankError, RolloutsError, words_of
 from rollouts.models import revisions
 from rollouts.training.backends import rendezvous
-from rollouts.training.backends.batch_shards import BatchShard
 from rollouts.training.backends.heartbeats import FailureDetector, Heartbeat, RankFailure
 from rollouts.training.backends.metric_sums import Reading
 from rollouts.training.backends.rendezvous import SECRET, Channel, RankPlace
+from rollouts.training.backends.sharding import BatchShard
 from rollouts.training.backends.torch import Command, CommandName, Executor
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batches import StepResult

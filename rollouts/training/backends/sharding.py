@@ -7,14 +7,17 @@ the engine divides once by D. Not here: how ranks meet (ranks.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
 from rollouts.errors import ModelError
 from rollouts.training.backends.auxiliary import Networks
+from rollouts.training.batches import ForwardOutput, Row, TrainBatch
+from rollouts.training.batching import Keep
 
 
 class Sharding(NamedTuple):
@@ -130,3 +133,76 @@ def _repeated_layers(networks: Networks) -> list[nn.Module]:
             raise ModelError(f"{type(causal).__name__} has no repeated layers to shard; type --training torch")
         found += blocks
     return found
+
+
+class BatchShard(msgspec.Struct):
+    """One rank's rows of a batch.
+
+    Attributes:
+        batch: this rank's rows, and D of the whole batch
+        places: the rows' indices in the whole batch
+        parts: microbatches, as lists of row numbers in `batch`; some may be empty
+    """
+
+    batch: TrainBatch
+    places: list[int]
+    parts: list[list[int]]
+
+    def microbatches(self) -> list[list[Row]]:
+        """The rows of each microbatch."""
+        return [[self.batch.rows[number] for number in part] for part in self.parts]
+
+
+def shard_batch(
+    batch: TrainBatch, count: int, split: Callable[[TrainBatch], list[list[Row]]], *, keep: Keep = ""
+) -> list[BatchShard]:
+    """Split the batch for `count` ranks.
+
+    Sets of rows go to ranks one by one, the longest first, to the rank with the fewest tokens so far.
+
+    Args:
+        split: makes microbatches of a rank's rows
+        keep: rows of one rollout, pair or group go to one rank
+    """
+    assert count >= 1, f"{count} ranks"
+    place_of = {id(row): place for place, row in enumerate(batch.rows)}
+    shards = []
+    for rows in _shard_rows(batch.rows, count, keep):
+        part = msgspec.structs.replace(batch, rows=rows)
+        number_of = {id(row): number for number, row in enumerate(rows)}
+        parts = [[number_of[id(row)] for row in microbatch] for microbatch in split(part)]
+        shards.append(BatchShard(part, [place_of[id(row)] for row in rows], parts))
+    most = max(len(shard.parts) for shard in shards)
+    for shard in shards:
+        shard.parts += [[] for _ in range(most - len(shard.parts))]
+    return shards
+
+
+def gather_outputs(
+    batch: TrainBatch, shards: Sequence[BatchShard], outputs: Sequence[dict[str, list[list[float]]]]
+) -> ForwardOutput:
+    """Join the ranks' outputs, in the order of the whole batch."""
+    found: dict[str, list[list[float]]] = {name: [[] for _ in batch.rows] for name in outputs[0]}
+    for shard, output in zip(shards, outputs, strict=True):
+        for name, streams in output.items():
+            for place, stream in zip(shard.places, streams, strict=True):
+                found[name][place] = stream
+    return ForwardOutput(**found)
+
+
+def _shard_rows(rows: Sequence[Row], count: int, keep: Keep) -> list[list[Row]]:
+    if count == 1:
+        return [list(rows)]
+    sets: dict[Hashable, list[int]] = {}
+    for place, row in enumerate(rows):
+        index = getattr(row, f"{keep}_index") if keep else place
+        # A row without a pair forms a set of its own.
+        sets.setdefault(("single", place) if index < 0 and keep == "pair" else index, []).append(place)
+    tokens = {key: sum(len(rows[place].tokens) for place in members) for key, members in sets.items()}
+    ranks: list[list[int]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for key in sorted(sets, key=lambda key: (-tokens[key], sets[key][0])):
+        rank = loads.index(min(loads))
+        ranks[rank] += sets[key]
+        loads[rank] += tokens[key]
+    return [[rows[place] for place in sorted(members)] for members in ranks]

@@ -18,13 +18,11 @@ import torch
 from rollouts.errors import OutOfMemoryError, TrainingError, first_line
 from rollouts.models import lora
 from rollouts.models.estimates import ModelSize, estimated_as, peak_flops, train_flops
-from rollouts.models.futures import TorchThread, TrainFuture, on_thread
+from rollouts.models.futures import TorchThread, TrainFuture, free_memory, memory_cause, on_thread, training_words
 from rollouts.models.loading import load_hf_model, resolve_model_name
-from rollouts.models.out_of_memory import free_memory, memory_cause, training_words
 from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
-from rollouts.training.backends.batch_shards import BatchShard, gather_outputs, shard_batch
 from rollouts.training.backends.metric_sums import Reading, batch_metrics, join_records
 from rollouts.training.backends.optimizer import (
     MakeOptimizer,
@@ -34,6 +32,7 @@ from rollouts.training.backends.optimizer import (
     check_trained_weights,
 )
 from rollouts.training.backends.profiling import peak_gib
+from rollouts.training.backends.sharding import BatchShard, gather_outputs, shard_batch
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.backends.transformer import use_float32_head
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, StepResult, TrainBatch

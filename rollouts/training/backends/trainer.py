@@ -29,12 +29,11 @@ from rollouts.training.algorithms.algorithm import Algorithm, active_terms, need
 from rollouts.training.algorithms.objective import evaluate, importance_weights
 from rollouts.training.backends import forward, optimizer, sharding
 from rollouts.training.backends.auxiliary import Critic, Networks, ReferencePolicy, Teacher
-from rollouts.training.backends.batch_shards import BatchShard
 from rollouts.training.backends.forward import Models, Scored
 from rollouts.training.backends.metric_sums import MetricSums, Microbatch, Reading, TokenRecord
 from rollouts.training.backends.optimizer import MakeOptimizer, TrainerSettings
 from rollouts.training.backends.profiling import Profile
-from rollouts.training.backends.sharding import Sharding
+from rollouts.training.backends.sharding import BatchShard, Sharding
 from rollouts.training.backends.transformer import ModelPaths, inspect_model, prefers_packing
 from rollouts.training.batches import AuxiliaryModels, Row, StepResult, TrainBatch
 from rollouts.training.batching import (

@@ -12,14 +12,16 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollouts.author_code import why_no_list
 from rollouts.env.methods import as_task
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted
-from rollouts.plugins.protocols import TaskSampler
 from rollouts.training.datasets.samplers import TASKS_MAX, Sampling, Uniform
 from rollouts.types import Task
+
+if TYPE_CHECKING:
+    from rollouts.plugins.protocols import TaskSampler
 
 HELD_OUT_PART = 5  # if tasks are finite and ignore the split, at most a fifth of them is held out
 SKIPPED_MAX = 10_000  # after this many excluded tasks in a row, a source counts as empty

@@ -15,13 +15,15 @@ import hashlib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.author_code import authors_code, shown
 from rollouts.errors import ConfigError, said_of, words_of
-from rollouts.plugins.protocols import TaskSampler
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.types import Task
+
+if TYPE_CHECKING:
+    from rollouts.plugins.protocols import TaskSampler
 
 Weight = float | Callable[[int], float]
 """The weight of a source: a number, or a function of the training step (0-based). Only ratios of weights count."""

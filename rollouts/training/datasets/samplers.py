@@ -12,15 +12,17 @@ from __future__ import annotations
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from rollouts.author_code import authors_code, shown
 from rollouts.errors import ConfigError, RolloutsError, RunError, SignatureError, counted, suggestion, words_of
-from rollouts.plugins.protocols import TaskSampler
 from rollouts.plugins.signature import make
 from rollouts.types import Task
+
+if TYPE_CHECKING:
+    from rollouts.plugins.protocols import TaskSampler
 
 Queue = OrderedDict[str, None]
 

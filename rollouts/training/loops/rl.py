@@ -18,15 +18,13 @@ from rollouts.errors import ConfigError
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.base import MetricsLogger
 from rollouts.training.algorithms.algorithm import KL, Algorithm, Stage, stage_at
-from rollouts.training.algorithms.kl import steer_coefficient
 from rollouts.training.batches import TrainBatch, TrainingBackend, step_metrics
 from rollouts.training.batching import part_batch
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import RLSettings, complete_batch, prepare_rl_batch, rollout_advantages
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.manager import RewardFn
-from rollouts.training.rollout_gen.metrics import rollout_metrics
-from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStep
+from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStep, rollout_metrics
 from rollouts.training.weights.sync import WeightSync, WeightSyncManager
 from rollouts.types import Sample
 
@@ -185,6 +183,8 @@ def _steered(kl: KL | None, coefficient: float | None, metrics: Mapping[str, flo
     """
     if kl is None or kl.target is None or "policy/kl_ref" not in metrics:
         return {}
+    from rollouts.training.algorithms.kl import steer_coefficient
+
     current = kl.coefficient if coefficient is None else coefficient
     return {kl: steer_coefficient(current, metrics["policy/kl_ref"], kl.target, kl.horizon)}
 

@@ -1,8 +1,8 @@
 """Generation of many rollouts, from user functions to whole training steps.
 
-groups metrics       all rollouts of one prompt: group rewards, filters, samples, their part of a checkpoint; metrics
+groups               all rollouts of one prompt: group rewards, filters, samples, their part of a checkpoint
 pool                 concurrent episodes that can pause and resume; retries and the limit on failures
-steps                the manager's configuration and results
+steps                the manager's configuration, results and metrics
 user_functions       your own generate_fn, reward_fn or filter_fn
 manager              AsyncRolloutManager: the groups of a step, and prefetched steps
 

@@ -32,6 +32,7 @@ import trio
 
 from rollouts.errors import ConfigError
 from rollouts.inference.base import Capabilities, InferenceBackend
+from rollouts.inference.suspend import SuspendableEngine
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import (
     Filter,
@@ -49,7 +50,6 @@ from rollouts.training.rollout_gen.groups import (
 )
 from rollouts.training.rollout_gen.pool import EpisodePool, FailurePolicy, Failures, Job, Play
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics, RolloutStep
-from rollouts.training.rollout_gen.user_functions import filter_group_by, generate, graded, reward_group, sample_group
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Sample, Task
 
@@ -173,6 +173,8 @@ class AsyncRolloutManager:
             raise ConfigError("AsyncRolloutManager needs a configuration: rollout_config=RolloutConfig(...)")
         changes: dict[str, Any] = {"over_sampling_factor": over_sampling_factor, "filter_fn": filter_fn}
         if config.reward_fn is not None:
+            from rollouts.training.rollout_gen.user_functions import graded
+
             changes["reward_fn"] = graded(config.reward_fn)
         config = dataclasses.replace(config, **{name: each for name, each in changes.items() if each is not None})
         self._player = None if config.endpoint is None else config.endpoint.player(config.environment)
@@ -187,7 +189,7 @@ class AsyncRolloutManager:
         self.config, self.inference, self.filters, self.see_rewards = config, inference, filters, see_rewards
         self.score_groups, self.failures = score_groups, failures
         self.policy_version: int | None = None
-        self._play = play or (lambda job, session, engine: generate(config, job.task, self.policy_version))
+        self._play = play or self._generate
         self._jobs_per_group = 1 if play is None else config.n_samples_per_prompt
         self._begun = self._kept = self._dropped = self._steps = 0  # prefetched steps included
         self._live: dict[int, LiveGroup] = {}  # groups of prefetched steps excluded
@@ -429,9 +431,17 @@ class AsyncRolloutManager:
             self.data_buffer.finished(group.position, group.task, rewards, self._steps)
             group.is_reported = True
 
+    def _generate(self, job: Job, session: str, inference: SuspendableEngine) -> Awaitable[list[Sample]]:
+        """A group of the configuration's `generate_fn`."""
+        from rollouts.training.rollout_gen.user_functions import generate
+
+        return generate(self.config, job.task, self.policy_version)
+
     def _played(self, live: LiveGroup) -> Group:
         """A complete group, with all roles of its episodes."""
         if self.config.generate_fn is not None:
+            from rollouts.training.rollout_gen.user_functions import sample_group
+
             return sample_group(live.number, live.task, live.outcomes[0])
         return Group(live.number, live.task, tuple(live.outcomes[index] for index in range(live.size)))
 
@@ -440,6 +450,8 @@ class AsyncRolloutManager:
         split = [role_groups(self._played(each)) for each in live]
         groups = [group for own in split for group in own]
         if reward_fn is not None:
+            from rollouts.training.rollout_gen.user_functions import reward_group
+
             groups = [await reward_group(group, reward_fn) for group in groups]
         if self.score_groups is not None:
             scored = await self.score_groups([group.episodes for group in groups])
@@ -451,6 +463,8 @@ class AsyncRolloutManager:
         """The group, with `dropped` set if a filter drops it."""
         group = filter_group(group, self.filters, step=self._steps, see=self.see_rewards)
         if group.dropped is None and self.config.filter_fn is not None:
+            from rollouts.training.rollout_gen.user_functions import filter_group_by
+
             group = await filter_group_by(self.config.filter_fn, group)
         return group
 

@@ -29,7 +29,7 @@ from rollouts.training.loops.rl_batch import (
     rollout_advantages,
 )
 from rollouts.training.rollout_gen.groups import Group
-from rollouts.training.rollout_gen.metrics import rollout_metrics
+from rollouts.training.rollout_gen.steps import rollout_metrics
 from rollouts.training.rollout_gen.user_functions import sample_episode
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory

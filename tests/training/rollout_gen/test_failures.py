@@ -11,8 +11,8 @@ import trio.testing
 from rollouts.errors import RunError
 from rollouts.inference.base import Capabilities
 from rollouts.training.rollout_gen.groups import Group
-from rollouts.training.rollout_gen.metrics import failure_metrics, rollout_metrics
 from rollouts.training.rollout_gen.pool import WINDOW, FailurePolicy, Failures, Job, is_failure, run_episodes
+from rollouts.training.rollout_gen.steps import failure_metrics, rollout_metrics
 from rollouts.types import Episode, Sample, Score, Status, Task, Trajectory
 
 TASK = Task("2 + 2?")

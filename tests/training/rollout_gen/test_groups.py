@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollouts.env.mixing import RewardTerm
 from rollouts.errors import RewardError, RunError
 from rollouts.training.rollout_gen.groups import Filter, Group, check_judged, filter_group, group_samples, group_scorer
-from rollouts.training.rollout_gen.metrics import reward_metrics, rollout_metrics
+from rollouts.training.rollout_gen.steps import reward_metrics, rollout_metrics
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
 TASK = Task("2 + 2?", answer=4)

@@ -16,7 +16,7 @@ from rollouts.author_code import message_of, place_of_parameter, shown
 from rollouts.config.convert import toml_value
 from rollouts.config.settings import is_secret
 from rollouts.errors import ConfigError, counted
-from rollouts.plugins.settings import converted
+from rollouts.plugins.signature import converted
 from rollouts_check.components.subject import Subject, at
 from rollouts_check.environments.package import check_import, import_in
 from rollouts_check.environments.traces import random_calls

@@ -9,8 +9,7 @@ import msgspec
 import trio
 
 from rollouts.env import calls
-from rollouts.env.asking import ask
-from rollouts.env.mixing import check_turns, read_verdict
+from rollouts.env.mixing import ask, check_turns, read_verdict
 from rollouts.errors import RolloutsError, counted
 from rollouts.plugins.signature import read_signature
 from rollouts.plugins.vocabulary import GROUP_REWARD

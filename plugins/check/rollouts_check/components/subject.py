@@ -19,8 +19,7 @@ from rollouts.data.source import COLUMNS, RowSettings
 from rollouts.errors import RolloutsError, SignatureError, leaves_of, words_of
 from rollouts.plugins.index import HOOKS, KIND_WORDS
 from rollouts.plugins.manager import PluginManager
-from rollouts.plugins.settings import converted
-from rollouts.plugins.signature import Signature, bind
+from rollouts.plugins.signature import Signature, bind, converted
 from rollouts.runs.components import signed
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, bind_algorithm
 from rollouts.training.algorithms.kl import make_kl

@@ -30,8 +30,7 @@ from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose
 from rollouts.runs.environments import Environment, plan_environments
 from rollouts.runs.plan import reward_terms
-from rollouts.runs.sandboxes import with_sandboxes
-from rollouts.runs.workers import Workers, pools_of, refuse_env_of_rewards
+from rollouts.runs.workers import Workers, pools_of, refuse_env_of_rewards, with_sandboxes
 from rollouts.types import Message, Task
 from rollouts_check.packages import Found
 from rollouts_check.report import SkippedError, UntestedError

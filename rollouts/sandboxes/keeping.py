@@ -1,5 +1,4 @@
-"""Sandboxes that a process keeps: `keeper.py`, under the supervisor. Subclass `KeptSandboxes` to put a program such as
-`bwrap` in front of every command.
+"""One sandbox that a process keeps: `keeper.py`, under the supervisor.
 
 The keeper has the sandbox's folder and runs its commands. It ends when the sandbox is closed, at its time to live, and
 when this process ends for any reason, also by SIGKILL. If a command kills the keeper, the supervisor kills the rest.
@@ -20,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, Unpack
+from typing import Any, NoReturn, Protocol, Unpack
 
 from rollouts.child_environment import child_environment
 from rollouts.errors import SandboxError, SandboxLostError, words_of_exit
@@ -38,49 +37,23 @@ _lock = threading.Lock()
 _pipes: list[tuple[int, int]] = []
 
 
-class KeptSandboxes:
-    """Opens sandboxes that a keeper keeps. A subclass gives `words`, `not_stopped` and, if its commands do not run as
-    plain processes, `enclosed`.
+class Kind(Protocol):
+    """What a sandbox asks of its `KeptSandboxes`."""
 
-    Args:
-        limits: the limits of each sandbox
-    """
+    limits: SandboxLimits
+    inside: str
+    own_network: bool
+    own_processes: int
 
-    words = ""
-    not_stopped: Sequence[str] = ()
-    inside = ""
-    """The path of the workspace for commands; "": its path on this machine, which output shows as relative paths."""
-    own_network = False
-    """Whether commands cannot reach the network of this machine."""
-    own_processes = 0
-    """How many processes belong to the program in front of a command."""
+    def enclosed(self, argv: list[str], folder: str) -> list[str]: ...
 
-    def __init__(self, *, limits: SandboxLimits = SandboxLimits()) -> None:
-        limits.check()
-        self.limits = limits
-        self._starts = threading.BoundedSemaphore(int(limits.starts_max))
-
-    def check(self) -> None:
-        """Everything that is needed is part of Python."""
-
-    def open(self) -> KeptSandbox:
-        """A new sandbox, when fewer than `starts_max` others start. Raises SandboxError."""
-        with self._starts:
-            return KeptSandbox(self)
-
-    def enclosed(self, argv: list[str], folder: str) -> list[str]:
-        """The command that runs `argv` in the sandbox. `folder` has the folders `workspace` and `tmp`."""
-        return argv
-
-    def variables(self, folder: str) -> dict[str, str]:
-        """The environment variables of a command."""
-        return {**child_environment(), "HOME": f"{folder}/workspace", "TMPDIR": f"{folder}/tmp"}
+    def variables(self, folder: str) -> dict[str, str]: ...
 
 
 class KeptSandbox:
     """A sandbox with a keeper; the Protocol `Sandbox` describes its methods."""
 
-    def __init__(self, kind: KeptSandboxes) -> None:
+    def __init__(self, kind: Kind) -> None:
         parent = os.path.realpath(tempfile.gettempdir())
         self.folder = f"{parent}/rollouts-sandbox-{secrets.token_hex(8)}"
         self.workspace = f"{self.folder}/workspace"
