@@ -40,7 +40,7 @@ CHARACTERS_PER_TOKEN_MAX = 16
 
 
 def excess(value: Any, characters_max: float = math.inf) -> str:
-    """What is too much in plain data, in words; empty if nothing is. `characters_max` bounds its text.
+    """What is too much in plain data, or is not text, in words; empty if nothing is. `characters_max` bounds its text.
 
     >>> excess({"a": [1, 2]}), excess(msgspec.json.decode("[" * 65 + "]" * 65))
     ('', 'nested more than 64 levels deep')
@@ -48,7 +48,10 @@ def excess(value: Any, characters_max: float = math.inf) -> str:
     'longer than 3 characters'
     """
     with contextlib.suppress(Exception):  # an object that JSON cannot represent, or one that is nested too deep
-        encoded = msgspec.json.encode(value)
+        try:
+            encoded = msgspec.json.encode(value)
+        except UnicodeEncodeError:
+            return r"not valid Unicode: it has half of a surrogate pair, such as \ud800"
         if len(encoded) <= characters_max:  # as most rows and calls, in a tenth of the time
             return f"nested more than {DEPTH_MAX} levels deep" if _is_deep(encoded) else ""
     level, length = [value], 0

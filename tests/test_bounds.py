@@ -166,6 +166,7 @@ def test_a_checkpoint_with_a_call_nested_too_deep_is_resumed(chat: ChatFormat) -
     [
         ({"prompt": "x", "info": nested(500)}, "nested more than 64 levels deep"),
         ({"prompt": "\n" * (ROW_CHARACTERS_MAX + 1)}, f"longer than {ROW_CHARACTERS_MAX} characters"),
+        ({"prompt": "x", "info": ["\ud800"]}, "not valid Unicode: it has half of a surrogate pair"),
     ],
 )
 def test_a_row_beyond_the_bounds_is_a_bad_row(tmp_path: Any, row: Any, words: str) -> None:

@@ -131,9 +131,9 @@ def better(subject: Subject) -> str:
 
 def masked(subject: Subject) -> str:
     """An advantage of the whole batch does not depend on masked positions, nor on rollouts that were not judged."""
+    need_torch()
     import torch
 
-    need_torch()
     if not _is_batch(subject):
         raise SkippedError("it sees rewards, and no tokens")
     tokens = usual_tokens(subject.random("tokens"))

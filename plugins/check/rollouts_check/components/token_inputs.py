@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rollouts_check.components.subject import need_torch
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -66,7 +68,10 @@ class Tokens(NamedTuple):
 
 
 def usual_tokens(random: Random, *, in_pairs: bool = False) -> Tokens:
-    """Random values as in a run, float64. `in_pairs`: the advantages are those of pairs, 1 and -1."""
+    """Random values as in a run, float64. `in_pairs`: the advantages are those of pairs, 1 and -1. Raises
+    UntestedError without torch.
+    """
+    need_torch()
     import torch
 
     rows = [row for row, (_, length) in enumerate(LENGTHS) for _ in range(length)]

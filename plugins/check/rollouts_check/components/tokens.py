@@ -125,9 +125,9 @@ def _compare(subject: Subject, function: Function, tokens: Tokens, name: str) ->
 
 def masked(subject: Subject) -> str:
     """Masked positions have no effect: they get no gradient, and what is there changes no other value."""
+    need_torch()
     import torch
 
-    need_torch()
     for function in subject.functions:
         tokens = _usual(subject, function)
         live = tokens.live
@@ -195,9 +195,9 @@ def _by_unit(subject: Subject, function: Function, tokens: Tokens, own: list[lis
 
 def finite(subject: Subject) -> str:
     """Values and gradients are finite at extremes: policies far apart, certain tokens, advantages of 0."""
+    need_torch()
     import torch
 
-    need_torch()
     for function in subject.functions:
         tokens = extreme_tokens().with_gradient()
         if "pair_index" in _names(subject, function):
