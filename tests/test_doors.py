@@ -9,11 +9,11 @@ import sys
 import zipfile
 
 import pytest
+import rollouts.primitives.types
 import rollouts_check
 import rollouts_notes.primitives.types
 
 import rollouts.check
-import rollouts.primitives.types
 from rollouts.cli.app import COMMANDS
 from rollouts.doors import HOMES
 from rollouts.env.installing import base_wheel

@@ -127,7 +127,7 @@ def _rounded(seconds: float) -> float:
 # --- where lines begin ------------------------------------------------------------------------------------------------
 
 
-FORMAT, VERSION = "rollouts-index", 1
+INDEX_FORMAT, INDEX_VERSION = "rollouts-index", 1
 HEAD_BYTES = 256
 BLOCK = 1 << 20
 
@@ -183,7 +183,7 @@ def open_lines(file: Path) -> Lines:
         stat = os.fstat(opened.fileno())
     with contextlib.suppress(OSError, msgspec.DecodeError), open_regular(index_of(file)) as index:
         head = msgspec.json.decode(index.read(HEAD_BYTES), type=_Head)
-        of_file = (FORMAT, VERSION, stat.st_size, stat.st_mtime_ns)
+        of_file = (INDEX_FORMAT, INDEX_VERSION, stat.st_size, stat.st_mtime_ns)
         is_whole = os.fstat(index.fileno()).st_size == HEAD_BYTES + 8 * (head.lines + 1)
         if (head.format, head.version, head.size, head.mtime_ns) == of_file and is_whole:
             return Lines(file, head.lines)
@@ -204,7 +204,7 @@ def _made_anew(file: Path) -> Lines:
 
 def _write(file: Path, offsets: array[int], mtime_ns: int) -> bytes:
     """Write the index, if it can be written. Returns its offsets as bytes."""
-    head = _Head(FORMAT, VERSION, offsets[-1], mtime_ns, len(offsets) - 1)
+    head = _Head(INDEX_FORMAT, INDEX_VERSION, offsets[-1], mtime_ns, len(offsets) - 1)
     if sys.byteorder != "little":
         offsets.byteswap()
     data = offsets.tobytes()

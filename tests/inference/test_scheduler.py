@@ -4,7 +4,7 @@ import trio
 
 from rollouts.errors import InferenceError
 from rollouts.inference.base import GenerateRequest, Generation
-from rollouts.inference.embedded.decode_slots import BatchScheduler, PendingRequest
+from rollouts.inference.embedded.scheduler import BatchScheduler, PendingRequest
 
 
 def pending(session: str | None, order: tuple[int, ...] = (), seed: int = 0) -> PendingRequest:

@@ -320,10 +320,11 @@ def test_an_adapter_of_the_hub_is_told_so(tiny, monkeypatch):
 
 def test_published_packages_find_what_has_moved():
     import rollouts.training.estimates
-    from rollouts.models import estimates, futures
-    from rollouts.training import models as earlier
     from rollouts.training.backends.futures import TorchThread
     from rollouts.training.models import at_revision, load_tokenizer
+
+    from rollouts.models import estimates, futures
+    from rollouts.training import models as earlier
 
     assert TorchThread is futures.TorchThread
     assert load_tokenizer is models.load_tokenizer and earlier.TINY_PATH == models.TINY_PATH

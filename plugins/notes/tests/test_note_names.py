@@ -73,9 +73,10 @@ def test_the_names_of_a_module(place):
 
 
 def test_other_names():
-    from rollouts.providers import Endpoint, SGLangEngine
     from rollouts.training.agent_integration import episode_samples, run_episode
     from rollouts.training.distributed_utils import is_sharded, place_of_this_process
+
+    from rollouts.providers import Endpoint, SGLangEngine
 
     assert (Endpoint, SGLangEngine) == (rollouts.Endpoint, training.SGLangEngine)
     assert all(map(callable, (episode_samples, run_episode, is_sharded, place_of_this_process)))

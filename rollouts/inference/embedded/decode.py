@@ -28,11 +28,11 @@ from rollouts.inference.embedded.decode_slots import (
     CacheSupport,
     DecodeRow,
     DecodeSlots,
-    InferenceStatistics,
     Network,
     PlainSlots,
     detect_cache_support,
 )
+from rollouts.inference.embedded.scheduler import InferenceStatistics
 from rollouts.models.lora import use_adapter
 
 BLOCK = 64  # random numbers per draw

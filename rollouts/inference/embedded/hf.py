@@ -2,7 +2,7 @@
 
 Its weights are always current, at no cost. (With a sharded trainer, rank 0 keeps a copy, which is updated after every
 step.) Generation and training run in one thread, so an optimizer step never overlaps a decode step. Requests are
-collected into batches (`decode_slots.py`) and sampled (`decode.py`). A seed determines the result: neither trio's task
+collected into batches (`scheduler.py`) and sampled (`decode.py`). A seed determines the result: neither trio's task
 order nor the batch size changes a random number. top-p and similar methods, stop strings and several devices are not
 supported.
 
@@ -24,7 +24,7 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError, named
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
-from rollouts.inference.embedded.decode_slots import BatchScheduler, InferenceStatistics, PendingRequest
+from rollouts.inference.embedded.scheduler import BatchScheduler, InferenceStatistics, PendingRequest
 from rollouts.models.estimates import estimated_as
 from rollouts.models.futures import TorchThread
 from rollouts.plugins.checks import check_bounds
