@@ -167,3 +167,11 @@ def test_the_doctor_lists_what_lacks_torch_apart_from_faults(without_torch):
     found = done.stdout.splitlines()
     assert found[0].startswith("torch is not installed; only these need it: training backend fsdp, training backend")
     assert found[-1].endswith(": all well") and INSTALL[0] in found[1] and INSTALL[1] in found[2]
+
+
+@pytest.mark.parametrize("name", ["grpo", "group_norm", "rk3_loss"])
+def test_checks_that_need_torch_are_left_out_by_name(without_torch, name):
+    done = without_torch("check", name)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "as far as it was tested" in done.stdout and "not tested: values, unchanged" in done.stdout
+    assert "type: pip install 'rollouts-rl[train]'" in done.stdout

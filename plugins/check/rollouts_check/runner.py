@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from rollouts.author_code import message_of, place_of
@@ -30,6 +31,9 @@ class Check(NamedTuple):
     def doc(self) -> str:
         """What the check finds out: the first paragraph of the docstring, in one line."""
         return " ".join((self.function.__doc__ or "").partition("\n\n")[0].split())
+
+
+INSTALL = "type: pip install 'rollouts-rl[train]'"
 
 
 def select(checks: Sequence[Check], only: Collection[str] = (), skip: Collection[str] = ()) -> list[Check]:
@@ -71,6 +75,12 @@ def run_checks(
     return found
 
 
+def _lacks_torch(error: BaseException) -> bool:
+    """Whether a check could not run, because torch is not installed."""
+    names = (getattr(leaf, "package", getattr(leaf, "name", "")) for leaf in leaves_of(error))
+    return "torch" in names and find_spec("torch") is None
+
+
 def _run(check: Check, subject: Any) -> Result:
     begun = time.perf_counter()
 
@@ -85,9 +95,13 @@ def _run(check: Check, subject: Any) -> Result:
         enable = reason.enable if isinstance(reason, UntestedError) else ""
         return result(status="skipped", remark=str(reason), enable=enable)
     except FailedError as failure:
+        if failure.__cause__ is not None and _lacks_torch(failure.__cause__):
+            return result(status="skipped", remark="torch is not installed", enable=INSTALL)
         return result(status="failed", tried=failure.tried, seen=failure.seen, change=failure.change)
     except Exception as error:  # the author's code may raise anything
         leaves = list(leaves_of(error))
+        if _lacks_torch(error):
+            return result(status="skipped", remark="torch is not installed", enable=INSTALL)
         if not all(isinstance(leaf, RolloutsError) or place_of(leaf) is not None for leaf in leaves):
             error.add_note(f"the check {check.name} raised this")
             raise

@@ -15,7 +15,7 @@ from rollouts.author_code import shown
 from rollouts.errors import counted
 from rollouts.training.algorithms import calls
 from rollouts.training.algorithms.algorithm import is_batch_advantage
-from rollouts_check.components.subject import Function, Subject, at, need_torch, trying
+from rollouts_check.components.subject import Function, Subject, at, trying
 from rollouts_check.components.token_inputs import Tokens, beside_mask, usual_tokens
 from rollouts_check.report import FailedError, SkippedError
 
@@ -92,7 +92,6 @@ def finite(subject: Subject) -> str:
 
 def order(subject: Subject) -> str:
     """The order of the rollouts has no effect: in another order they get the same results."""
-    need_torch()
     first = _results(subject, subject.function, USUAL)
     for places in ((5, 4, 3, 2, 1, 0), (2, 0, 5, 1, 4, 3)):
         again = _results(subject, subject.function, USUAL.permuted(places))
@@ -106,7 +105,6 @@ def order(subject: Subject) -> str:
 
 def better(subject: Subject) -> str:
     """A better rollout is not treated worse: a higher reward with equal lengths gives no lower result."""
-    need_torch()
     function = subject.function
     if _is_batch(subject):
         raise SkippedError("it names `batch`: the results of tokens are not compared")
@@ -131,7 +129,6 @@ def better(subject: Subject) -> str:
 
 def masked(subject: Subject) -> str:
     """An advantage of the whole batch does not depend on masked positions, nor on rollouts that were not judged."""
-    need_torch()
     import torch
 
     if not _is_batch(subject):
@@ -159,7 +156,6 @@ def masked(subject: Subject) -> str:
 
 def _try_each(subject: Subject, cases: Sequence[Case]) -> str:
     """Call the function on each case. Raises FailedError for a result that a run refuses."""
-    need_torch()
     change = "return a tensor with one finite number for each reward that it received"
     change = {
         "selectors": "return one bool for each reward that it received, such as `rewards >= 1.0`",

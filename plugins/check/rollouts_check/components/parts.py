@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rollouts.errors import counted
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.training.algorithms.algorithm import Algorithm, function_label
-from rollouts_check.components.subject import Function, Subject, make_subject, need_torch
+from rollouts_check.components.subject import Function, Subject, make_subject
 from rollouts_check.packages import Found
 from rollouts_check.report import FailedError, SkippedError
 from rollouts_check.runner import run_checks
@@ -19,7 +19,6 @@ def parts(subject: Subject) -> str:
     """The other parts of an algorithm keep the contracts of their kinds: advantage, aggregation, KL, correction, ..."""
     if not isinstance(subject.registered, Algorithm):
         raise SkippedError("it is a function, and has no other parts")
-    need_torch()
     count = 0
     for kind, function in _parts_of(subject.registered):
         count += 1

@@ -6,7 +6,6 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -173,12 +172,6 @@ def _of_loader(subject: Subject, given: Mapping[str, Any], label: str) -> Subjec
 def alias_of(label: str) -> str:
     """The name that a run gives one of several components: the last part of `pack/name` and of `./file.py:name`."""
     return re.split("[:/]", label)[-1]
-
-
-def need_torch() -> None:
-    """Raise SkippedError if torch is not installed."""
-    if find_spec("torch") is None:
-        raise UntestedError("torch is not installed", "type: pip install 'rollouts-rl[train]'")
 
 
 def at(function: Any) -> str:

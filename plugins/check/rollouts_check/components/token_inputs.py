@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rollouts_check.components.subject import need_torch
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -68,10 +66,7 @@ class Tokens(NamedTuple):
 
 
 def usual_tokens(random: Random, *, in_pairs: bool = False) -> Tokens:
-    """Random values as in a run, float64. `in_pairs`: the advantages are those of pairs, 1 and -1. Raises
-    UntestedError without torch.
-    """
-    need_torch()
+    """Random values as in a run, float64. `in_pairs`: the advantages are those of pairs, 1 and -1."""
     import torch
 
     rows = [row for row, (_, length) in enumerate(LENGTHS) for _ in range(length)]

@@ -16,7 +16,7 @@ from rollouts.training.algorithms.checks import unit_of
 from rollouts.training.algorithms.objective import check_loss_values, evaluate, importance_weights
 from rollouts.training.batches import Unit
 from rollouts_check.components.stop_gradient import finite_differences
-from rollouts_check.components.subject import Function, Subject, at, need_torch, trying
+from rollouts_check.components.subject import Function, Subject, at, trying
 from rollouts_check.components.token_inputs import (
     WITH_GRADIENT,
     Tokens,
@@ -41,7 +41,6 @@ def trial(subject: Subject, function: Function) -> list[Any]:
 
 def values(subject: Subject) -> str:
     """It returns one finite value for each token, rollout or pair, not reduced, and valid metrics."""
-    need_torch()
     reported: list[str] = []
     for function in subject.functions:
         tokens = _usual(subject, function).with_gradient()
@@ -61,7 +60,6 @@ def values(subject: Subject) -> str:
 
 def gradient(subject: Subject) -> str:
     """Its gradient is that of its values: equal to finite differences in float64, detached values kept as they are."""
-    need_torch()
     checked = 0
     for function in subject.functions:
         if subject.kind == "kl" and is_reward_placed(function):
@@ -125,7 +123,6 @@ def _compare(subject: Subject, function: Function, tokens: Tokens, name: str) ->
 
 def masked(subject: Subject) -> str:
     """Masked positions have no effect: they get no gradient, and what is there changes no other value."""
-    need_torch()
     import torch
 
     for function in subject.functions:
@@ -150,7 +147,6 @@ def masked(subject: Subject) -> str:
 
 def rows(subject: Subject) -> str:
     """Values do not depend on how a batch is split into microbatches, nor on the order of its rows."""
-    need_torch()
     for function in subject.functions:
         tokens = _usual(subject, function)
         own = units(tokens, _names(subject, function))
@@ -195,7 +191,6 @@ def _by_unit(subject: Subject, function: Function, tokens: Tokens, own: list[lis
 
 def finite(subject: Subject) -> str:
     """Values and gradients are finite at extremes: policies far apart, certain tokens, advantages of 0."""
-    need_torch()
     import torch
 
     for function in subject.functions:
@@ -233,7 +228,6 @@ def _where(tokens: Tokens, found: Tensor, what: str, subject: Subject, function:
 
 def equal(subject: Subject) -> str:
     """Equal policies cost nothing: the value is 0 where the policy is the reference."""
-    need_torch()
     for function in subject.functions:
         tokens = _usual(subject, function)
         same = {name: tokens.inputs["logprobs"] for name in tokens.inputs if name.endswith("_logprobs")}
@@ -247,7 +241,6 @@ def equal(subject: Subject) -> str:
 
 def agreement(subject: Subject) -> str:
     """Tokens on which trainer and sampler agree have one weight above 0, so that on-policy batches are trained."""
-    need_torch()
     for function in subject.functions:
         tokens = _usual(subject, function)
         found = _call(subject, function, tokens.changed(rollout_logprobs=tokens.inputs["old_logprobs"]))[tokens.live]

@@ -19,7 +19,7 @@ from rollouts.training.batches import RankServer, TrainBatch, TrainingBackend, s
 from rollouts.training.loops.rl_batch import RLSettings, prepare_rl_batch
 from rollouts.types import Score
 from rollouts_check.components.common import snapshot
-from rollouts_check.components.subject import Subject, at, need_torch, trying
+from rollouts_check.components.subject import Subject, at, trying
 from rollouts_check.environments.agents import in_trio
 from rollouts_check.environments.traces import Leftovers
 from rollouts_check.report import FailedError, SkippedError
@@ -202,7 +202,6 @@ async def _objective(backend: Any) -> float:
 
 def _with_backend(subject: Subject, work: Callable[[Any], Awaitable[T]]) -> T:
     """The result of some work with a new backend, which is then closed. Skips the check if none can be made here."""
-    need_torch()
 
     async def run() -> T:
         async with _made(subject) as backend:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from rollouts.errors import UserError, counted
 from rollouts.plugins.signature import call_with
 from rollouts_check.components.common import snapshot
-from rollouts_check.components.subject import Function, Subject, at, need_torch, trying
+from rollouts_check.components.subject import Function, Subject, at, trying
 from rollouts_check.report import FailedError
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ def reference_trial(subject: Subject, function: Function) -> Any:
 
 def updates(subject: Subject) -> str:
     """It changes the reference in place, keeps it finite, and returns nothing."""
-    need_torch()
     reference, policy = _tensors(1), _tensors(2)
     shapes = [(each.shape, each.dtype) for each in reference]
     moved = 0
@@ -109,7 +108,6 @@ def optimizer_trial(subject: Subject, function: Function) -> Any:
 
 def steps(subject: Subject) -> str:
     """It is a torch optimizer of all parameters, takes a step, and has a state that a checkpoint can hold."""
-    need_torch()
     from rollouts.training.backends.optimizer import check_optimizer
 
     try:

@@ -8,6 +8,7 @@ prints does not matter.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime
 import importlib
 import json
@@ -144,7 +145,8 @@ def _import_watched(request: dict[str, Any]) -> dict[str, Any]:
     manager = PluginManager()
     ref = find_ref(manager, request["kind"], request["name"])
     for module in request["first"]:
-        importlib.import_module(module)
+        with contextlib.suppress(ModuleNotFoundError):  # a component that needs it says so
+            importlib.import_module(module)
     watch = _Watch(frozenset(request["forbidden"]))
     sys.meta_path.insert(0, watch)
     sys.addaudithook(lambda event, _: watch.use_socket(event))
