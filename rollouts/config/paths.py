@@ -1,6 +1,6 @@
 """Paths in a settings file are the file's: a relative one begins at the folder of the file.
 
-    base = file_base("configs/run.toml", home)    # /work/configs
+    base = file_base("configs/run.toml", home)    # /project/configs
     Move(base, home).tree(tree)                   # ./judge.py:short becomes configs/judge.py:short
 
 The paths in the `config.toml` of a run begin at the directory where the run was begun. Flags are not moved: their paths
