@@ -64,7 +64,7 @@ def test_calls(family: str, text: str, content: str, count: int) -> None:
         ("hermes", "<tool_call>7</tool_call>", "", "expected a JSON object"),
         ("hermes", "I add: <tool_call>add(1)</tool_call>\n", "", "not valid JSON"),
         ("hermes", "<tool_call></tool_call>", "", "not valid JSON"),
-        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "add", "incomplete"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>', "add", "not valid Unicode"),
         ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "add", "NaN"),
         ("hermes", '<tool_call>{"name": "add", "arguments": ' + '{"a":' * 100_000, "add", ""),
         (

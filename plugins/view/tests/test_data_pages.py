@@ -162,8 +162,9 @@ def test_hostile_rows_are_one_row_each(chat):
     Path(chat).write_bytes("\n".join(lines).encode() + b"\n")
     ask = of_file(chat)
     rows = ask()["rows"]
-    assert [bool(row["bad"]) for row in rows] == [True, True, False, False], rows
-    assert "recursion" in rows[0]["bad"] and ask("/api/data/summary", key="done")["rows"] == 4
+    assert [bool(row["bad"]) for row in rows] == [True, True, False, True], rows
+    assert "recursion" in rows[0]["bad"] and "Unicode" in rows[3]["bad"]
+    assert ask("/api/data/summary", key="done")["rows"] == 4
     Path(chat).write_bytes(b'{"prompt": "a", "response": "b"}\n\xff\xfe\n{"prompt": "c", "response": "d"}\n')
     rows = ask()["rows"]
     assert [bool(row["bad"]) for row in rows] == [False, True, False] and "UTF-8" in rows[1]["bad"]
