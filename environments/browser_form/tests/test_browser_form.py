@@ -355,6 +355,7 @@ def driver_of_playwright() -> int:
     return driver
 
 
+@pytest.mark.slow
 @needs_chromium
 @pytest.mark.parametrize("kill", [kill_browser, kill_page, kill_driver])
 def test_a_browser_that_dies_is_lost_and_the_next_episode_has_another(loop: Loop, kill: Callable[..., Any]) -> None:
