@@ -272,8 +272,9 @@ def _() -> None:
 
 @ROWS("RolloutManager (deprecated, state_dict)")
 def _() -> None:
-    from rollouts.training import RolloutConfig
     from rollouts.training.rollout_gen.rollout_manager import RolloutManager
+
+    from rollouts.training import RolloutConfig
 
     with rows.warned("RolloutManager is deprecated"):
         manager = RolloutManager(buffer(), RolloutConfig(2, generate_fn=replies))
@@ -375,8 +376,9 @@ def _() -> None:
 
 @ROWS("PyTorchTrainingBackend", "  weight version tracking")
 def _() -> None:
-    from rollouts.training import collate_batch
     from rollouts.training.backends.pytorch import PyTorchTrainingBackend
+
+    from rollouts.training import collate_batch
 
     backend = new_backend()
     assert isinstance(backend, PyTorchTrainingBackend)
@@ -465,7 +467,6 @@ def _() -> None:
 @ROWS("grpo_loss(logits,labels,loss_mask,advantages)", exception="Labels of the same position")
 def _() -> None:
     import torch
-
     from rollouts.training.rl_losses import grpo_loss
 
     logits, labels, mask = torch.zeros(2, 3, 8), torch.tensor([[1, 2, 3]] * 2), torch.tensor([[0.0, 1, 1]] * 2)
@@ -475,7 +476,6 @@ def _() -> None:
 @ROWS("ppo_loss(...)")
 def _() -> None:
     import torch
-
     from rollouts.training.rl_losses import ppo_loss
 
     logits, labels, mask = torch.zeros(1, 2, 8), torch.tensor([[1, 2]]), torch.tensor([[0.0, 1.0]])
@@ -675,6 +675,7 @@ def _() -> None:
 @ROWS("agent_integration.py")
 def _() -> None:
     from rollouts.training.agent_integration import episode_samples
+
     from rollouts.types import Episode, Score, Segment, Status, Task, Trajectory
 
     segment = Segment([5, 6], [0.0, 1.0], [0.0, -0.5], [-1, 0])

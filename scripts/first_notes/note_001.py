@@ -54,9 +54,10 @@ def _() -> None:
 
 @ROWS("from rollouts.training.weight_sync import WeightSyncManager", "online RL weight sync")
 def _() -> None:
+    from rollouts.training.weight_sync import WeightSyncManager
+
     from rollouts.inference.embedded.hf import create_hf_inference
     from rollouts.training import create_pytorch_backend
-    from rollouts.training.weight_sync import WeightSyncManager
 
     async def main() -> int:
         backend = create_pytorch_backend("tiny", lr=1e-3, num_steps=1)
@@ -104,8 +105,9 @@ def _() -> None:
 
 @ROWS("rl_losses.compute_grpo_loss(samples, config)")
 def _() -> None:
-    from rollouts.training import RLTrainingConfig, Sample
     from rollouts.training.rl_losses import compute_grpo_loss
+
+    from rollouts.training import RLTrainingConfig, Sample
 
     made = Sample("?", tokens=[1, 2, 3], loss_mask=[0, 1, 1], reward=1.0, rollout_log_probs=[0.0, -1.0, -2.0])
     loss = compute_grpo_loss([made], RLTrainingConfig(num_steps=1, baseline=0.5))

@@ -67,9 +67,10 @@ def _() -> None:
 
 @ROWS("rl_loop.py", "rl_losses.py GRPO+PPO")
 def _() -> None:
-    import rollouts.training
     from rollouts.training.rl_loop import run_rl_training
     from rollouts.training.rl_losses import grpo_loss, ppo_loss
+
+    import rollouts.training
 
     backend = rows.new_backend(grpo_loss)
     config = rollouts.training.RLTrainingConfig(num_steps=1, baseline=0.5)

@@ -32,16 +32,18 @@ def _() -> None:
 
 @ROWS("rollouts.training.rollout_generation module path")
 def _() -> None:
-    import rollouts.training
     from rollouts.training.rollout_generation import generate_rollout_batches
+
+    import rollouts.training
 
     assert generate_rollout_batches is rollouts.training.generate_rollout_batches
 
 
 @ROWS("RolloutManager deprecation warning")
 def _() -> None:
-    from rollouts.training import RolloutConfig
     from rollouts.training.rollout_manager import RolloutManager
+
+    from rollouts.training import RolloutConfig
 
     with rows.warned("Use generate_rollout_batches"):
         RolloutManager(rows.buffer(), RolloutConfig(1, generate_fn=rows.replies))
@@ -55,9 +57,10 @@ def _() -> None:
 
 @ROWS("rollouts.training.sft_loop / rl_loop module paths")
 def _() -> None:
-    import rollouts.training
     from rollouts.training.rl_loop import run_rl_training
     from rollouts.training.sft_loop import run_sft_training
+
+    import rollouts.training
 
     assert run_rl_training is rollouts.training.run_rl_training
     assert run_sft_training is rollouts.training.run_sft_training
@@ -130,7 +133,6 @@ def _() -> None:
 @ROWS("Sample(input_ids=, labels=, loss_mask=)")
 def _() -> None:
     import torch
-
     from rollouts.training.types import Sample
 
     ids, mask = torch.tensor([5, 6]), torch.tensor([0.0, 1.0])
@@ -151,7 +153,6 @@ def _() -> None:
 @ROWS("sample_prep.tokenize_conversation → tokens, user_spans", "sample_prep.compute_loss_mask(tokens, user_spans)")
 def _() -> None:
     import torch
-
     from rollouts.training.sample_prep import compute_loss_mask, tokenize_conversation
 
     turns = [{"role": "user", "content": "What is 2+2?"}, {"role": "assistant", "content": "2+2 equals 4."}]
@@ -196,8 +197,9 @@ def _() -> None:
 
 @ROWS("compute_reward / prepare_grpo_batch / compute_advantages")
 def _() -> None:
-    from rollouts.training import RLTrainingConfig, convert_to_batch
     from rollouts.training.rl_loop import compute_advantages, compute_reward, prepare_grpo_batch
+
+    from rollouts.training import RLTrainingConfig, convert_to_batch
 
     batch = convert_to_batch(samples(1.0, 0.0), 0, 0)
     rewards = [compute_reward(sample) for sample in batch.samples]
@@ -208,7 +210,6 @@ def _() -> None:
 @ROWS("grpo_loss", exception="Labels of the same position")
 def _() -> None:
     import torch
-
     from rollouts.training.rl_losses import grpo_loss
 
     logits = torch.zeros(1, 3, 4)
