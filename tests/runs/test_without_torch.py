@@ -175,3 +175,10 @@ def test_checks_that_need_torch_are_left_out_by_name(without_torch, name):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "as far as it was tested" in done.stdout and "not tested: values, unchanged" in done.stdout
     assert "type: pip install 'rollouts-rl[train]'" in done.stdout
+
+
+def test_a_forgotten_import_of_torch_is_a_fault(without_torch, tmp_path):
+    (tmp_path / "parts.py").write_text("def keep(rewards) -> bool:\n    return bool(torch.tensor(rewards).any())\n")
+    done = without_torch("check", "./parts.py:keep", "--kind", "filter")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "NameError: name 'torch' is not defined" in done.stdout

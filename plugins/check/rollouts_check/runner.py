@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from rollouts.author_code import message_of, place_of
-from rollouts.errors import ConfigError, RolloutsError, in_lines, leaves_of, suggestion, words_of
+from rollouts.errors import ConfigError, MissingExtraError, RolloutsError, in_lines, leaves_of, suggestion, words_of
 from rollouts_check.report import FailedError, Passed, Result, SkippedError, UntestedError
 
 
@@ -31,9 +31,6 @@ class Check(NamedTuple):
     def doc(self) -> str:
         """What the check finds out: the first paragraph of the docstring, in one line."""
         return " ".join((self.function.__doc__ or "").partition("\n\n")[0].split())
-
-
-INSTALL = "type: pip install 'rollouts-rl[train]'"
 
 
 def select(checks: Sequence[Check], only: Collection[str] = (), skip: Collection[str] = ()) -> list[Check]:
@@ -77,8 +74,10 @@ def run_checks(
 
 def _lacks_torch(error: BaseException) -> bool:
     """Whether a check could not run, because torch is not installed."""
-    names = (getattr(leaf, "package", getattr(leaf, "name", "")) for leaf in leaves_of(error))
-    return "torch" in names and find_spec("torch") is None
+    leaves = list(leaves_of(error))
+    absent = [leaf.name for leaf in leaves if isinstance(leaf, ModuleNotFoundError)]
+    absent += [leaf.package for leaf in leaves if isinstance(leaf, MissingExtraError)]
+    return "torch" in absent and find_spec("torch") is None
 
 
 def _run(check: Check, subject: Any) -> Result:
@@ -87,21 +86,25 @@ def _run(check: Check, subject: Any) -> Result:
     def result(**fields: Any) -> Result:
         return Result(check.name, seconds=round(time.perf_counter() - begun, 3), **fields)
 
+    def skipped(reason: SkippedError) -> Result:
+        enable = reason.enable if isinstance(reason, UntestedError) else ""
+        return result(status="skipped", remark=str(reason), enable=enable)
+
+    without_torch = UntestedError("torch is not installed", "type: pip install 'rollouts-rl[train]'")
     try:
         passed = check.function(subject)
         remark, notes = passed if isinstance(passed, Passed) else (passed, ())
         return result(status="passed", remark=remark, notes=list(notes))
     except SkippedError as reason:
-        enable = reason.enable if isinstance(reason, UntestedError) else ""
-        return result(status="skipped", remark=str(reason), enable=enable)
+        return skipped(reason)
     except FailedError as failure:
         if failure.__cause__ is not None and _lacks_torch(failure.__cause__):
-            return result(status="skipped", remark="torch is not installed", enable=INSTALL)
+            return skipped(without_torch)
         return result(status="failed", tried=failure.tried, seen=failure.seen, change=failure.change)
     except Exception as error:  # the author's code may raise anything
         leaves = list(leaves_of(error))
         if _lacks_torch(error):
-            return result(status="skipped", remark="torch is not installed", enable=INSTALL)
+            return skipped(without_torch)
         if not all(isinstance(leaf, RolloutsError) or place_of(leaf) is not None for leaf in leaves):
             error.add_note(f"the check {check.name} raised this")
             raise
