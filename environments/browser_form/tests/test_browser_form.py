@@ -416,10 +416,14 @@ def test_an_episode_in_a_run_whose_browser_dies_fails_and_may_be_played_again(mo
         assert (said.trajectory.status, said.score.value) == (Status.COMPLETED, 0.0)
 
 
+QUICK = ["task-ids", "episode", "close"]
+LONGER = ["demonstrations", "oracle", "no-op", "deadlines"]
+
+
 @needs_chromium
 @pytest.mark.slow
-def test_the_contract() -> None:
+@pytest.mark.parametrize("only", [QUICK, pytest.param(QUICK + LONGER, marks=pytest.mark.nightly)], ids=["quick", "all"])
+def test_the_contract(only: list[str]) -> None:
     """Without the checks that play dozens of episodes; `make test-adapters` has them all."""
-    chosen = ["demonstrations", "task-ids", "episode", "oracle", "no-op", "deadlines", "close"]
-    report = check_environment_class(BrowserForm, fields=2, pages=1, tasks=1, only=chosen)
+    report = check_environment_class(BrowserForm, fields=2, pages=1, tasks=1, only=only)
     assert {result.name for result in report.results if result.status != "passed"} == {"task-ids"}  # there are no ids

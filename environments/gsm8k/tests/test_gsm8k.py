@@ -16,7 +16,7 @@ ROWS = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n
 
 @pytest.mark.slow
 def test_the_contract() -> None:
-    check_environment_class(GSM8K, tasks=2, skip=["wheel", "imports"])
+    check_environment_class(GSM8K, tasks=1, skip=["wheel", "imports"])
 
 
 def test_the_sample_has_right_answers() -> None:
