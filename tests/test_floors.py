@@ -80,9 +80,7 @@ LOADS_TORCH = {
     "rollouts.training.algorithms.logprobs",
     "rollouts.training.backends",
     "rollouts.training.weights.checkpoint",
-    "rollouts_notes.losses",
     "rollouts_notes.primitives",
-    "rollouts_notes.pytorch_checkpoint",
     "rollouts_notes.pytorch_factory",
 }
 """The rooms, or parts of them, that load torch when they are imported."""
@@ -94,10 +92,10 @@ MAY_HAVE_MANY = {
     *("fsdp.create_fsdp_backend", "hf.create_hf_inference", "torch.create_torch_backend", "token_advantages.gae"),
     "types.__init__",  # the fields of a Sample
     *("env.serve", "command._check"),  # options of a command
-    *("rollouts.create_batch_rollouts", "rl.run_rl_training"),  # as the first notes have them
+    *("rollouts.create_batch_rollouts", "loops.run_rl_training"),  # as the first notes have them
     # too many
     *("episode.run_episode", "estimates.estimate_memory", "train.train", "batching.make_batch", "rl.train_rl"),
-    *("manager.__init__", "training.train"),
+    "manager.__init__",
 }
 """Functions that take more parameters, with the name of their module."""
 

@@ -325,7 +325,7 @@ def _parameter_fault(parameter: inspect.Parameter, kind: str) -> str:
         return ""
     if parameter.kind in _POSITIONAL:
         # Python callers of the factory may leave it out.
-        is_absent = kind in ("training", "inference") and parameter.default is None
+        is_absent = kind in ("training", "inference", "loggers") and parameter.default is None
         if parameter.default is not inspect.Parameter.empty and not is_absent:
             return (
                 f"{name!r} is positional and has a default, but inputs have no default and settings are keyword-only\n"

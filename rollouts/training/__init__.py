@@ -17,36 +17,35 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face, moved_modules
 
 if TYPE_CHECKING:
-    from rollouts_notes.batches import compute_advantages as compute_advantages
-    from rollouts_notes.batches import compute_reward as compute_reward
-    from rollouts_notes.batches import prepare_grpo_batch as prepare_grpo_batch
     from rollouts_notes.checkpoint_servers import InferenceEngine as InferenceEngine
     from rollouts_notes.checkpoint_servers import SGLangEngine as SGLangEngine
     from rollouts_notes.checkpoint_servers import VLLMEngine as VLLMEngine
     from rollouts_notes.checkpoint_servers import sync_weights_to_engines as sync_weights_to_engines
-    from rollouts_notes.configs import RLTrainingConfig as RLTrainingConfig
-    from rollouts_notes.configs import SFTTrainingConfig as SFTTrainingConfig
-    from rollouts_notes.dataset_loaders import load_dataset as load_dataset
-    from rollouts_notes.dataset_loaders import load_sft_dataset as load_sft_dataset
-    from rollouts_notes.dataset_loaders import load_sft_samples as load_sft_samples
     from rollouts_notes.endpoint import Endpoint as Endpoint
-    from rollouts_notes.losses import compute_grpo_loss as compute_grpo_loss
-    from rollouts_notes.losses import grpo_loss as grpo_loss
-    from rollouts_notes.losses import ppo_loss as ppo_loss
-    from rollouts_notes.metrics import JSONLLogger as JSONLLogger
+    from rollouts_notes.loops import RLTrainingConfig as RLTrainingConfig
+    from rollouts_notes.loops import SFTTrainingConfig as SFTTrainingConfig
+    from rollouts_notes.loops import compute_reward as compute_reward
+    from rollouts_notes.loops import prepare_grpo_batch as prepare_grpo_batch
+    from rollouts_notes.loops import run_rl_training as run_rl_training
+    from rollouts_notes.loops import run_sft_training as run_sft_training
     from rollouts_notes.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
+    from rollouts_notes.pytorch_factory import compute_grpo_loss as compute_grpo_loss
     from rollouts_notes.pytorch_factory import create_adamw_optimizer as create_adamw_optimizer
     from rollouts_notes.pytorch_factory import create_cross_entropy_loss as create_cross_entropy_loss
+    from rollouts_notes.pytorch_factory import create_fsdp_backend as create_fsdp_backend
     from rollouts_notes.pytorch_factory import create_pytorch_backend as create_pytorch_backend
     from rollouts_notes.pytorch_factory import create_warmup_cosine_scheduler as create_warmup_cosine_scheduler
-    from rollouts_notes.rl import run_rl_training as run_rl_training
+    from rollouts_notes.pytorch_factory import grpo_loss as grpo_loss
+    from rollouts_notes.pytorch_factory import ppo_loss as ppo_loss
     from rollouts_notes.rollout_generation import RolloutManager as RolloutManager
     from rollouts_notes.rollout_generation import apply_sample_transforms as apply_sample_transforms
     from rollouts_notes.rollout_generation import generate_rollout_batches as generate_rollout_batches
-    from rollouts_notes.sft import run_sft_training as run_sft_training
-    from rollouts_notes.sharded import create_fsdp_backend as create_fsdp_backend
     from rollouts_notes.supervised import collate_batch as collate_batch
+    from rollouts_notes.supervised import compute_advantages as compute_advantages
     from rollouts_notes.supervised import compute_loss_mask as compute_loss_mask
+    from rollouts_notes.supervised import load_dataset as load_dataset
+    from rollouts_notes.supervised import load_sft_dataset as load_sft_dataset
+    from rollouts_notes.supervised import load_sft_samples as load_sft_samples
     from rollouts_notes.supervised import prepare_sft_batch as prepare_sft_batch
     from rollouts_notes.supervised import tokenize_conversation as tokenize_conversation
 
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from rollouts.config.sections import ModelConfig as ModelConfig
     from rollouts.config.sections import TrainingConfig as TrainingConfig
     from rollouts.loggers.base import MetricsLogger as MetricsLogger
+    from rollouts.loggers.jsonl import JSONLLogger as JSONLLogger
     from rollouts.models.futures import ImmediateTrainFuture as ImmediateTrainFuture
     from rollouts.models.futures import TrainFuture as TrainFuture
     from rollouts.models.loading import load_hf_model as load_hf_model
@@ -87,7 +87,6 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_face(__name__)
 
 _ENGINE, _NOTES = __name__, "rollouts_notes"
-_SUPERVISED = f"{_NOTES}.supervised {_NOTES}.dataset_loaders"
 _MOVED = {
     "agent_integration": f"{_ENGINE}.samples {_ENGINE}.rollout_gen.groups rollouts.agent.episode",
     "async_rollout_manager": f"{_ENGINE}.rollout_gen.manager",
@@ -96,18 +95,18 @@ _MOVED = {
     "backends.pytorch": f"{_NOTES}.pytorch_factory",
     "backends.pytorch_factory": f"{_NOTES}.pytorch_factory",
     "data_buffer": f"{_ENGINE}.datasets.buffer",
-    "dataset_loaders": f"{_NOTES}.dataset_loaders",
+    "dataset_loaders": f"{_NOTES}.supervised",
     "datasets.data_buffer": f"{_ENGINE}.datasets.buffer",
-    "datasets.dataset_loaders": f"{_NOTES}.dataset_loaders",
-    "datasets.sft": _SUPERVISED,
+    "datasets.dataset_loaders": f"{_NOTES}.supervised",
+    "datasets.sft": f"{_NOTES}.supervised",
     "distributed_utils": f"{_ENGINE}.backends.rendezvous {_ENGINE}.backends.ranks {_NOTES}.pytorch_factory",
     "estimates": "rollouts.models.estimates",
-    "loops.rl_loop": f"{_NOTES}.batches {_NOTES}.rl {_ENGINE}.loops.rl",
-    "loops.sft_loop": f"{_NOTES}.sft {_NOTES}.supervised",
-    "metrics": f"rollouts.loggers.base {_NOTES}.metrics",
+    "loops.rl_loop": f"{_NOTES}.loops {_NOTES}.supervised {_ENGINE}.loops.rl",
+    "loops.sft_loop": f"{_NOTES}.loops {_NOTES}.supervised",
+    "metrics": "rollouts.loggers.base rollouts.loggers.jsonl",
     "models": "rollouts.models.loading",
-    "rl_loop": f"{_NOTES}.batches {_NOTES}.rl",
-    "rl_losses": f"{_NOTES}.losses",
+    "rl_loop": f"{_NOTES}.loops {_NOTES}.supervised",
+    "rl_losses": f"{_NOTES}.pytorch_factory",
     "rollout_gen.async_rollout_manager": f"{_ENGINE}.rollout_gen.manager",
     "rollout_gen.endpoint": f"{_NOTES}.endpoint",
     "rollout_gen.rollout_generation": f"{_NOTES}.rollout_generation",
@@ -115,10 +114,10 @@ _MOVED = {
     "rollout_generation": f"{_NOTES}.rollout_generation {_ENGINE}.rollout_gen.steps",
     "rollout_manager": f"{_NOTES}.rollout_generation",
     "sample_prep": f"{_NOTES}.supervised",
-    "sft": _SUPERVISED,
-    "sft_loop": f"{_NOTES}.sft {_NOTES}.supervised",
+    "sft": f"{_NOTES}.supervised",
+    "sft_loop": f"{_NOTES}.loops {_NOTES}.supervised",
     "types": f"rollouts.types {_ENGINE}.batches {_ENGINE}.samples {_ENGINE}.rollout_gen.steps rollouts.models.futures"
-    f" rollouts.config.sections {_NOTES}.configs {_NOTES}.checkpoint_servers",
+    f" rollouts.config.sections {_NOTES}.loops {_NOTES}.checkpoint_servers",
     "weight_sync": f"{_ENGINE}.weights.sync {_NOTES}.checkpoint_servers",
 }
 moved_modules({f"{__name__}.{name}": home for name, home in _MOVED.items()})

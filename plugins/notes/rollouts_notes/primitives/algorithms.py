@@ -24,41 +24,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.author_code import shown
 from rollouts.errors import ConfigError, TrainingError
+from rollouts.training.algorithms import algorithm as engine
 from rollouts.training.algorithms import calls
 from rollouts.training.algorithms.aggregation import Masks, aggregate, aggregation_function
-from rollouts.training.algorithms.algorithm import (
-    KL,
-    Algorithm,
-    Term,
-    algorithm_settings,
-    bind_algorithm,
-    bind_own,
-    function_label,
-    is_batch_advantage,
-    needs,
-    refuse_unknown,
-    signature_of,
-)
 from rollouts.training.algorithms.kl import rk3_loss
 from rollouts.training.algorithms.objective import evaluate
 from rollouts.training.algorithms.recipes import DPO, GRPO, built_in
-from rollouts.training.backends.forward import unit_weights
-from rollouts_notes.primitives.batches import group_numbers, ids_at
-from rollouts_notes.primitives.calls import call_given
+from rollouts_notes.primitives.generation import call_given
+from rollouts_notes.primitives.scoring import KLFn, group_numbers, ids_at
 from rollouts_notes.primitives.types import Batch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Pairs = list[tuple[int, int]]
+ValueFn = Callable[[Batch], "Tensor"]
+Function = Callable[..., Any]
+_KINDS = {"advantage": "advantages", "pairs": "pairings", "select": "selectors", "aggregation": "aggregations"}
 
 
 class AlgorithmConfig(NamedTuple):
     """An algorithm with its settings, from `create_algorithm_config`. `value_fn` is the value function of PPO."""
 
     name: str
-    algorithm: Algorithm
-    value_fn: Callable[[Batch], Tensor] | None = None
+    algorithm: engine.Algorithm
+    value_fn: ValueFn | None = None
 
 
 class PPOAdvantages(NamedTuple):
@@ -71,18 +61,22 @@ class PPOAdvantages(NamedTuple):
     values: Tensor
 
 
+Targets = PPOAdvantages | Sequence[Any] | Any
+"""What a loss compares: pairs, advantages [N] or [T], or PPOAdvantages."""
+
+
 # --- configurations ---------------------------------------------------------------------------------------------------
 
 
 def create_algorithm_config(
-    name: str | Algorithm,
+    name: str | engine.Algorithm,
     settings: Mapping[str, Any] | None = None,
     *,
-    advantage_fn: Callable[..., Any] | None = None,
-    loss_fn: Callable[..., Any] | None = None,
-    kl_fn: Callable[..., Any] | None = None,
-    pair_selector: Callable[..., Any] | None = None,
-    value_fn: Callable[[Batch], Tensor] | None = None,
+    advantage_fn: Function | None = None,
+    loss_fn: Function | None = None,
+    kl_fn: KLFn | None = None,
+    pair_selector: Function | None = None,
+    value_fn: ValueFn | None = None,
 ) -> AlgorithmConfig:
     """An algorithm with settings. `name` is "grpo", "ppo", "dapo", any algorithm of the engine in lower case, or an
     Algorithm. "dapo" is DPO on pairs here, as `--loss dpo`; `--loss dapo` is the algorithm of Yu et al. 2025.
@@ -106,58 +100,49 @@ clip_high, clip_low, dual_clip, entropy_coef, eps, kl_coef)
         pair_selector: `pair_selector(rewards)` returns pairs (chosen, rejected) of positions in a group [G]
         value_fn: `value_fn(batch)` returns values [T], with gradient if the optimizer has its parameters
     """
-    algorithm, label = _recipe(name)
+    if isinstance(name, engine.Algorithm):
+        algorithm, name = name, engine.function_label(name.terms[0].function)
+    else:
+        algorithm = DPO if name == "dapo" else built_in(name)
+    missing = [field for field in ("mix", "shaping", "filters") if getattr(algorithm, field)]
+    if missing:
+        what = f"the algorithm {name} has {' and '.join(missing)}, which a batch of primitives does not apply"
+        raise ConfigError(f"{what}; apply them to your rollouts, and give Algorithm._replace({missing[0]}=...)")
     if settings is not None and not isinstance(settings, Mapping):
         raise ConfigError(f'the settings are {shown(settings)}; expected a dict, such as {{"kl_coef": 0.2}}')
     given = dict(settings or {})
-    kl_coefficient = given.pop("kl_coef", 0.0 if algorithm.kl is None else algorithm.kl.coefficient)
+    coefficient = given.pop("kl_coef", 0.0 if algorithm.kl is None else algorithm.kl.coefficient)
     if loss_fn is not None:
-        algorithm = algorithm._replace(terms=(Term(loss_fn), *algorithm.terms[1:]))
+        algorithm = algorithm._replace(terms=(engine.Term(loss_fn), *algorithm.terms[1:]))
     algorithm = algorithm._replace(
         advantage=advantage_fn or algorithm.advantage, pairs=pair_selector or algorithm.pairs
     )
-    algorithm = _with_settings(algorithm, label, given)
-    if not isinstance(kl_coefficient, int | float) or not 0 <= kl_coefficient < float("inf"):
-        raise ConfigError(f"kl_coef is {shown(kl_coefficient)}; expected a number of 0 or more, such as 0.05")
-    kl = KL(rk3_loss if kl_fn is None else _estimator(kl_fn), kl_coefficient) if kl_coefficient else None
+    algorithm = _with_settings(algorithm, name, given)
+    if not isinstance(coefficient, int | float) or not 0 <= coefficient < math.inf:
+        raise ConfigError(f"kl_coef is {shown(coefficient)}; expected a number of 0 or more, such as 0.05")
+    kl = engine.KL(rk3_loss if kl_fn is None else _estimator(kl_fn), coefficient) if coefficient else None
     if value_fn is None:  # nothing to fit: PPO without a value function
         algorithm = algorithm._replace(terms=tuple(term for term in algorithm.terms if term.name != "value"))
-    return AlgorithmConfig(label, algorithm._replace(kl=kl), value_fn)
+    return AlgorithmConfig(name, algorithm._replace(kl=kl), value_fn)
 
 
-def _recipe(name: str | Algorithm) -> tuple[Algorithm, str]:
-    if isinstance(name, Algorithm):
-        algorithm, label = name, function_label(name.terms[0].function)
-    else:
-        algorithm, label = DPO if name == "dapo" else built_in(name), name
-    missing = [field for field in ("mix", "shaping", "filters") if getattr(algorithm, field)]
-    if missing:
-        what = f"the algorithm {label} has {' and '.join(missing)}, which a batch of primitives does not apply"
-        raise ConfigError(f"{what}; apply them to your rollouts, and give Algorithm._replace({missing[0]}=...)")
-    return algorithm, label
-
-
-_KINDS = {"advantage": "advantages", "pairs": "pairings", "select": "selectors", "aggregation": "aggregations"}
-
-
-def _with_settings(algorithm: Algorithm, label: str, given: Mapping[str, Any]) -> Algorithm:
+def _with_settings(algorithm: engine.Algorithm, label: str, given: Mapping[str, Any]) -> engine.Algorithm:
     """Bind settings to the functions that have them. Raises ConfigError for a setting that none has."""
-    of_loss = {setting.name for setting in algorithm_settings(algorithm)}
+    of_loss = {setting.name for setting in engine.algorithm_settings(algorithm)}
     known = {"kl_coef", *of_loss}
     bound: dict[str, Any] = {}
     for field, kind in _KINDS.items():
         function = getattr(algorithm, field)
         function = aggregation_function(function) if field == "aggregation" else function
-        if function is not None:
-            own = {setting.name for setting in signature_of(function, kind).settings}
-            bound |= {field: bind_own(function, kind, given)} if own & set(given) else {}
-            known |= own
-    refuse_unknown(f"the algorithm {label}", given, sorted(known))
-    algorithm = algorithm._replace(**bound)
-    return bind_algorithm(algorithm, {key: value for key, value in given.items() if key in of_loss})
+        own = set() if function is None else {each.name for each in engine.signature_of(function, kind).settings}
+        known |= own
+        if own & set(given):
+            bound[field] = engine.bind_own(function, kind, given)
+    engine.refuse_unknown(f"the algorithm {label}", given, sorted(known))
+    return engine.bind_algorithm(algorithm._replace(**bound), {key: given[key] for key in given if key in of_loss})
 
 
-def _estimator(kl_fn: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
+def _estimator(kl_fn: KLFn) -> Callable[[Tensor, Tensor], Tensor]:
     def estimator(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
         import torch
 
@@ -168,14 +153,14 @@ def _estimator(kl_fn: Callable[..., Any]) -> Callable[[Tensor, Tensor], Tensor]:
             expected = f"one number, or one per sampled id [{len(logprobs)}]"
             raise calls.wrong_result("kl_fn", kl_fn, shown(values), expected) from error
 
-    estimator.__name__ = function_label(kl_fn)
+    estimator.__name__ = engine.function_label(kl_fn)
     return estimator
 
 
-# --- GRPO -------------------------------------------------------------------------------------------------------------
+# --- advantages, pairs, losses ----------------------------------------------------------------------------------------
 
 
-def compute_grpo_advantages(batch: Batch, *, advantage_fn: Callable[..., Any] | None = None) -> Tensor:
+def compute_grpo_advantages(batch: Batch, *, advantage_fn: Function | None = None) -> Tensor:
     """The advantage of each rollout [N]: its reward compared with those of its group, (R - mean) / (std + 1e-4).
 
     A rollout without a reward gets 0. Raises TrainingError if `advantage_fn` does not return one finite number for each
@@ -205,8 +190,8 @@ def compute_grpo_loss(
     batch: Batch,
     advantages: Tensor | Sequence[float],
     *,
-    loss_fn: Callable[..., Any] | None = None,
-    kl_fn: Callable[..., Any] | None = None,
+    loss_fn: Function | None = None,
+    kl_fn: KLFn | None = None,
     **settings: float,
 ) -> Tensor:
     """The clipped surrogate of GRPO, as the mean over the trained ids, with gradient. `advantages` are [N] or [T].
@@ -233,10 +218,7 @@ def compute_grpo_loss(
     return _mean_loss(batch, create_algorithm_config("grpo", settings, loss_fn=loss_fn, kl_fn=kl_fn), advantages)
 
 
-# --- pairs ------------------------------------------------------------------------------------------------------------
-
-
-def compute_dapo_pairs(batch: Batch, *, pair_selector: Callable[..., Any] | None = None) -> Pairs:
+def compute_dapo_pairs(batch: Batch, *, pair_selector: Function | None = None) -> Pairs:
     """Pairs (chosen, rejected) of rollouts, as numbers 0 to N - 1: the best of each group against the worst.
 
     A group with equal rewards makes no pair. A rollout that is not trained is in no pair. Raises TrainingError if
@@ -259,9 +241,7 @@ def compute_dapo_pairs(batch: Batch, *, pair_selector: Callable[..., Any] | None
     return pairs
 
 
-def compute_dapo_loss(
-    batch: Batch, pairs: Pairs, *, beta: float = 0.1, loss_fn: Callable[..., Any] | None = None
-) -> Tensor:
+def compute_dapo_loss(batch: Batch, pairs: Pairs, *, beta: float = 0.1, loss_fn: Function | None = None) -> Tensor:
     """The loss of DPO, -log sigmoid(beta (D_chosen - D_rejected)), as the mean over the pairs, with gradient.
 
     D is the sum of log(policy / reference) over a rollout's sampled ids. No pairs give 0. Raises TrainingError if the
@@ -283,12 +263,7 @@ def compute_dapo_loss(
     return _mean_loss(batch, create_algorithm_config("dapo", settings, loss_fn=loss_fn), list(pairs))
 
 
-# --- PPO --------------------------------------------------------------------------------------------------------------
-
-
-def compute_ppo_advantages(
-    batch: Batch, *, value_fn: Callable[[Batch], Tensor] | None = None, **settings: Any
-) -> PPOAdvantages:
+def compute_ppo_advantages(batch: Batch, *, value_fn: ValueFn | None = None, **settings: Any) -> PPOAdvantages:
     """Generalized advantage estimation over the sampled ids, with the reward at the last one.
 
     `settings` are `gamma` (1), `lam` (0.95) and `whiten` (True). Without `value_fn` all values are 0. Raises
@@ -310,9 +285,9 @@ def compute_ppo_loss(
     batch: Batch,
     advantages: PPOAdvantages | Tensor | Sequence[float],
     *,
-    loss_fn: Callable[..., Any] | None = None,
-    value_fn: Callable[[Batch], Tensor] | None = None,
-    kl_fn: Callable[..., Any] | None = None,
+    loss_fn: Function | None = None,
+    value_fn: ValueFn | None = None,
+    kl_fn: KLFn | None = None,
     **settings: float,
 ) -> Tensor:
     """The clipped surrogate of PPO, and the error of the value function if there is a `value_fn`: with gradient.
@@ -337,9 +312,6 @@ def compute_ppo_loss(
     return _mean_loss(batch, config, advantages)
 
 
-# --- any algorithm ----------------------------------------------------------------------------------------------------
-
-
 def compute_loss_by_algorithm(batch: Batch, algorithm_config: AlgorithmConfig) -> Tensor:
     """The loss of a batch by this algorithm, with gradient: pairs or advantages first, then the loss.
 
@@ -352,9 +324,30 @@ def compute_loss_by_algorithm(batch: Batch, algorithm_config: AlgorithmConfig) -
     >>> compute_loss_by_algorithm(batch, create_algorithm_config("rloo")).item()
     0.0
     """
-    check_config(algorithm_config)
-    batch = select_trained(batch, algorithm_config)
-    return _mean_loss(batch, algorithm_config, compute_targets(batch, algorithm_config))
+    batch, targets = prepare_targets(batch, algorithm_config)
+    return _mean_loss(batch, algorithm_config, targets)
+
+
+def prepare_targets(batch: Batch, config: Any) -> tuple[Batch, Targets]:
+    """The batch with a mask of 0 at rollouts that the algorithm's selector does not choose, and what the algorithm's
+    loss compares: pairs, or advantages [N], or those of the whole batch. Needs no logprobs. Raises ConfigError for
+    anything but an AlgorithmConfig.
+    """
+    import torch
+
+    check_config(config)
+    algorithm = config.algorithm
+    if algorithm.select is not None:
+        kept = torch.zeros(len(batch.rollouts), device=batch.mask.device)
+        for group in _groups(batch):
+            chosen = calls.selected(algorithm.select, group.rewards, group.eligible, lengths=group.lengths)
+            kept[group.members] = torch.tensor(chosen, dtype=kept.dtype, device=kept.device)
+        batch = batch._replace(mask=batch.mask * kept[batch.rollout_index])
+    if algorithm.pairs is not None:
+        return batch, compute_dapo_pairs(batch, pair_selector=algorithm.pairs)
+    if engine.is_batch_advantage(algorithm.advantage):
+        return batch, _whole_batch(batch, config)
+    return batch, compute_grpo_advantages(batch, advantage_fn=algorithm.advantage)
 
 
 def check_config(config: Any) -> None:
@@ -363,37 +356,13 @@ def check_config(config: Any) -> None:
         raise ConfigError(f'the algorithm_config is {shown(config)}; expected create_algorithm_config("grpo")')
 
 
-def select_trained(batch: Batch, config: AlgorithmConfig) -> Batch:
-    """The batch with a mask of 0 at rollouts that the algorithm's selector does not choose."""
-    import torch
-
-    function = config.algorithm.select
-    if function is None:
-        return batch
-    kept = torch.zeros(len(batch.rollouts), device=batch.mask.device)
-    for group in _groups(batch):
-        chosen = calls.selected(function, group.rewards, group.eligible, lengths=group.lengths)
-        kept[group.members] = torch.tensor(chosen, dtype=kept.dtype, device=kept.device)
-    return batch._replace(mask=batch.mask * kept[batch.rollout_index])
-
-
-def compute_targets(batch: Batch, config: AlgorithmConfig) -> Tensor | PPOAdvantages | Pairs:
-    """What the algorithm's loss compares: pairs, or advantages [N], or those of the whole batch. Needs no logprobs."""
-    algorithm = config.algorithm
-    if algorithm.pairs is not None:
-        return compute_dapo_pairs(batch, pair_selector=algorithm.pairs)
-    if is_batch_advantage(algorithm.advantage):
-        return _whole_batch(batch, config)
-    return compute_grpo_advantages(batch, advantage_fn=algorithm.advantage)
-
-
-def loss_sum(
-    batch: Batch, config: AlgorithmConfig, targets: PPOAdvantages | Tensor | Sequence[Any]
-) -> tuple[Tensor, float]:
+def loss_sum(batch: Batch, config: AlgorithmConfig, targets: Targets) -> tuple[Tensor, float]:
     """The weighted sum of the losses, with gradient, and its denominator. Both can be added up over parts of a batch
     that have whole groups.
     """
     import torch
+
+    from rollouts.training.backends.forward import unit_weights
 
     if batch.logprobs is None:
         raise TrainingError("the batch has no logprobs of the policy; make it with create_batch(model, rollouts)")
@@ -401,34 +370,40 @@ def loss_sum(
     if config.algorithm.pairs is not None:
         batch, available["advantages"], available["pair_index"] = _paired(batch, targets)
     elif isinstance(targets, PPOAdvantages):
-        available |= targets._asdict()
-        available["old_values"] = available.pop("values")
+        available = dict(zip(("advantages", "returns", "old_values"), targets, strict=True))
     else:
         available["advantages"] = _of_tokens(batch, targets)
     if config.value_fn is not None:
         available["values"] = _values(batch, config.value_fn)
-    available |= {"rollout_logprobs": batch.old_logprobs, "step": 0}
-    for name in ("logprobs", "old_logprobs", "ref_logprobs", "entropy", "mask", "rollout_index", "group_index"):
-        if getattr(batch, name) is not None:
-            available[name] = getattr(batch, name)
-    available["rewards"] = batch.rewards
-    _check_available(config, available)
+    fields = {name: value for name, value in batch._asdict().items() if value is not None}
+    del fields["rollouts"], fields["tokens"]
+    available |= {**fields, "rollout_logprobs": batch.old_logprobs, "step": 0}
+    for name in sorted(engine.needs(config.algorithm) - set(available)):
+        hint = _SOURCES.get(name, f"a loss may name here: {', '.join(sorted(available))}")
+        raise TrainingError(f"the algorithm {config.name} needs {name}, which this batch does not have; {hint}")
     pair_index = available.get("pair_index", torch.full_like(batch.rollout_index, -1))
-    rows = torch.stack((batch.rollout_index, pair_index))
+    rows = torch.stack((batch.rollout_index, batch.group_index, pair_index))
     numbers, counts = torch.unique_consecutive(rows, dim=1, return_counts=True)
-    places = torch.cat((torch.zeros_like(counts[:1]), counts.cumsum(0)[:-1]))
     masks = [each.tolist() for each in torch.split(batch.mask, counts.tolist())]
-    groups = batch.group_index[places].tolist()
-    given = aggregate(config.algorithm.aggregation, Masks(masks, numbers[0].tolist(), groups, numbers[1].tolist()))
-    weights = torch.tensor([weight for row in given.weights for weight in row], device=batch.mask.device)
-    found = evaluate(config.algorithm, available, batch.mask, unit=given.unit)
+    weighed = aggregate(config.algorithm.aggregation, Masks(masks, *numbers.tolist()))
+    available["weights"] = torch.tensor([u for row in weighed.weights for u in row], device=batch.mask.device)
+    found = evaluate(config.algorithm, available, batch.mask, unit=weighed.unit)
     for label, is_nan in found.nan.items():
         if bool(is_nan):
             raise TrainingError(f"the loss {label} is NaN at a trained id; see its inputs in the batch")
-    return (found.values * unit_weights(available | {"weights": weights}, given.unit)).sum(), given.denominator
+    return (found.values * unit_weights(available, weighed.unit)).sum(), weighed.denominator
 
 
-def _mean_loss(batch: Batch, config: AlgorithmConfig, targets: PPOAdvantages | Tensor | Sequence[Any]) -> Tensor:
+_SOURCES = {
+    "ref_logprobs": "make the rollouts with ref_model=create_reference_model(model)",
+    "values": "give a value_fn",
+    "old_values": "give a value_fn, and the result of compute_ppo_advantages",
+    "returns": "give the result of compute_ppo_advantages",
+    "entropy": "make the batch with create_batch(model, rollouts)",
+}
+
+
+def _mean_loss(batch: Batch, config: AlgorithmConfig, targets: Targets) -> Tensor:
     total, denominator = loss_sum(batch, config, targets)
     return total / (denominator or 1.0)
 
@@ -437,17 +412,18 @@ def _whole_batch(batch: Batch, config: AlgorithmConfig) -> PPOAdvantages:
     """The advantages of an estimator that sees the whole batch, such as GAE."""
     import torch
 
+    zeros = torch.zeros_like(batch.mask)
     with torch.no_grad():
-        values = torch.zeros_like(batch.mask) if config.value_fn is None else _values(batch, config.value_fn)
+        values = zeros if config.value_fn is None else _values(batch, config.value_fn)
     available = {name: getattr(batch, name) for name in ("mask", "rollout_index", "group_index", "rewards")}
-    available |= {"values": values, "token_rewards": torch.zeros_like(values), "rollout_logprobs": batch.old_logprobs}
+    available |= {"values": values, "token_rewards": zeros, "rollout_logprobs": batch.old_logprobs}
     available["turn_index"] = torch.zeros_like(batch.rollout_index)
     available["turn_rewards"] = [[] if math.isnan(reward) else [reward] for reward in batch.rewards.tolist()]
     advantages, returns = calls.batch_advantages(config.algorithm.advantage, available, len(batch.mask))
-    return PPOAdvantages(advantages, torch.zeros_like(values) if returns is None else returns, values)
+    return PPOAdvantages(advantages, zeros if returns is None else returns, values)
 
 
-def _values(batch: Batch, value_fn: Callable[[Batch], Tensor]) -> Tensor:
+def _values(batch: Batch, value_fn: ValueFn) -> Tensor:
     import torch
 
     values: Any = call_given("value_fn(batch)", value_fn, batch)
@@ -463,19 +439,18 @@ def _paired(batch: Batch, pairs: Any) -> tuple[Batch, Tensor, Tensor]:
     """
     import torch
 
-    found: list[tuple[Tensor, float, int]] = []
     known = set(range(len(batch.rollouts)))
+    places, signs, numbers = [batch.rollout_index[:0]], [batch.mask[:0]], [batch.rollout_index[:0]]
     for number, pair in enumerate(pairs):
         if not isinstance(pair, Sequence) or len(pair) != 2 or len(known.intersection(pair)) != 2:
             expected = f"(chosen, rejected), two different rollouts from 0 to {len(known) - 1}"
             raise TrainingError(f"pair {number} is {shown(pair)}; expected {expected}")
         for rollout, sign in zip(pair, (1.0, -1.0), strict=True):
-            found.append(((batch.rollout_index == rollout).nonzero().squeeze(1), sign, number))
-    places = torch.cat([place for place, _, _ in found]) if found else torch.zeros_like(batch.rollout_index[:0])
-    signs = torch.cat([torch.full_like(batch.mask[place], sign) for place, sign, _ in found] or [batch.mask[:0]])
-    numbers = torch.cat([torch.full_like(place, number) for place, _, number in found] or [places])
-    chosen = ids_at(batch, places)
-    return chosen, signs * (chosen.mask > 0), numbers
+            places.append((batch.rollout_index == rollout).nonzero().squeeze(1))
+            signs.append(torch.full_like(batch.mask[places[-1]], sign))
+            numbers.append(torch.full_like(places[-1], number))
+    chosen = ids_at(batch, torch.cat(places))
+    return chosen, torch.cat(signs) * (chosen.mask > 0), torch.cat(numbers)
 
 
 def _of_tokens(batch: Batch, advantages: Any) -> Tensor:
@@ -491,21 +466,6 @@ def _of_tokens(batch: Batch, advantages: Any) -> Tensor:
     return values
 
 
-_SOURCES = {
-    "ref_logprobs": "make the rollouts with ref_model=create_reference_model(model)",
-    "values": "give a value_fn",
-    "old_values": "give a value_fn, and the result of compute_ppo_advantages",
-    "returns": "give the result of compute_ppo_advantages",
-    "entropy": "make the batch with create_batch(model, rollouts)",
-}
-
-
-def _check_available(config: AlgorithmConfig, available: Mapping[str, Any]) -> None:
-    for name in sorted(needs(config.algorithm) - set(available)):
-        hint = _SOURCES.get(name, f"a loss may name here: {', '.join(sorted(available))}")
-        raise TrainingError(f"the algorithm {config.name} needs {name}, which this batch does not have; {hint}")
-
-
 class _Group(NamedTuple):
     """The rollouts of a group: their numbers, rewards, numbers of sampled ids, and whether they are trained."""
 
@@ -518,13 +478,13 @@ class _Group(NamedTuple):
 def _groups(batch: Batch) -> list[_Group]:
     import torch
 
-    rewards = [None if reward != reward else reward for reward in batch.rewards.tolist()]
+    rewards = [None if math.isnan(reward) else reward for reward in batch.rewards.tolist()]
     lengths = torch.bincount(batch.rollout_index, minlength=len(batch.rollouts)).tolist()
-    live = {int(number) for number in batch.rollout_index[batch.mask > 0].tolist()}
-    groups: dict[int, _Group] = {}
+    live = set(batch.rollout_index[batch.mask > 0].tolist())
+    members: dict[int, list[int]] = {}
     for rollout, number in enumerate(group_numbers(batch.rollouts)):
-        group = groups.setdefault(number, _Group([], [], [], []))
-        values = (rollout, rewards[rollout], lengths[rollout], rollout in live)
-        for column, value in zip(group, values, strict=True):
-            column.append(value)  # type: ignore[attr-defined]
-    return list(groups.values())
+        members.setdefault(number, []).append(rollout)
+    return [
+        _Group(some, [rewards[i] for i in some], [lengths[i] for i in some], [i in live for i in some])
+        for some in members.values()
+    ]

@@ -14,38 +14,37 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rollouts.agent.records import turn_seed
 from rollouts.author_code import shown
 from rollouts.errors import ConfigError
-from rollouts.inference.embedded.hf import context_tokens_max
 from rollouts.types import Message, Task, ToolCall
-from rollouts_notes.primitives.batches import sampled_logprobs, turns_of
-from rollouts_notes.primitives.calls import call_given
 from rollouts_notes.primitives.generation import (
     DEFAULT,
     Generator,
     Prompt,
+    TemplateFn,
+    ToolExecutor,
     ToolParser,
+    Tools,
     batch_generate,
+    call_given,
+    execute_tools,
+    extract_tool_calls,
     prompt_conversation,
     read_turn,
     turn_prompt,
 )
-from rollouts_notes.primitives.kl import KLFn, compute_batch_kl
-from rollouts_notes.primitives.rewards import RewardFns, compute_batch_rewards
-from rollouts_notes.primitives.tools import Tools, execute_tools, extract_tool_calls
+from rollouts_notes.primitives.scoring import KLFn, compute_batch_kl, sampled_logprobs
 from rollouts_notes.primitives.types import Conversation, Generation, GenerationConfig, Rollout
+from rollouts_notes.primitives.utilities import Aggregator, RewardFns, compute_batch_rewards
 
-ToolExecutor = Callable[[Sequence[ToolCall], Tools], Sequence[Message | str]]
 ToolTracker = Callable[[Rollout], Mapping[str, Any]]
 StopCondition = Callable[[Conversation], bool]
 ReplyFn = Callable[[Conversation], "str | Message | None"]
-TemplateFn = Callable[[Sequence[Message], Sequence[dict[str, Any]]], str]
-
-
-# --- one rollout ------------------------------------------------------------------------------------------------------
+Metadata = Mapping[str, Any]
 
 
 def create_rollout(
@@ -54,7 +53,7 @@ def create_rollout(
     prompt: Prompt,
     gen_config: GenerationConfig = DEFAULT,
     *,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Metadata | None = None,
     **options: Any,
 ) -> Rollout:
     """One reply to a prompt, with its reward, its KL and its tool calls. The calls run if there is a `tool_executor`.
@@ -80,7 +79,7 @@ def create_multiturn_rollout(
     conversation: Prompt,
     gen_config: GenerationConfig = DEFAULT,
     *,
-    metadata: Mapping[str, Any] | None = None,
+    metadata: Metadata | None = None,
     **options: Any,
 ) -> Rollout:
     """One conversation: the model replies, its tool calls run, and it replies again.
@@ -106,9 +105,6 @@ def create_multiturn_rollout(
     return create_batch_rollouts(model, tokenizer, [given], gen_config, metadata=[metadata or {}], **options)[0]
 
 
-# --- many rollouts ----------------------------------------------------------------------------------------------------
-
-
 def create_batch_rollouts(
     model: Any,
     tokenizer: Any,
@@ -120,7 +116,7 @@ def create_batch_rollouts(
     reply_fn: ReplyFn | None = None,
     ref_model: Any = None,
     reward_fn: RewardFns | None = None,
-    aggregator: Callable[[list[float]], float] | None = None,
+    aggregator: Aggregator | None = None,
     tools: Tools = (),
     tool_parser: ToolParser | None = None,
     tool_executor: ToolExecutor | None = None,
@@ -128,7 +124,7 @@ def create_batch_rollouts(
     generator: Generator | None = None,
     template_fn: TemplateFn | None = None,
     kl_fn: KLFn | None = None,
-    metadata: Sequence[Mapping[str, Any]] = (),
+    metadata: Sequence[Metadata] = (),
 ) -> list[Rollout]:
     """`samples_per_prompt` rollouts of each prompt, those of one prompt side by side.
 
@@ -162,28 +158,6 @@ def create_batch_rollouts(
         kl_fn: `kl_fn(logprobs, ref_logprobs)` replaces the KL
         metadata: one mapping for each prompt, added to the answer and the info of a Task
     """
-    _check_prompts(prompts, metadata, samples_per_prompt, gen_config)
-    plays = [_opened(prompt, tools) for prompt in prompts for _ in range(samples_per_prompt)]
-    answers = _Answers(tool_parser, tool_executor, stop_condition, reply_fn, template_fn)
-    _play_all(plays, model, tokenizer, gen_config, generator, answers)
-    rollouts = []
-    for number, play in enumerate(plays):
-        place = number // samples_per_prompt
-        rollout = play.rollout(prompts[place], metadata[place] if metadata else {})
-        if tool_parser is not None or tool_tracker is not None or play.tool_calls:
-            rollout = _tracked(rollout, play.tool_calls or _read_calls(rollout, tool_parser), tool_tracker)
-        rollouts.append(rollout)
-    if ref_model is not None and rollouts:
-        known = sampled_logprobs(ref_model, rollouts)
-        rollouts = [each._replace(ref_logprobs=ref) for each, ref in zip(rollouts, known, strict=True)]
-        divergences = compute_batch_kl(rollouts, kl_fn=kl_fn)
-        rollouts = [each._replace(kl_divergence=kl) for each, kl in zip(rollouts, divergences, strict=True)]
-    return rollouts if reward_fn is None else compute_batch_rewards(rollouts, reward_fn, aggregator=aggregator)
-
-
-def _check_prompts(
-    prompts: Any, metadata: Sequence[Any], samples_per_prompt: int, gen_config: GenerationConfig
-) -> None:
     if isinstance(prompts, str | Conversation) or not isinstance(prompts, Sequence):
         raise ConfigError(f"prompts is {type(prompts).__name__}; expected a list of prompts, such as [prompt]")
     if samples_per_prompt < 1 or (metadata and len(metadata) != len(prompts)):
@@ -191,6 +165,17 @@ def _check_prompts(
         raise ConfigError(f"{given}; give one mapping of metadata for each prompt, and 1 or more samples")
     if gen_config.max_turns < 1:
         raise ConfigError(f"max_turns is {gen_config.max_turns}; expected 1 or more replies")
+    pairs = zip(prompts, metadata or [{}] * len(prompts), strict=True)
+    plays = [_opened(prompt, tools, own) for prompt, own in pairs for _ in range(samples_per_prompt)]
+    answers = _Answers(tool_parser, tool_executor, stop_condition, reply_fn, template_fn)
+    _play_all(plays, model, tokenizer, gen_config, generator, answers)
+    rollouts = [play.rollout(tool_parser, tool_tracker) for play in plays]
+    if ref_model is not None and rollouts:
+        known = sampled_logprobs(ref_model, rollouts)
+        rollouts = [each._replace(ref_logprobs=ref) for each, ref in zip(rollouts, known, strict=True)]
+        divergences = compute_batch_kl(rollouts, kl_fn=kl_fn)
+        rollouts = [each._replace(kl_divergence=kl) for each, kl in zip(rollouts, divergences, strict=True)]
+    return rollouts if reward_fn is None else compute_batch_rewards(rollouts, reward_fn, aggregator=aggregator)
 
 
 # --- tool calls -------------------------------------------------------------------------------------------------------
@@ -208,7 +193,7 @@ def track_tool_calls(
     >>> track_tool_calls(Rollout("2 + 3?", reply)).metadata
     {'tool_counts': {'add': 1}}
     """
-    return _tracked(rollout, _read_calls(rollout, tool_parser), tool_tracker)
+    return _tracked(rollout, (), tool_parser, tool_tracker)
 
 
 def execute_and_track_tools(
@@ -233,22 +218,19 @@ def execute_and_track_tools(
     """
     conversation, calls = rollout.conversation, extract_tool_calls(rollout.generation, tool_parser=tool_parser)
     if conversation is None:
-        prompt = prompt_conversation(rollout.prompt)
-        reply = Message("assistant", rollout.generation.text)
-        conversation = Conversation([*prompt.messages, reply], tools)
+        prompt = prompt_conversation(rollout.prompt).messages
+        conversation = Conversation([*prompt, Message("assistant", rollout.generation.text)], tools)
     results = execute_tools(calls, tools or conversation.tools, tool_executor=tool_executor) if calls else []
     conversation = conversation._replace(messages=[*conversation.messages, *results])
-    return track_tool_calls(
-        rollout._replace(conversation=conversation), tool_parser=tool_parser, tool_tracker=tool_tracker
-    )
+    return _tracked(rollout._replace(conversation=conversation), (), tool_parser, tool_tracker)
 
 
-def _read_calls(rollout: Rollout, tool_parser: ToolParser | None) -> list[ToolCall]:
-    return [call for turn in turns_of(rollout) for call in extract_tool_calls(turn, tool_parser=tool_parser)]
-
-
-def _tracked(rollout: Rollout, calls: Sequence[ToolCall], tool_tracker: ToolTracker | None) -> Rollout:
-    rollout = rollout._replace(tool_calls=list(calls))
+def _tracked(
+    rollout: Rollout, calls: Sequence[ToolCall], tool_parser: ToolParser | None, tool_tracker: ToolTracker | None
+) -> Rollout:
+    """The rollout with these tool calls, or those in its replies if there are none, and what the tracker adds."""
+    read = (extract_tool_calls(turn, tool_parser=tool_parser) for turn in rollout.all_turns)
+    rollout = rollout._replace(tool_calls=list(calls) or [call for turn in read for call in turn])
     found: Any = call_given("tool_tracker(rollout)", tool_tracker or _tool_counts, rollout)
     if not isinstance(found, Mapping):
         raise ConfigError(f"the tool_tracker returned {shown(found)}; expected a dict, which is added to the metadata")
@@ -271,73 +253,66 @@ class _Answers(NamedTuple):
     reply_fn: ReplyFn | None
     template_fn: TemplateFn | None
 
+    def stop(self, conversation: Conversation) -> bool:
+        """Whether the conversation ends here."""
+        function = self.stop_condition
+        return function is not None and bool(call_given("stop_condition(conversation)", function, conversation))
 
+    def messages(self, conversation: Conversation, calls: Sequence[ToolCall]) -> list[Message]:
+        """What is said to the model's reply: the results of its tool calls, or the reply of `reply_fn`."""
+        if calls:
+            return execute_tools(calls, conversation.tools, tool_executor=self.tool_executor)
+        if self.reply_fn is None:
+            return []
+        said: Any = call_given("reply_fn(conversation)", self.reply_fn, conversation)
+        if said is not None and not isinstance(said, str | Message):
+            raise ConfigError(f"the reply_fn returned {shown(said)}; expected text, a Message, or None to end")
+        return [] if said is None else [Message("user", said) if isinstance(said, str) else said]
+
+
+@dataclass(eq=False)
 class _Play:
     """A rollout while it is sampled. `conversation` is None for a text or ids, which get one reply."""
 
-    def __init__(self, prompt: Prompt, conversation: Conversation | None) -> None:
-        self.given, self.conversation = prompt, conversation
-        self.turns: list[Generation] = []
-        self.tool_calls: list[ToolCall] = []
-
-    def prompt(self, tokenizer: Any, template_fn: TemplateFn | None) -> Prompt:
-        """What the model receives next."""
-        if self.conversation is None:
-            return self.given
-        previous = self.turns[-1] if self.turns else None
-        return turn_prompt(tokenizer, self.conversation, template_fn=template_fn, previous=previous)
+    prompt: Any
+    conversation: Conversation | None
+    metadata: Metadata
+    turns: list[Generation] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
     def take(self, tokenizer: Any, reply: Generation, answers: _Answers, *, is_last: bool) -> bool:
         """Record a reply, and answer it. Returns whether the model is to reply again."""
         self.turns.append(reply)
         if self.conversation is None:
             return False
-        turn = read_turn(
-            tokenizer, self.conversation, reply, template_fn=answers.template_fn, tool_parser=answers.tool_parser
-        )
-        self.conversation = turn.conversation
-        self.tool_calls += turn.tool_calls
-        if reply.finish_reason == "length" or self._stops(answers) or is_last:
+        functions = {"template_fn": answers.template_fn, "tool_parser": answers.tool_parser}
+        self.conversation, _, calls = read_turn(tokenizer, self.conversation, reply, **functions)  # type: ignore[arg-type]
+        self.tool_calls += calls
+        if reply.finish_reason == "length" or answers.stop(self.conversation) or is_last:
             return False
-        added: list[Message] = []
-        if turn.tool_calls:
-            added = execute_tools(turn.tool_calls, self.conversation.tools, tool_executor=answers.tool_executor)
-        elif answers.reply_fn is not None:
-            said: Any = call_given("reply_fn(conversation)", answers.reply_fn, self.conversation)
-            if said is not None and not isinstance(said, str | Message):
-                raise ConfigError(f"the reply_fn returned {shown(said)}; expected text, a Message, or None to end")
-            added = [] if said is None else [Message("user", said) if isinstance(said, str) else said]
+        added = answers.messages(self.conversation, calls)
         self.conversation = self.conversation._replace(messages=[*self.conversation.messages, *added])
-        return bool(added) and not self._stops(answers)
+        return bool(added) and not answers.stop(self.conversation)
 
-    def _stops(self, answers: _Answers) -> bool:
-        stop = answers.stop_condition
-        return stop is not None and bool(call_given("stop_condition(conversation)", stop, self.conversation))
-
-    def rollout(self, prompt: Prompt, metadata: Mapping[str, Any]) -> Rollout:
-        """The rollout so far."""
-        of_task = {}
-        if isinstance(prompt, Task):
-            of_task = {"answer": prompt.answer, **prompt.info}
-            prompt = prompt.prompt
-        messages = prompt.messages if isinstance(prompt, Conversation) else prompt
-        return Rollout(
-            messages,  # type: ignore[arg-type]  # a list of ids is its own prompt
-            self.turns[-1],
-            conversation=self.conversation,
-            metadata={**of_task, **metadata},
-            turns=self.turns if len(self.turns) > 1 else (),
-        )
+    def rollout(self, tool_parser: ToolParser | None, tool_tracker: ToolTracker | None) -> Rollout:
+        """The rollout so far, with its tool calls if it has any, or if there is a function that reads them."""
+        turns = self.turns if len(self.turns) > 1 else ()
+        own = (self.conversation, self.tool_calls, self.metadata, turns)
+        rollout = Rollout(self.prompt, self.turns[-1], None, None, None, *own)
+        if tool_parser is None and tool_tracker is None and not self.tool_calls:
+            return rollout
+        return _tracked(rollout, self.tool_calls, tool_parser, tool_tracker)
 
 
-def _opened(prompt: Prompt, tools: Tools) -> _Play:
-    is_plain = isinstance(prompt, str) or (
-        not isinstance(prompt, Conversation | Task) and all(isinstance(each, int) for each in prompt)
-    )
-    if is_plain:
-        return _Play(prompt, None)
+def _opened(prompt: Prompt, tools: Tools, metadata: Metadata) -> _Play:
+    is_ids = not isinstance(prompt, str | Conversation | Task) and all(isinstance(each, int) for each in prompt)
+    if isinstance(prompt, str) or is_ids:
+        return _Play(prompt, None, {**metadata})
     conversation = prompt_conversation(prompt)
-    return _Play(prompt, conversation if conversation.tools else conversation._replace(tools=tools))
+    if isinstance(prompt, Task):
+        metadata, prompt = {"answer": prompt.answer, **prompt.info, **metadata}, prompt.prompt
+    messages = prompt.messages if isinstance(prompt, Conversation) else prompt
+    return _Play(messages, conversation._replace(tools=conversation.tools or tools), {**metadata})
 
 
 def _play_all(
@@ -349,26 +324,27 @@ def _play_all(
     answers: _Answers,
 ) -> None:
     """Play all rollouts to their ends, one turn of all of them at a time."""
+    from rollouts.inference.embedded.hf import context_tokens_max
+
     most = None if generator is not None else context_tokens_max(model)
     active = list(plays)
     for turn in range(config.max_turns):
-        prompts = [(play, play.prompt(tokenizer, answers.template_fn)) for play in active]
-        fitting = [(play, prompt) for play, prompt in prompts if not play.turns or not _is_full(prompt, most)]
-        for play, _ in prompts:
-            if all(play is not each for each, _ in fitting):  # its context is full
-                play.turns[-1] = play.turns[-1]._replace(finish_reason="length")
+        fitting, prompts = [], []
+        for play in active:
+            prompt, previous = play.prompt, play.turns[-1] if play.turns else None
+            if play.conversation is not None:
+                functions = {"template_fn": answers.template_fn, "previous": previous}
+                prompt = turn_prompt(tokenizer, play.conversation, **functions)  # type: ignore[arg-type]
+            if previous is not None and most is not None and isinstance(prompt, list) and len(prompt) >= most:
+                play.turns[-1] = previous._replace(finish_reason="length")  # its context is full
+                continue
+            fitting.append(play)
+            prompts.append(prompt)
         seeded = config._replace(seed=turn_seed(config.seed, 0, 0, 0, turn)) if turn else config
-        replies = batch_generate(model, tokenizer, [prompt for _, prompt in fitting], seeded, generator=generator)
+        replies = batch_generate(model, tokenizer, prompts, seeded, generator=generator)
         # After the last reply, tools only run for `create_rollout`, whose only reply is the last one.
         is_last = turn == config.max_turns - 1 and (turn > 0 or answers.tool_executor is None)
-        active = [
-            play
-            for (play, _), reply in zip(fitting, replies, strict=True)
-            if play.take(tokenizer, reply, answers, is_last=is_last)
-        ]
+        pairs = zip(fitting, replies, strict=True)
+        active = [play for play, reply in pairs if play.take(tokenizer, reply, answers, is_last=is_last)]
         if not active:
             return
-
-
-def _is_full(prompt: Prompt, most: int | None) -> bool:
-    return most is not None and isinstance(prompt, list) and len(prompt) >= most

@@ -23,37 +23,28 @@ from typing import TYPE_CHECKING, Any
 from rollouts.agent.records import turn_seed
 from rollouts.author_code import shown
 from rollouts.errors import ConfigError, TrainingError
+from rollouts.models.loading import bundled
+from rollouts.plugins import find_component, load_component
 from rollouts.training.algorithms.algorithm import needs
 from rollouts.types import Task
-from rollouts_notes.primitives.algorithms import (
-    AlgorithmConfig,
-    Pairs,
-    PPOAdvantages,
-    check_config,
-    compute_targets,
-    create_algorithm_config,
-    loss_sum,
-    select_trained,
-)
-from rollouts_notes.primitives.batches import (
+from rollouts_notes.primitives import algorithms
+from rollouts_notes.primitives.algorithms import AlgorithmConfig, create_algorithm_config
+from rollouts_notes.primitives.generation import Prompt, call_given, load_model, load_tokenizer
+from rollouts_notes.primitives.rollouts import create_batch_rollouts
+from rollouts_notes.primitives.scoring import (
+    UpdateFn,
     create_batch,
+    create_reference_model,
     group_numbers,
     ids_at,
-    reward_of,
     to_device,
-    turns_of,
-    was_cut_off,
+    update_reference_model,
 )
-from rollouts_notes.primitives.calls import call_given
-from rollouts_notes.primitives.generation import Prompt, load_model, load_tokenizer
-from rollouts_notes.primitives.kl import UpdateFn, create_reference_model, update_reference_model
-from rollouts_notes.primitives.rewards import RewardFns
-from rollouts_notes.primitives.rollouts import create_batch_rollouts
 from rollouts_notes.primitives.types import GenerationConfig, Rollout, TrainingState, TrainingStats
-from rollouts_notes.primitives.utilities import create_prompt_loader
+from rollouts_notes.primitives.utilities import RewardFns, create_prompt_loader, reward_of
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from rollouts_notes.pytorch_factory import TorchObjects
 
 PromptLoader = Callable[[int], Sequence[Prompt]]
 OptimizerStepFn = Callable[[Any, Any], "Mapping[str, float] | None"]
@@ -101,11 +92,10 @@ def training_step(
     """
     import torch
 
-    check_config(algorithm_config)
+    algorithms.check_config(algorithm_config)
     whole = create_batch(None, rollouts, train_truncated=train_truncated)
     whole = to_device(whole, state.model.get_input_embeddings().weight.device)
-    whole = select_trained(whole, algorithm_config)
-    targets = compute_targets(whole, algorithm_config)
+    whole, targets = algorithms.prepare_targets(whole, algorithm_config)
     total = denominator = 0.0
     state.optimizer.zero_grad(set_to_none=True)
     try:
@@ -115,10 +105,16 @@ def training_step(
             part = ids_at(whole, places)._replace(
                 logprobs=scored.logprobs, entropy=scored.entropy, old_logprobs=scored.old_logprobs
             )
-            loss, share = loss_sum(part, algorithm_config, _part_of(targets, places, numbers))
+            loss, share = algorithms.loss_sum(part, algorithm_config, _part_of(targets, places, numbers))
             total, denominator = total + float(loss.detach()), denominator + share
+            if share and not loss.requires_grad:
+                what = f"the loss of {algorithm_config.name} has no gradient, so nothing can be learned"
+                advice = (
+                    "compute it from `logprobs` or `entropy`, without .detach() and torch.no_grad(), and train a model"
+                )
+                raise TrainingError(f"{what}; {advice} whose parameters require a gradient")
             if share:
-                _backward(loss, algorithm_config)
+                torch.autograd.backward(loss)
         grad_norm, metrics = _step(state, denominator, optimizer_step_fn)
     finally:
         state.optimizer.zero_grad(set_to_none=True)
@@ -134,10 +130,7 @@ def training_iteration(
     reward_fn: RewardFns,
     *,
     samples_per_prompt: int = 8,
-    train_truncated: bool = False,
-    tokens_per_microbatch: int = 16384,
-    optimizer_step_fn: OptimizerStepFn | None = None,
-    **rollout_options: Any,
+    **options: Any,
 ) -> tuple[TrainingState, TrainingStats]:
     """Sample rollouts of these prompts, reward them, and take one optimizer step. Returns the next state and numbers.
 
@@ -155,28 +148,15 @@ def training_iteration(
     (1, 2.0, True)
 
     Args:
-        rollout_options: other arguments of `create_batch_rollouts`, such as `tools`, `tool_executor`, `stop_condition`
-            and `generator`
+        options: `train_truncated`, `tokens_per_microbatch` and `optimizer_step_fn` of `training_step`; and other
+            arguments of `create_batch_rollouts`, such as `tools`, `tool_executor`, `stop_condition` and `generator`
     """
+    names = ("train_truncated", "tokens_per_microbatch", "optimizer_step_fn")
+    of_step = {name: options.pop(name) for name in names if name in options}
     sampled = gen_config._replace(seed=turn_seed(gen_config.seed, state.iteration, 0, 0, 0))
-    rollouts = create_batch_rollouts(
-        state.model,
-        state.tokenizer,
-        prompts,
-        sampled,
-        samples_per_prompt=samples_per_prompt,
-        ref_model=state.ref_model,
-        reward_fn=reward_fn,
-        **rollout_options,
-    )
-    return training_step(
-        state,
-        rollouts,
-        algorithm_config,
-        train_truncated=train_truncated,
-        tokens_per_microbatch=tokens_per_microbatch,
-        optimizer_step_fn=optimizer_step_fn,
-    )
+    options |= {"samples_per_prompt": samples_per_prompt, "ref_model": state.ref_model, "reward_fn": reward_fn}
+    rollouts = create_batch_rollouts(state.model, state.tokenizer, prompts, sampled, **options)
+    return training_step(state, rollouts, algorithm_config, **of_step)
 
 
 def train(
@@ -190,10 +170,7 @@ def train(
     checkpoint_fn: Callable[[TrainingState], Any] | None = None,
     eval_fn: Callable[[TrainingState], float | Mapping[str, float]] | None = None,
     logger: Callable[[TrainingStats], Any] | None = None,
-    *,
-    checkpoint_every: int = 10,
-    eval_every: int = 10,
-    **iteration_options: Any,
+    **options: Any,
 ) -> TrainingState:
     """Train until `num_iterations` iterations are done. Returns the last state.
 
@@ -222,30 +199,34 @@ def train(
         eval_fn: `eval_fn(state)` returns a number, logged as `eval/score`, or a dict of numbers; every `eval_every`
             iterations and at the end
         logger: `logger(stats)` after each iteration, such as `log_to_console`
-        iteration_options: other arguments of `training_iteration`, such as `samples_per_prompt`, `optimizer_step_fn`
-            and `tools`
+        options: `checkpoint_every` (10) and `eval_every` (10); and other arguments of `training_iteration`, such as
+            `samples_per_prompt`, `optimizer_step_fn` and `tools`
     """
-    _check_training(num_iterations, checkpoint_every, eval_every)
+    every = {"checkpoint_every": options.pop("checkpoint_every", 10), "eval_every": options.pop("eval_every", 10)}
+    for name, value in {"num_iterations": num_iterations, **every}.items():
+        least = int(name in every)
+        if not isinstance(value, int) or value < least:
+            raise ConfigError(f"{name} is {shown(value)}; expected a whole number of {least} or more")
     state = initial_state
     for iteration in range(state.iteration, num_iterations):
         config = _of_iteration("algorithm_config(iteration)", algorithm_config, iteration)
-        check_config(config)
+        algorithms.check_config(config)
         if "ref_logprobs" in needs(config.algorithm) and state.ref_model is None:
             what = f"the algorithm {config.name} compares with a reference in iteration {iteration}, and there is none"
             raise ConfigError(f"{what}; give TrainingState(..., ref_model=create_reference_model(model))")
         prompts = _of_iteration("prompt_loader(iteration)", prompt_loader, iteration)
-        state, stats = training_iteration(state, prompts, gen_config, config, reward_fn, **iteration_options)
-        is_last = iteration + 1 == num_iterations
+        state, stats = training_iteration(state, prompts, gen_config, config, reward_fn, **options)
+        done, is_last = iteration + 1, iteration + 1 == num_iterations
         if ref_model_update_fn is not None and state.ref_model is not None:
-            updated = update_reference_model(
-                state.ref_model, state.model, update_fn=ref_model_update_fn, iteration=iteration + 1
+            reference = update_reference_model(
+                state.ref_model, state.model, update_fn=ref_model_update_fn, iteration=done
             )
-            state = state._replace(ref_model=updated)
-        if eval_fn is not None and ((iteration + 1) % eval_every == 0 or is_last):
+            state = state._replace(ref_model=reference)
+        if eval_fn is not None and (done % every["eval_every"] == 0 or is_last):
             stats = stats._replace(metrics={**stats.metrics, **_evaluated(eval_fn, state)})
         if logger is not None:
             call_given("logger(stats)", logger, stats)
-        if checkpoint_fn is not None and ((iteration + 1) % checkpoint_every == 0 or is_last):
+        if checkpoint_fn is not None and (done % every["checkpoint_every"] == 0 or is_last):
             call_given("checkpoint_fn(state)", checkpoint_fn, state)
     return state
 
@@ -283,45 +264,27 @@ def quick_start_training(
         logger: `logger(stats)`; None: `log_to_console`
         train_options: other arguments of `train`, such as `samples_per_prompt`, `tools` and `checkpoint_fn`
     """
-    from rollouts.models.loading import bundled
     from rollouts.runs.plan import LR_RL
     from rollouts_notes.pytorch_factory import create_adamw_optimizer
 
     config = create_algorithm_config(algorithm, settings)
     if isinstance(prompts, str) or not prompts:
         raise ConfigError(f"prompts is {shown(prompts)}; expected a list of prompts")
-    known = bundled(model_name)
-    model, tokenizer = load_model(model_name), load_tokenizer(model_name)
-    usual = LR_RL if known is None else known.lr
-    optimizer = create_adamw_optimizer(model, lr=usual if lr is None else lr)
+    model, tokenizer, known = load_model(model_name), load_tokenizer(model_name), bundled(model_name)
+    if lr is None:
+        lr = LR_RL if known is None else known.lr
     if getattr(tokenizer, "chat_template", None):
         prompts = [Task(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
     reference = create_reference_model(model) if "ref_logprobs" in needs(config.algorithm) else None
-    return train(
-        TrainingState(model, tokenizer, optimizer, reference),
-        create_prompt_loader(prompts, min(prompts_per_iteration, len(prompts))),
-        num_iterations,
-        gen_config or GenerationConfig(),
-        config,
-        reward_fn,
-        logger=logger or log_to_console,
-        **train_options,
-    )
+    state = TrainingState(model, tokenizer, create_adamw_optimizer(model, lr), reference)
+    loader = create_prompt_loader(prompts, min(prompts_per_iteration, len(prompts)))
+    train_options |= {"logger": logger or log_to_console}
+    return train(state, loader, num_iterations, gen_config or GenerationConfig(), config, reward_fn, **train_options)
 
 
 def _of_iteration(form: str, given: Any, iteration: int) -> Any:
     """What a function of the iteration returns; anything else is the same in each iteration."""
     return call_given(form, given, iteration) if callable(given) else given
-
-
-def _check_training(num_iterations: int, checkpoint_every: int, eval_every: int) -> None:
-    for name, value, least in (
-        ("num_iterations", num_iterations, 0),
-        ("checkpoint_every", checkpoint_every, 1),
-        ("eval_every", eval_every, 1),
-    ):
-        if not isinstance(value, int) or value < least:
-            raise ConfigError(f"{name} is {shown(value)}; expected a whole number of {least} or more")
 
 
 def _evaluated(eval_fn: Callable[[TrainingState], Any], state: TrainingState) -> dict[str, float]:
@@ -341,7 +304,8 @@ def _microbatches(rollouts: Sequence[Rollout], tokens_max: int) -> Iterator[list
     filled: list[int] = []
     tokens = 0
     for members in groups.values():
-        cost = sum(_length(rollouts[number]) for number in members)
+        lasts = [rollouts[number].all_turns[-1] for number in members]
+        cost = sum(len(last.prompt_tokens) + len(last.tokens) for last in lasts)
         if filled and tokens + cost > tokens_max:
             yield sorted(filled)
             filled, tokens = [], 0
@@ -350,25 +314,11 @@ def _microbatches(rollouts: Sequence[Rollout], tokens_max: int) -> Iterator[list
     yield sorted(filled)
 
 
-def _length(rollout: Rollout) -> int:
-    last = turns_of(rollout)[-1]
-    return len(last.prompt_tokens) + len(last.tokens)
-
-
-def _part_of(targets: Tensor | PPOAdvantages | Pairs, places: Tensor, numbers: Sequence[int]) -> Any:
+def _part_of(targets: Any, places: Any, numbers: Sequence[int]) -> Any:
     """The targets of a part of the batch."""
-    if isinstance(targets, PPOAdvantages):
-        return PPOAdvantages(*(each[places] for each in targets))
+    if isinstance(targets, algorithms.PPOAdvantages):
+        return algorithms.PPOAdvantages(*(each[places] for each in targets))
     return [pair for pair in targets if pair[0] in numbers] if isinstance(targets, list) else targets
-
-
-def _backward(loss: Tensor, config: AlgorithmConfig) -> None:
-    if not loss.requires_grad:
-        raise TrainingError(
-            f"the loss of {config.name} has no gradient, so nothing can be learned; compute it from `logprobs` or "
-            "`entropy`, without .detach() and torch.no_grad(), and train a model whose parameters require a gradient"
-        )
-    loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _step(
@@ -377,12 +327,8 @@ def _step(
     """Divide the gradient, and step. Returns its norm before clipping, and metrics."""
     import torch
 
-    gradients = [
-        parameter.grad
-        for group in state.optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
-    ]
+    parameters = [parameter for group in state.optimizer.param_groups for parameter in group["params"]]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if not gradients or not denominator:
         return 0.0, {"optim/skipped": 1.0}
     torch._foreach_div_(gradients, denominator)
@@ -390,16 +336,15 @@ def _step(
     if not math.isfinite(norm):
         raise TrainingError(f"the gradient's norm is {norm}; the weights are unchanged. Try a smaller learning rate")
     metrics = {"optim/skipped": 0.0, "optim/lr": float(state.optimizer.param_groups[0]["lr"])}
-    if optimizer_step_fn is not None:
-        reported: Any = call_given(
-            "optimizer_step_fn(model, optimizer)", optimizer_step_fn, state.model, state.optimizer
-        )
-        if reported is not None and not isinstance(reported, Mapping):
-            raise ConfigError(f"the optimizer_step_fn returned {shown(reported)}; expected a dict of metrics, or None")
-        return norm, metrics | dict(reported or {})
-    torch._foreach_mul_(gradients, min(1.0, GRAD_NORM_MAX / (norm + 1e-6)))
-    state.optimizer.step()
-    return norm, metrics
+    if optimizer_step_fn is None:
+        torch._foreach_mul_(gradients, min(1.0, GRAD_NORM_MAX / (norm + 1e-6)))
+        state.optimizer.step()
+        return norm, metrics
+    form = "optimizer_step_fn(model, optimizer)"
+    reported: Any = call_given(form, optimizer_step_fn, state.model, state.optimizer)
+    if reported is not None and not isinstance(reported, Mapping):
+        raise ConfigError(f"the optimizer_step_fn returned {shown(reported)}; expected a dict of metrics, or None")
+    return norm, metrics | dict(reported or {})
 
 
 def _statistics(
@@ -407,22 +352,16 @@ def _statistics(
 ) -> TrainingStats:
     rewards = [reward for rollout in rollouts if (reward := reward_of(rollout)) is not None]
     divergences = [rollout.kl_divergence for rollout in rollouts if rollout.kl_divergence is not None]
-    sampled = [sum(len(turn.tokens) for turn in turns_of(rollout)) for rollout in rollouts]
-    return TrainingStats(
-        iteration,
-        loss,
-        statistics.fmean(rewards) if rewards else math.nan,
-        statistics.fmean(divergences) if divergences else math.nan,
-        grad_norm,
-        {
-            "rollouts/count": float(len(rollouts)),
-            "rollouts/tokens": statistics.fmean(sampled),
-            "rollouts/truncated": statistics.fmean(map(was_cut_off, rollouts)),
-            "rollouts/tool_calls": statistics.fmean(len(rollout.tool_calls) for rollout in rollouts),
-            "rollouts/reward_std": statistics.pstdev(rewards) if rewards else math.nan,
-            **metrics,
-        },
-    )
+    sampled = [sum(len(turn.tokens) for turn in rollout.all_turns) for rollout in rollouts]
+    mean_reward, kl = (statistics.fmean(values) if values else math.nan for values in (rewards, divergences))
+    of_rollouts = {
+        "rollouts/count": float(len(rollouts)),
+        "rollouts/tokens": statistics.fmean(sampled),
+        "rollouts/truncated": statistics.fmean(rollout.is_cut_off for rollout in rollouts),
+        "rollouts/tool_calls": statistics.fmean(len(rollout.tool_calls) for rollout in rollouts),
+        "rollouts/reward_std": statistics.pstdev(rewards) if rewards else math.nan,
+    }
+    return TrainingStats(iteration, loss, mean_reward, kl, grad_norm, of_rollouts | metrics)
 
 
 # --- logs -------------------------------------------------------------------------------------------------------------
@@ -459,7 +398,7 @@ def log_to_wandb(
         project: None: WANDB_PROJECT, else rollouts
         run_name: None: WANDB_NAME, else the name of the folder
     """
-    values = {"loss": stats.loss, "mean_reward": stats.mean_reward, "kl": stats.kl, "grad_norm": stats.grad_norm}
+    values = {name: getattr(stats, name) for name in ("loss", "mean_reward", "kl", "grad_norm")}
     own = {f"train/{name}": value for name, value in values.items() if not math.isnan(value)}
     _wandb(None if folder is None else str(folder), project, run_name).log(own | dict(stats.metrics), stats.iteration)
 
@@ -467,8 +406,6 @@ def log_to_wandb(
 @functools.lru_cache(maxsize=8)
 def _wandb(folder: str | None, project: str, run_name: str) -> Any:
     """The logger of a W&B run."""
-    from rollouts.plugins import find_component, load_component
-
     where = Path("wandb") / time.strftime("primitives-%Y%m%d-%H%M%S") if folder is None else Path(folder)
     create = load_component(find_component("loggers", "wandb"))
     where.mkdir(parents=True, exist_ok=True)
@@ -491,18 +428,8 @@ def save_checkpoint(state: TrainingState, folder: str | Path = _CHECKPOINTS) -> 
     >>> save_checkpoint(state, tempfile.mkdtemp()).name
     'step_000010'
     """
-    from rollouts_notes.pytorch_checkpoint import save_objects
-
     path = Path(folder) / f"step_{state.iteration:06d}"
-    save_objects(
-        path,
-        state.model,
-        state.optimizer,
-        tokenizer=state.tokenizer,
-        modules=_modules(state),
-        version=state.iteration,
-        state={"iteration": state.iteration},
-    )
+    _objects(state).save(path, state.iteration, {"iteration": state.iteration})
     return path
 
 
@@ -521,12 +448,13 @@ def load_checkpoint(state: TrainingState, path: str | Path = _CHECKPOINTS) -> Tr
     10
     """
     from rollouts.training.weights.store import newest_checkpoint
-    from rollouts_notes.pytorch_checkpoint import load_objects
 
     found = newest_checkpoint(Path(path)) or Path(path)
-    run = load_objects(found, state.model, state.optimizer, modules=_modules(state), expects="iteration")
-    return state._replace(iteration=int(run["iteration"]))
+    return state._replace(iteration=int(_objects(state).load(found, "iteration")["iteration"]))
 
 
-def _modules(state: TrainingState) -> dict[str, Any]:
-    return {} if state.ref_model is None else {"reference": state.ref_model}
+def _objects(state: TrainingState) -> TorchObjects:
+    from rollouts_notes.pytorch_factory import TorchObjects
+
+    modules = {} if state.ref_model is None else {"reference": state.ref_model}
+    return TorchObjects(state.model, state.optimizer, tokenizer=state.tokenizer, modules=modules)

@@ -109,6 +109,16 @@ class Rollout(NamedTuple):
     turns: Sequence[Generation] = ()
     group_index: int | None = None
 
+    @property
+    def all_turns(self) -> Sequence[Generation]:
+        """All replies, in order."""
+        return self.turns or (self.generation,)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the last reply reached `max_tokens`."""
+        return self.generation.finish_reason == "length"
+
 
 class Batch(NamedTuple):
     """The sampled ids of rollouts as tensors, for advantages and losses. `create_batch` makes it.

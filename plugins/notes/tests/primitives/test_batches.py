@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from rollouts_notes.primitives.batches import rollout_samples, sampled_logprobs
+from rollouts_notes.primitives.scoring import rollout_samples, sampled_logprobs
 
 from rollouts.errors import TrainingError
 from rollouts.primitives import Generation, Rollout, create_batch, load_model
