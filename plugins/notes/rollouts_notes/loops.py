@@ -285,14 +285,8 @@ def _settings_of(config: RLTrainingConfig, rollouts: Any) -> RLSettings:
             advice = "Endpoint(temperature=1.0), or another number above 0"
             raise ConfigError(f"{what}, and greedy replies cannot be trained; give {advice}")
         temperature = sampled
-    return RLSettings(
-        config.num_steps,
-        config.sync_every,
-        1.0 if temperature is None else temperature,
-        config.response_tokens_max,
-        minibatches,
-        config.staleness,
-    )
+    own = {name: getattr(config, name) for name in ("num_steps", "sync_every", "response_tokens_max", "staleness")}
+    return RLSettings(temperature=1.0 if temperature is None else temperature, minibatches=minibatches, **own)
 
 
 def _manager_of(manager: Any, buffer: Any, samples: Sequence[Sample] | None, config: RLTrainingConfig) -> Any:

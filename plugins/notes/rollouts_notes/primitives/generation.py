@@ -356,20 +356,15 @@ def vllm_generator(
 
 
 def sglang_generator(
-    model: Any,
-    tokenizer: Any,
-    prompt: Prompt,
-    config: GenerationConfig,
-    *,
-    url: str = "http://127.0.0.1:30000",
-    api_key_env: str = "SGLANG_API_KEY",
-    **options: Any,
+    model: Any, tokenizer: Any, prompt: Prompt, config: GenerationConfig, **options: Any
 ) -> Generation:
-    """Sample one reply from the SGLang server at `url`. Everything else is as in `vllm_generator`."""
+    """Sample one reply from the SGLang server at `url`, http://127.0.0.1:30000 by default. `options` are those of
+    `vllm_generator`; the default of `api_key_env` is SGLANG_API_KEY.
+    """
     from rollouts.inference.servers.sglang import SGLang
 
-    own = {"url": url, "api_key_env": api_key_env, "dialect": SGLang(), **options}
-    return vllm_generator(model, tokenizer, prompt, config, **own)
+    usual: dict[str, Any] = {"url": "http://127.0.0.1:30000", "api_key_env": "SGLANG_API_KEY", "dialect": SGLang()}
+    return vllm_generator(model, tokenizer, prompt, config, **usual | options)
 
 
 # --- prompts and conversations ----------------------------------------------------------------------------------------
@@ -490,7 +485,7 @@ def generate_conversation_turn(
     Args:
         template_fn: as in `apply_chat_template`
         tool_parser: `tool_parser(text)` returns the tool calls and the remaining text, as the tool parser of a run
-            does. It may return the calls alone, as those of tools.py do
+            does. It may return the calls alone, as `parse_tools` does
         previous: the last turn's reply. Its ids are continued exactly as they were sampled, if the template allows it
     """
     prompt = turn_prompt(tokenizer, conversation, template_fn=template_fn, previous=previous)

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from rollouts_notes.primitives.scoring import rollout_samples
+from rollouts_notes.primitives.rollouts import rollout_samples
 from rollouts_notes.primitives.training import _wandb
 
 from rollouts.errors import ConfigError, TrainingError, UserError
