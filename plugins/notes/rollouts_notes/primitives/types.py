@@ -1,5 +1,9 @@
 """The NamedTuples that the primitives take and return. A change makes a new one: `config._replace(seed=1)`.
 
+`ModelConfig`, `Conversation`, `Generation` and `Turn` are the shapes that the first notes give: tuples of plain values
+that you make yourself. The core has classes of these names inside: a section of a settings file, a talk with a person,
+an engine's answer without text, a turn of a trajectory.
+
 Legend: P ids of a prompt, K sampled ids of one reply, T sampled ids of a batch, N rollouts. `Message` and `ToolCall`
 are those of `rollouts`. Models, tokenizers and optimizers are plain objects of transformers and torch.
 """

@@ -39,7 +39,7 @@ def test_vector_rewards(capsys):
     assert capsys.readouterr().out.startswith("iteration  0  reward 0.")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_algorithm_switching(capsys):
     assert main_of("algorithm_switching")(3).iteration == 3
     lines = capsys.readouterr().out.splitlines()
@@ -52,7 +52,7 @@ def test_tool_tracking(capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("6 conversations: ")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_custom_kl():
     moving, fixed = main_of("custom_kl")(2)
     assert moving > 0 and fixed != 0
