@@ -137,7 +137,6 @@ def test_a_command_of_a_missing_package_says_what_to_install(name, core):
         "from rollouts.training import run_rl_training",
         "import rollouts.training.rl_losses",
         "from rollouts.training.types import RLTrainingConfig",
-        "from rollouts import Endpoint",
     ],
 )
 def test_a_name_of_a_missing_package_says_what_to_install(line, core):

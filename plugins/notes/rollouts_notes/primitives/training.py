@@ -221,12 +221,7 @@ def compute_grpo_advantages(batch: Batch, *, advantage_fn: Function | None = Non
 
 
 def compute_grpo_loss(
-    batch: Batch,
-    advantages: Tensor | Sequence[float],
-    *,
-    loss_fn: Function | None = None,
-    kl_fn: KLFn | None = None,
-    **settings: float,
+    batch: Batch, advantages: Targets, *, loss_fn: Function | None = None, kl_fn: KLFn | None = None, **settings: float
 ) -> Tensor:
     """The clipped surrogate of GRPO, as the mean over the trained ids, with gradient. `advantages` are [N] or [T].
 
@@ -317,7 +312,7 @@ def compute_ppo_advantages(batch: Batch, *, value_fn: ValueFn | None = None, **s
 
 def compute_ppo_loss(
     batch: Batch,
-    advantages: PPOAdvantages | Tensor | Sequence[float],
+    advantages: Targets,
     *,
     loss_fn: Function | None = None,
     value_fn: ValueFn | None = None,
