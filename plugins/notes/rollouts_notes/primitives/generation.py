@@ -35,7 +35,7 @@ from rollouts.author_code import shown
 from rollouts.chat.format import chat_format
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, detect_tool_call_format, parse_reply
 from rollouts.env.authoring import TOOL_MARK, ToolMethod, mark_of
-from rollouts.env.schema import tool_schema
+from rollouts.env.schema import schema_of
 from rollouts.env.tools import run_tool
 from rollouts.errors import ConfigError, InferenceError, RolloutsError, TrainingError, words_of
 from rollouts.inference.base import GenerateRequest
@@ -401,15 +401,15 @@ def prompt_conversation(prompt: Prompt) -> Conversation:
 
 def schemas_of(tools: Tools) -> list[dict[str, Any]]:
     """The OpenAI schemas of tools. Raises EnvironmentDefinitionError if a function has no readable type hints."""
-    return [each if isinstance(each, dict) else tool_schema(each, _tool_name(each)) for each in tools]
+    return [each if isinstance(each, dict) else schema_of(_method(each)) for each in tools]
 
 
-def _tool_name(tool: Callable[..., Any]) -> str:
-    """The name that the model sees: that of `@tool(name=...)`, or the function's. Raises ConfigError."""
+def _method(tool: Callable[..., Any]) -> ToolMethod:
+    """A function as a tool. The model sees the name of `@tool(name=...)`, or the function's. Raises ConfigError."""
     if not callable(tool):
         raise ConfigError(f"the tool {shown(tool)} is no function; give functions with type hints, or OpenAI schemas")
-    mark = mark_of(tool, TOOL_MARK)
-    return str((mark and mark[0]) or getattr(tool, "__name__", type(tool).__name__))
+    name, timeout_seconds, isolate, _ = mark_of(tool, TOOL_MARK) or ("", 30.0, None, None)
+    return ToolMethod(name or getattr(tool, "__name__", type(tool).__name__), tool, timeout_seconds, isolate)
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -617,13 +617,8 @@ def execute_functions(tool_calls: Sequence[ToolCall], tools: Tools) -> list[str]
     >>> execute_functions([ToolCall("add", {"a": 2, "b": 3}), ToolCall("sub")], [add])
     ['5', "Error: there is no tool 'sub'. The tools are: add"]
     """
-    methods = {}
-    for function in tools:
-        if isinstance(function, dict):
-            continue  # a schema has no function, so its call becomes "there is no tool"
-        _, timeout_seconds, isolate, _ = mark_of(function, TOOL_MARK) or ("", 30.0, None, None)
-        name = _tool_name(function)
-        methods[name] = ToolMethod(name, function, timeout_seconds, isolate)
+    # A schema has no function, so its call becomes "there is no tool".
+    methods = {method.name: method for method in (_method(each) for each in tools if not isinstance(each, dict))}
     return [run_sync(run_tool, methods, each).text for each in tool_calls]
 
 

@@ -322,7 +322,7 @@ def create_regex_reward(pattern: str, answers: Answers | None = None, *, compare
         found = list(compiled.finditer(rollout.generation.text))
         if not compares or not found:
             return float(bool(found))
-        return float(found[-1][min(compiled.groups, 1)] == _answer(rollout, answers))
+        return float(found[-1][1 if compiled.groups else 0] == _answer(rollout, answers))
 
     return regex_match
 
