@@ -33,6 +33,7 @@ def test_the_grpo_loop(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+@pytest.mark.nightly
 def test_vector_rewards(capsys):
     means = main_of("vector_rewards")(1)
     assert set(means) == {"correct", "used_tool", "brevity"} and means["used_tool"] > 0
@@ -46,6 +47,7 @@ def test_algorithm_switching(capsys):
     assert [line.split()[0] for line in lines] == ["grpo", "grpo", "dapo"]
 
 
+@pytest.mark.nightly
 def test_tool_tracking(capsys):
     rollouts = main_of("tool_tracking")(6)
     assert sum(rollout.metadata["calls"] for rollout in rollouts) > 0
