@@ -109,5 +109,4 @@ def _run(check: Check, subject: Any) -> Result:
             error.add_note(f"the check {check.name} raised this")
             raise
         seen = message_of(leaves[0]) if isinstance(leaves[0], RolloutsError) else words_of(error)
-        change = "correct the line that raised the error"
-        return result(status="failed", tried=check.doc, seen=seen, change=change)
+        return result(status="failed", tried=check.doc, seen=seen, change="correct the line that raised the error")

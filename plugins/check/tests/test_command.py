@@ -218,7 +218,7 @@ def test_a_class_in_a_test_of_its_author():
 def test_slow_tasks_are_drawn_for_a_limited_time(monkeypatch):
     from rollouts_calculator import Calculator
 
-    monkeypatch.setattr("rollouts_check.environments.tasks.IDS_SECONDS", 0.2)
+    monkeypatch.setattr("rollouts_check.environments.definition.IDS_SECONDS", 0.2)
     drawn = []
 
     class Slow(Calculator):

@@ -753,7 +753,7 @@ class NeedsAService:
 def test_what_cannot_be_tried_here_is_skipped_with_the_reason():
     report = check_component(NeedsAService, "logger", skip=OF_PACKAGE, address="nowhere")
     reasons = [result.remark for result in report.results if result.status == "skipped"]
-    assert reasons[0] == "nothing listens at nowhere"
+    assert reasons[0] == "it cannot be made with these settings: nothing listens at nowhere"
     assert set(reasons[1:]) == {"for the same reason"} and len(reasons) == 8
 
 

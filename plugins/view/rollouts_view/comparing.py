@@ -97,19 +97,24 @@ def compare(catalog: Catalog, runs: list[str]) -> dict[str, Any]:
     except ConfigError as error:
         settings, notes = {}, [first_line(error)]
     files = [_last_evaluation(catalog, run) for run in runs]
-    tasks = [_tasks(catalog, run, file) if file else {} for run, file in zip(runs, files, strict=True)]
+    first, *rest = (_tasks(catalog, run, file) if file else {} for run, file in zip(runs, files, strict=True))
     others = []
-    for run, file, own in zip(runs[1:], files[1:], tasks[1:], strict=True):
-        pairs = [(tasks[0][key], own[key]) for key in tasks[0].keys() & own.keys()]
+    for run, file, own in zip(runs[1:], files[1:], rest, strict=True):
+        pairs = [(first[key], own[key]) for key in first.keys() & own.keys()]
         pairs.sort(key=lambda pair: (pair[1].reward - pair[0].reward, pair[0].name))
-        found = None
+        paired = None
         try:
-            found = paired_difference(_rewards(tasks[0]), _rewards(own))
+            found = paired_difference(_rewards(first), _rewards(own))
+            paired = None if found is None else found.as_json()
         except UserError as error:
             notes = list(dict.fromkeys([*notes, str(error)]))
         shown = pairs if len(pairs) <= TASKS_MAX else pairs[: TASKS_MAX // 2] + pairs[-TASKS_MAX // 2 :]
-        paired = None if found is None else found.as_json()
-        others.append({"run": run, "file": file, "paired": paired, "tasks": _plain(shown), "total": len(pairs)})
+        sides = [[{"reward": each.reward, "line": each.line} for each in pair] for pair in shown]
+        tasks = [
+            {"task": one.name, "first": first_side, "second": second_side}
+            for (one, _), (first_side, second_side) in zip(shown, sides, strict=True)
+        ]
+        others.append({"run": run, "file": file, "paired": paired, "tasks": tasks, "total": len(pairs)})
     return {
         "runs": runs,
         "settings": settings,
@@ -118,14 +123,6 @@ def compare(catalog: Catalog, runs: list[str]) -> dict[str, Any]:
         "others": others,
         "notes": notes,
     }
-
-
-def _plain(pairs: list[tuple[_Task, _Task]]) -> list[dict[str, Any]]:
-    return [{"task": one.name, "first": _side(one), "second": _side(other)} for one, other in pairs]
-
-
-def _side(task: _Task) -> dict[str, Any]:
-    return {"reward": task.reward, "line": task.line}
 
 
 def _last_evaluation(catalog: Catalog, run: str) -> str:

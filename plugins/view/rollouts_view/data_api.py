@@ -49,8 +49,7 @@ class DataAPI:
         found = self._opened(tree, given)
         begin = _number("from", start, 0, 10**12)
         rows = found.page(begin, _number("count", count, 10, COUNT_MAX))
-        total = found.rows.total()
-        fields = _fields(found)
+        total, fields = found.rows.total(), _fields(found)
         default = {field["name"]: field["default"] for field in fields if not field["is_secret"]}
         texts = {name: text for name, text in _texts(merge(tree, given)).items() if name in default}
         return {

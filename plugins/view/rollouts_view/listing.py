@@ -220,6 +220,13 @@ def read_labels(folder: Path) -> Labels:
         return Labels()
 
 
+def check_tags(tags: Sequence[str]) -> None:
+    """Raise ConfigError for a tag that is not one word."""
+    for tag in tags:
+        if not tag.strip() or any(char.isspace() for char in tag):
+            raise ConfigError(f"{tag!r} is no tag; a tag is one word, such as best or ablation-2")
+
+
 def write_labels(folder: Path, labels: Labels) -> None:
     """Replace the tags and the note of a run. Raises OutputError if the disk refuses."""
     try:

@@ -79,13 +79,9 @@ class SettingsAPI:
     def check(self, body: bytes) -> dict[str, Any]:
         """What is wrong with a draft, and the text of its file."""
         found = check(_decoded(body, Draft), self._reader)
-        return {
-            "faults": [{"at": fault.at, "words": fault.words} for fault in found.faults],
-            "notes": found.notes,
-            "text": found.text,
-            "whole": found.whole,
-            "command": _command(found, "FILE"),
-        }
+        faults = [fault._asdict() for fault in found.faults]
+        texts = {"text": found.text, "whole": found.whole, "command": _command(found, "FILE")}
+        return {"faults": faults, "notes": found.notes, **texts}
 
     def run_file(self, body: bytes) -> dict[str, Any]:
         """Let the file of a component be run, to read its settings."""
@@ -135,12 +131,11 @@ def _kind(key: str) -> dict[str, Any]:
     """How many components a setting can name, and which it names by default."""
     default = next(info.default for info in setting_infos() if info.name == key)
     listed = default if isinstance(default, tuple) else [default] if default else []
-    parts = [Part(text.partition(":")[0], weight=text.partition(":")[2]) for text in listed]
     return {
         "word": KIND_WORDS[COMPONENT_KINDS[key]],
         "is_multiple": key in MULTIPLE or key == "env",
         "is_weighted": key in WEIGHTED,
-        "default": parts,
+        "default": [Part(text.partition(":")[0], weight=text.partition(":")[2]) for text in listed],
     }
 
 

@@ -9,10 +9,9 @@ from array import array
 
 import pytest
 import trio
-from rollouts_view.access import Access
 from rollouts_view.api import ViewAPI
 from rollouts_view.catalog import Catalog
-from rollouts_view.server import LIMITS, Site, _unreadable
+from rollouts_view.server import LIMITS, Access, Site, _unreadable
 
 from rollouts.gateway.http_server import bound_socket, serve_http
 from rollouts.runs.folder import CONFIG, RunFolder, episode_records

@@ -7,9 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from rollouts_view.access import Access
 from rollouts_view.api import ViewAPI
-from rollouts_view.server import open_catalog, page_of_data
+from rollouts_view.server import Access, open_catalog, page_of_data
 
 from rollouts.cli import main
 

@@ -10,9 +10,8 @@ from rollouts.author_code import shown
 from rollouts.errors import counted
 from rollouts.training.rollout_gen.groups import Filter, Group, filter_group
 from rollouts.types import Episode, Score
-from rollouts_check.components.episodes import TASK, invented_trajectory
-from rollouts_check.components.subject import Function, Subject, at, trying
-from rollouts_check.report import FailedError
+from rollouts_check.components.common import Function, Subject, trying
+from rollouts_check.components.rewards import TASK, invented_trajectory
 
 GROUPS: dict[str, tuple[float | None, ...]] = {
     "rewards that differ": (1.0, 0.0, 0.5, 0.25),
@@ -42,11 +41,9 @@ def values(subject: Subject) -> str:
         with trying(tried, change, subject.function):
             returned = _filtered(subject, subject.function, _group(rewards))
         if not isinstance(returned, bool | str) and type(returned).__name__ not in ("bool_", "bool"):
-            seen = f"it returned {shown(returned)} ({type(returned).__name__}){at(subject.function)}"
-            raise FailedError(tried, seen, change)
+            raise subject.failed(tried, f"it returned {shown(returned)} ({type(returned).__name__})", change)
         if isinstance(returned, str) and not returned.strip():
-            seen = f"it returned an empty text{at(subject.function)}"
-            raise FailedError(tried, seen, change)
+            raise subject.failed(tried, "it returned an empty text", change)
         kept += returned is True
     return f"keeps {kept} of {USUAL} groups"
 
@@ -69,8 +66,7 @@ def order(subject: Subject) -> str:
         if one != other:
             seen = f"it returned {shown(one)} for {list(rewards)}, and {shown(other)} in the other order"
             change = "compute the verdict from all rollouts, not from their positions"
-            tried = f"call it on a group with {words}, and in the other order"
-            raise FailedError(tried, f"{seen}{at(subject.function)}", change)
+            raise subject.failed(f"call it on a group with {words}, and in the other order", f"{seen}", change)
     return ""
 
 

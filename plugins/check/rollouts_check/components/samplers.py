@@ -13,8 +13,7 @@ from rollouts.errors import counted
 from rollouts.plugins.signature import call_with
 from rollouts.training.datasets.samplers import Sampling
 from rollouts.types import Task
-from rollouts_check.components.subject import Function, Subject, at, trying
-from rollouts_check.report import FailedError
+from rollouts_check.components.common import Function, Subject, trying
 
 TASKS = [Task(f"task {number}", id=f"task-{number}") for number in range(12)]
 DRAWS, PER_STEP = 120, 4
@@ -61,8 +60,7 @@ def restored(subject: Subject) -> str:
         before, after = (_draws(each, DRAWS // 2, DRAWS) for each in (sampling, again))
     if before != after:
         first = next(place for place, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
-        seen = f"draw {DRAWS // 2 + first} was {before[first]}, and is {after[first]} now{at(subject.component)}"
-        raise FailedError(tried, seen, change)
+        raise subject.failed(tried, f"draw {DRAWS // 2 + first} was {before[first]}, and is {after[first]} now", change)
     return ""
 
 
@@ -114,10 +112,12 @@ def values(subject: Subject) -> str:
             weight = call_with(subject.function, {"step": step})
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not is_number or not math.isfinite(weight) or weight < 0:
-            seen = f"it returned {shown(weight)}{at(subject.function)}"
-            raise FailedError(tried, seen, "return a number of 0 or more: the weight among those of all environments")
+            seen = f"it returned {shown(weight)}"
+            raise subject.failed(
+                tried, seen, "return a number of 0 or more: the weight among those of all environments"
+            )
         found[step] = float(weight)
     if not any(found.values()):
-        seen = f"the weight is 0 at all of them{at(subject.function)}"
-        raise FailedError(f"call it at steps 0 to {STEPS[-1]:,}", seen, "return a weight above 0 at some steps")
+        seen = "the weight is 0 at all of them"
+        raise subject.failed(f"call it at steps 0 to {STEPS[-1]:,}", seen, "return a weight above 0 at some steps")
     return f"{found[0]:g} at first, {found[STEPS[-1]]:g} at last"

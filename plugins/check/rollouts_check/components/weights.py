@@ -7,8 +7,8 @@ from typing import Any
 
 from rollouts.author_code import shown
 from rollouts.training.algorithms.aggregation import Masks, TokenWeights, aggregate
-from rollouts_check.components.subject import Function, Subject, at, trying
-from rollouts_check.report import FailedError
+from rollouts_check.components.common import Function, Subject, trying
+from rollouts_check.report import FailedError, at
 
 MAX_TOKENS = 16
 SLACK = 1e-9
@@ -37,12 +37,12 @@ def values(subject: Subject) -> str:
         found = aggregate(subject.function, ROWS)
     flat = [weight for row in found.weights for weight in row]
     if not all(math.isfinite(weight) and weight >= 0 for weight in flat):
-        raise FailedError(tried, f"the weights are {shown(found.weights)}{at(subject.function)}", CHANGE)
+        raise subject.failed(tried, f"the weights are {shown(found.weights)}", CHANGE)
     if not (math.isfinite(found.denominator) and found.denominator > 0):
-        seen = f"the denominator is {found.denominator}{at(subject.function)}"
-        raise FailedError(tried, seen, "return the part of D that these rows add: above 0 if a token is trained")
+        seen = f"the denominator is {found.denominator}"
+        raise subject.failed(tried, seen, "return the part of D that these rows add: above 0 if a token is trained")
     if not any(flat):
-        raise FailedError(tried, f"every weight is 0{at(subject.function)}", "give live tokens a weight above 0")
+        raise subject.failed(tried, "every weight is 0", "give live tokens a weight above 0")
     return f"one value for each {found.unit}"
 
 
@@ -52,8 +52,8 @@ def masked(subject: Subject) -> str:
     for number, (weights, mask) in enumerate(zip(found.weights, ROWS.masks, strict=True)):
         for place, (weight, live) in enumerate(zip(weights, mask, strict=True)):
             if live == 0 and weight != 0:
-                seen = f"token {place} of row {number} has the weight {weight:g}{at(subject.function)}"
-                raise FailedError("look at the weights of masked tokens", seen, "multiply the weight by the mask")
+                seen = f"token {place} of row {number} has the weight {weight:g}"
+                raise subject.failed("look at the weights of masked tokens", seen, "multiply the weight by the mask")
     return ""
 
 
@@ -63,8 +63,7 @@ def nothing_live(subject: Subject) -> str:
     with trying(tried, "a rollout without trained tokens may occur: do not divide by its number of tokens"):
         found = aggregate(subject.function, EMPTY)
     if not math.isfinite(found.denominator):
-        seen = f"the denominator is {found.denominator}{at(subject.function)}"
-        raise FailedError(tried, seen, "count live rollouts only")
+        raise subject.failed(tried, f"the denominator is {found.denominator}", "count live rollouts only")
     one = ROWS._replace(masks=[ROWS.masks[0], *EMPTY.masks[1:]])
     with trying("call it on rows of which only the first one has trained tokens"):
         aggregate(subject.function, one)

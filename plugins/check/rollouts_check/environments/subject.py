@@ -33,7 +33,7 @@ from rollouts.runs.plan import reward_terms
 from rollouts.runs.workers import Workers, pools_of, refuse_env_of_rewards, with_sandboxes
 from rollouts.types import Message, Task
 from rollouts_check.packages import Found
-from rollouts_check.report import SkippedError, UntestedError
+from rollouts_check.report import SkippedError, UntestedError, at
 
 TASKS = 5  # tasks that are played, unless the user says otherwise
 DRAWN = 50  # tasks that are compared
@@ -75,15 +75,9 @@ class Subject:
         """The class; of an environment in a worker that is not installed here, the class in its place."""
         return self.inline.component if self.inline is not None else self.environment.chosen.component
 
-    @property
-    def label(self) -> str:
-        """The environment's name in the report."""
-        return self.found.label
-
-    @property
-    def is_importable(self) -> bool:
-        """Whether another process can find the environment by its name."""
-        return self.found.is_importable
+    def at(self, *methods: str) -> str:
+        """The line of the first of these methods that the class has, in parentheses; empty if it has none."""
+        return at(*(getattr(self.component, name, None) for name in methods))
 
     def has(self, method: str) -> bool:
         """Whether the environment has this optional method."""
