@@ -101,7 +101,7 @@ def test_an_environment_in_a_virtual_environment_passes(capsys, tmp_path, monkey
         assert re.search(r"oracle +passed", out) and re.search(r"worker-lives +passed", out)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_environment_at_an_address_passes(capsys):
     name = f"{FAULTS / 'sums.py'}:Sums"
     command = [sys.executable, "-m", "rollouts", "env", "serve", name, "--port", "0"]

@@ -85,7 +85,7 @@ def test_every_package_is_found(site, tmp_path):
             assert (kind_of(word), name, f"rollouts-{name.replace('_', '-')}", "0.1.0") in rows
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("words", [["environment"], pytest.param(list(NAMES), marks=pytest.mark.nightly)], ids=len)
 def test_every_package_passes_its_own_tests(words, made, site):
     tests = [str(made / NAMES[word] / "tests") for word in words]
@@ -200,7 +200,7 @@ def test_one_run_with_a_component_of_nearly_every_kind(site, tmp_path):
     assert re.fullmatch(r"step 1: reward/mean \S+\n", metric)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_demonstrations_then_reinforcement(site, tmp_path):
     chosen = ["--env", NAMES["environment"], "--mode", "sft+rl", "--sft.steps", "1"]
     python("-m", "rollouts", "run", *chosen, *SMALL, cwd=tmp_path, site=site)
@@ -223,6 +223,7 @@ def test_a_dry_run_of_the_other_kinds(chosen, site, tmp_path):
     assert said.rstrip().splitlines()[-1].startswith("ok")
 
 
+@pytest.mark.nightly
 def test_an_evaluation_with_the_engine(site, tmp_path):
     chosen = ["--env", NAMES["environment"], "--inference", NAMES["inference"], "--model", "any"]
     python("-m", "rollouts", "eval", *chosen, "--eval-tasks", "4", "--out", "run", cwd=tmp_path, site=site)
@@ -230,6 +231,7 @@ def test_an_evaluation_with_the_engine(site, tmp_path):
     assert summary["episodes"] == 4 and summary["parts"] == {"correct": 0.0}
 
 
+@pytest.mark.nightly
 def test_supervised_training_with_the_loader(made, site, tmp_path):
     (tmp_path / "cards.txt").write_text("2 + 2? = 4\n3 + 3? = 6\n")
     data = ["--data", f"{NAMES['dataset']}:cards.txt", "--data.separator", "="]

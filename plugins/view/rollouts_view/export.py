@@ -43,9 +43,8 @@ def export(catalog: Catalog, target: Path) -> str:
     try:
         write_whole(target, _page(data))
     except OSError as error:
-        raise OutputError(
-            f"{target} cannot be written: {error.strerror or error}; type --export with another"
-        ) from error
+        why = f"{target} cannot be written: {error.strerror or error}"
+        raise OutputError(f"{why}; type --export with another") from error
     more = f"; {counted(left_out, 'rollout')} did not fit" if left_out else ""
     return f"wrote {target} with {counted(rollouts, 'rollout')}{more}"
 

@@ -67,9 +67,7 @@ def find_runs(directory: Path) -> list[Path]:
     Raises UserError if there is no such directory.
     """
     if not directory.is_dir():
-        raise UserError(
-            f"there is no directory {directory}; name the one that has the runs, as in: rollouts runs list DIR"
-        )
+        raise UserError(f"there is no directory {directory}; name the one that has the runs: rollouts runs list DIR")
     return sorted(_runs_below(directory, _DEPTH_MAX))
 
 

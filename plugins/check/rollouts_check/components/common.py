@@ -127,8 +127,7 @@ def repeatable(subject: Subject) -> str:
         if first != second:
             was, other = _beginning_of_difference(first, second)
             change = "compute the result from the inputs alone: keep no state, and draw no random numbers"
-            seen = f"it was {was}, and then {other}{at(function)}"
-            raise FailedError("call it twice with the same inputs", seen, change)
+            raise FailedError("call it twice with the same inputs", f"it was {was}, then {other}{at(function)}", change)
         if state is not None and _torch_state() != state:
             calls.append("the state of the global generator of torch changed")
         if calls:

@@ -115,11 +115,9 @@ def _compare(subject: Subject, function: Function, tokens: Tokens, name: str) ->
     ours, numeric = (each.flatten() for each in differing)
     place = int((ours - numeric).abs().nan_to_num(nan=torch.inf).argmax())
     values = f"it is {float(ours[place]):.6g}, and finite differences give {float(numeric[place]):.6g}"
-    raise FailedError(
-        f"compare the gradient of {name} with finite differences",
-        f"at position {place} {values}{at(function)}",
-        "correct the backward pass: of a torch.autograd.Function, or of an operation in place",
-    )
+    tried, seen = f"compare the gradient of {name} with finite differences", f"at position {place} {values}"
+    change = "correct the backward pass: of a torch.autograd.Function, or of an operation in place"
+    raise FailedError(tried, f"{seen}{at(function)}", change)
 
 
 def masked(subject: Subject) -> str:
@@ -132,13 +130,11 @@ def masked(subject: Subject) -> str:
         other = _call(subject, function, beside_mask(tokens, subject.random("mask")))
         kept = _live_values(tokens, first)
         if not _near(first[kept], other[kept]):
-            seen = f"values of other tokens changed{at(function)}"
-            raise FailedError("change the inputs at masked positions", seen, change)
+            raise FailedError("change the inputs at masked positions", f"other values changed{at(function)}", change)
         leaves = tokens.with_gradient()
         for name, found in _gradients(subject, function, leaves, _call(subject, function, leaves)[kept].sum()):
             if bool((found[~live] != 0).any()):
-                seen = f"masked positions get a gradient{at(function)}"
-                raise FailedError(f"compute the gradient of {name}", seen, change)
+                raise FailedError(f"compute the gradient of {name}", f"masked positions have one{at(function)}", change)
     return ""
 
 
@@ -151,10 +147,7 @@ def _live_values(tokens: Tokens, found: Tensor) -> Tensor:
 
 def rows(subject: Subject) -> str:
     """Values do not depend on how a batch is split into microbatches, nor on the order of its rows."""
-    change = (
-        "compute the values of a row from this row alone; a function that names rollout_index or group_index gets "
-        "whole rollouts or groups"
-    )
+    change = "compute the values of a row from this row alone; to get whole rollouts or groups, name rollout_index"
     for function in subject.functions:
         tokens = _usual(subject, function)
         own = units(tokens, _names(subject, function))

@@ -8,7 +8,6 @@ from typing import Any
 from rollouts.author_code import shown
 from rollouts.training.algorithms.aggregation import Masks, TokenWeights, aggregate
 from rollouts_check.components.common import Function, Subject, trying
-from rollouts_check.report import FailedError, at
 
 MAX_TOKENS = 16
 SLACK = 1e-9
@@ -85,9 +84,7 @@ def order(subject: Subject) -> str:
         for one, other in zip(row, theirs, strict=True)
     )
     if not is_same or abs(first.denominator - again.denominator) > SLACK:
-        seen = (
-            f"the denominator was {first.denominator:g} and is {again.denominator:g}, the weights were "
-            f"{shown(wanted, 80)} and are {shown(again.weights, 80)}{at(subject.function)}"
-        )
-        raise FailedError(f"call it on the rows in the order {places}", seen, "find rows by rollout_index")
+        seen = f"D was {first.denominator:g} and is {again.denominator:g}, the weights were {shown(wanted, 80)} and are"
+        tried, seen = f"call it on the rows in the order {places}", f"{seen} {shown(again.weights, 80)}"
+        raise subject.failed(tried, seen, "find rows by rollout_index")
     return ""

@@ -276,11 +276,9 @@ def in_trio(function: Callable[..., Awaitable[T]], *args: Any) -> T:
     if results:
         return results[0].unwrap()
     place = _place_of_thread(thread)
-    raise FailedError(
-        "play episodes, each with a deadline",
-        f"one did not end in {CHECK_SECONDS:g} seconds" + (f"; the event loop waits for {place}" if place else ""),
-        "do not block in an async method (await trio.sleep, not time.sleep), and do not catch trio.Cancelled",
-    )
+    seen = f"one did not end in {CHECK_SECONDS:g} seconds" + (f"; the event loop waits for {place}" if place else "")
+    change = "do not block in an async method (await trio.sleep, not time.sleep), and do not catch trio.Cancelled"
+    raise FailedError("play episodes, each with a deadline", seen, change)
 
 
 def _place_of_thread(thread: threading.Thread) -> Place | None:

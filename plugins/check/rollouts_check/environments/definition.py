@@ -172,10 +172,7 @@ IDS_SECONDS = 10.0  # how long tasks are drawn to compare their ids
 ENDLESS = 20_000  # an iterator with more tasks counts as endless
 ENDLESS_SECONDS = 5.0
 DEMONSTRATIONS = 10  # demonstrations that are compared
-DRAWN_FROM_RNG = (
-    "draw only from `rng`; do not use the global `random`, the time, ids of objects, or the order of a set (sort it "
-    "first)"
-)
+DRAWN_FROM_RNG = "draw only from `rng`: not from the global `random`, the time, ids of objects, or the order of a set"
 LEFT_BY_TASKS = "drawing left something that later draws see: change no list of the class or the module; copy it first"
 
 
@@ -183,8 +180,7 @@ def tasks(subject: Subject) -> str:
     """`tasks` gives tasks for training. Each has a prompt that a model can read, and its own data."""
     tried, place = "read the training tasks", subject.at("tasks")
     if not subject.drawn:
-        seen = f"tasks('train', rng) gave nothing{place}"
-        raise FailedError(tried, seen, "yield at least one Task for the split 'train'")
+        raise FailedError(tried, f"tasks('train', rng) gave nothing{place}", "yield at least one Task for 'train'")
     evaluated = subject.draw(DRAWN, "eval")
     for split, found in (("training", subject.drawn), ("evaluation", evaluated)):
         for task in found:
@@ -300,10 +296,7 @@ def random_state(subject: Subject) -> str:
         replies = [script_for(subject, task) for task in first]
         play_each(subject, first, [says(*script) for script in replies], turns=max(map(len, replies)))
     if calls:
-        change = (
-            "use the argument `rng` of `tasks`; in an episode, make a generator of your own from the task: "
-            "self.rng = random.Random(task.key)"
-        )
+        change = "use the argument `rng` of `tasks`; in an episode, make a generator: random.Random(task.key)"
         raise FailedError("draw tasks and play an episode", "; ".join(calls[:3]), change)
     return "random, numpy" if "numpy" in sys.modules else "random"
 
@@ -355,6 +348,5 @@ def _compare(
     for number, (first, second) in enumerate(itertools.zip_longest(wanted, other), start=1):
         if first != second:
             sources = [f"; {each}" for each in left[:2] or random_sources(subject)]
-            difference = f"{first_difference(first, second)}{subject.at(f'{what}s')}{''.join(sources)}"
-            change = LEFT_BY_TASKS if left else DRAWN_FROM_RNG
-            raise FailedError(tried, f"{what} {number} differs: {difference}", change)
+            found = f"{first_difference(first, second)}{subject.at(f'{what}s')}{''.join(sources)}"
+            raise FailedError(tried, f"{what} {number} differs: {found}", LEFT_BY_TASKS if left else DRAWN_FROM_RNG)

@@ -530,8 +530,7 @@ def forged_code(subject: Subject) -> str:
         if changed or pid == str(os.getpid()):
             did = "it changed the environment object" if changed else "it ran in the environment's own process"
             change = (
-                "do not use eval, exec or a template engine on text of the model; parse it, or run it with "
-                '@tool(isolate="process")'
+                'use no eval, exec or template engine on text of the model, or run it with @tool(isolate="process")'
             )
             tried = f"call the tool {tool.name} with {name}={code!r}"
             raise FailedError(tried, f"{did}{at(tool.function)}", change)

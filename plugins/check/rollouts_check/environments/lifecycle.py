@@ -54,9 +54,7 @@ def interleaved(subject: Subject) -> str:
     together = in_trio(_together, subject, pairs, turns)
     for task_number, (one, other) in enumerate(zip(alone, together, strict=True), start=1):
         if difference := difference_of(one, other):
-            change = (
-                "keep the state of an episode on `self`, not in the class, in a module variable or in a shared file"
-            )
+            change = "keep the state of an episode on `self`, not in the class, a module variable or a shared file"
             tried = f"play episode {task_number} of 2 alone, and then turn by turn with the other one"
             raise FailedError(tried, difference, change)
     return "2 episodes"
@@ -229,8 +227,7 @@ def deadlines(subject: Subject) -> str:
     tried = f"play an episode of at most {MODEL_SECONDS} seconds with a model that never replies"
     if played.episode.status is not Status.TIMEOUT:
         seen = f"it ended as {played.episode.status.value}: {played.trajectory.error or 'without an error'}"
-        change = "let exceptions of model.chat pass: do not catch trio.Cancelled or every exception"
-        raise FailedError(tried, seen, change)
+        raise FailedError(tried, seen, "let exceptions of model.chat pass: do not catch trio.Cancelled")
     _check_closed(subject, watch, tried)
     return f"timeout after {time.monotonic() - begun:.1f} s"
 
@@ -248,17 +245,11 @@ def close(subject: Subject) -> str:
     async def early() -> None:
         await calls.call(watch.make(subject).close, timeout_seconds=10)
 
+    nothing = "let the second call do nothing: set what `close` has closed to None, and check it first"
+    value = "give each attribute that `close` uses a value in the constructor, and check it"
     for function, tried, change in (
-        (
-            twice,
-            "call `close` again after an episode",
-            "let the second call do nothing: set what `close` has closed to None, and check it first",
-        ),
-        (
-            early,
-            "call `close` without `setup`",
-            "give each attribute that `close` uses a value in the constructor, and check it",
-        ),
+        (twice, "call `close` again after an episode", nothing),
+        (early, "call `close` without `setup`", value),
     ):
         try:
             in_trio(function)
@@ -291,8 +282,7 @@ def restore(subject: Subject) -> str:
             tried = f"save an episode after {said} of {len(script)} replies, restore it in a new object, and"
             if saved != again:
                 seen = f"the first object gave {shown(saved)}, the second {shown(again)}{subject.at('restore')}"
-                change = "set in `restore` everything that `state` returned"
-                raise FailedError(f"{tried} call `state` there", seen, change)
+                raise FailedError(f"{tried} call `state` there", seen, "set in `restore` all that `state` returned")
             if difference := difference_of(whole, restored):
                 change = "return from `state` everything that the rest of the episode needs, and set it in `restore`"
                 raise FailedError(f"{tried} play the rest", f"{difference}{subject.at('state')}", change)

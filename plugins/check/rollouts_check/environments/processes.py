@@ -33,10 +33,7 @@ from rollouts_check.environments.traces import (
 )
 from rollouts_check.report import FailedError, SkippedError, UntestedError
 
-DEPENDS = (
-    "use nothing that differs between processes: no hash() of a text, no order of a set (sort it first), no id() of an "
-    "object, no clock"
-)
+DEPENDS = "use nothing that differs between processes: no hash() of a text, no order of a set, no id(), no clock"
 
 
 def process_state(subject: Subject) -> str:
@@ -115,8 +112,8 @@ SPLITS = ("train", "eval")
 NOT_HERE = "the environment is not installed in this Python, so nothing can be compared"
 ENABLE = "type: pip install PACKAGE, or compare with `--worker process` where it is installed"
 CHANGE = (
-    "use nothing of the process: no global variable that another module sets, no working directory, no environment "
-    "variable that a worker does not get (--pass-env), no order of a set"
+    "use nothing of the process: no global variable of another module, no working directory, no order of a set, and no "
+    "environment variable that a worker does not get (--pass-env)"
 )
 
 

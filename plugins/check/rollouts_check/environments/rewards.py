@@ -28,10 +28,7 @@ from rollouts_check.environments.subject import Demonstration, Subject
 from rollouts_check.environments.traces import Blocked, changes, first_difference, grown, kept_by_author, random_sources
 from rollouts_check.report import FailedError, Passed, at
 
-LEFT = (
-    "an episode left something that a later one sees; keep its state on `self`, not in the class, in a module, in "
-    "`shared` or on disk"
-)
+LEFT = "an episode left something that a later one sees; keep its state on `self`, not in the class, a module or a file"
 SET_UP_SECONDS = 5.0  # how long other tasks are set up
 WRONG = ("0", "1", "?", "2")  # replies that are probably wrong, so that an episode lasts longer than an expert's
 SLACK = 1e-6  # rounding of a reward
@@ -73,8 +70,7 @@ def episode(subject: Subject) -> Passed:
         play_each(subject, [task], [says(*WRONG)], turns=len(WRONG), rewards=(), watch=watch)
         if watch.changed:
             seen = f"the trajectory was another one after `reply`{subject.at('reply')}"
-            change = "return messages from `reply`, and change nothing in the trajectory"
-            raise FailedError("play an episode", seen, change)
+            raise FailedError("play an episode", seen, "return messages from `reply`, and change no trajectory")
         turns = len(script) - 1 + Settings.max_turns
         (endless,) = play_each(subject, [task], [says(*script)], turns=turns, rewards=())
         if "turn_limit" in endless.trajectory.metrics:
@@ -139,10 +135,7 @@ def event_loop(subject: Subject) -> str:
     if blocked.idle and not seen:  # the first time, it may have loaded something
         seen = [*_play_first(subject)[1].idle]
     if seen:
-        change = (
-            "await what takes time (trio.sleep, trio.run_process, an async client), or leave `async` out, so that "
-            "the method gets a thread"
-        )
+        change = "await what takes time (trio.sleep, an async client), or leave `async` out: it then gets a thread"
         raise FailedError("play episodes, and watch the event loop", f"an async method blocks it: {seen[0]}", change)
     return counted(len(first_scripts(subject)), "episode")
 
@@ -183,10 +176,7 @@ def _not_repeatable(subject: Subject, first: First, difference: str, again: Sequ
     left = changes(before, kept_by_author(subject))
     if left or is_steady:
         return FailedError(tried, "; ".join([difference, *left[:2]]), LEFT)
-    change = (
-        "keep the state of an episode on `self`, set it in `setup`, and draw random numbers from a generator that "
-        "`setup` makes from the task"
-    )
+    change = "keep the state of an episode on `self`, and draw from a generator that `setup` makes from the task"
     if sources := random_sources(subject, with_episode=True):
         change = "decide it from the task, or with a generator that `setup` makes from it: random.Random(task.key)"
     return FailedError(tried, "; ".join([difference, *sources]), change)

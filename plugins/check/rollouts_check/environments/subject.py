@@ -173,7 +173,6 @@ class _TasksByPrompt:
     def __init__(self, tasks: Iterator[Task]) -> None:
         self._tasks = itertools.islice(tasks, READ_MAX)
         self._known: dict[bytes, Task | None] = {}
-        self._place = 0
 
     def find(self, messages: list[Message]) -> Demonstration | None:
         """The demonstration with its task; None if no known task has its prompt."""

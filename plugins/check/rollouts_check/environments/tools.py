@@ -50,8 +50,7 @@ def tool_schemas(subject: Subject) -> str:
     schemas = _schemas(subject)
     for tool, schema in schemas:
         if fault := _fault_of_schema(schema["function"]):
-            seen = f"{fault}{at(tool.function)}"
-            raise FailedError(f"read the schema of the tool {tool.name}", seen, "correct the signature")
+            raise FailedError(f"read the schema of {tool.name}", f"{fault}{at(tool.function)}", "correct the signature")
     formats = chat_formats()
     for family, chat in formats.items():
         for tool, schema in schemas:
@@ -85,12 +84,9 @@ def tool_arguments(subject: Subject) -> Passed:
             with writes_outside(folder) as written:
                 left = in_trio(_call_each, subject, tool, strange, folder, notes)
             if written:
-                raise FailedError(
-                    f"call the tool {tool.name}, also with paths outside of its folder",
-                    f"it wrote {'; '.join(written[:3])}",
-                    "write only into a folder that `setup` makes for the episode; refuse a path that leaves it with a "
-                    "ValueError",
-                )
+                tried = f"call the tool {tool.name}, also with paths outside of its folder"
+                change = "write only into a folder that `setup` makes, and refuse a path that leaves it (ValueError)"
+                raise FailedError(tried, f"it wrote {'; '.join(written[:3])}", change)
             if lines := [line for line in left.found() if "file" not in line]:
                 change = "end threads and processes in the tool, or in `close`"
                 seen = f"it left {'; '.join(lines)}{at(tool.function)}"
@@ -181,10 +177,7 @@ async def _call_each(
 def _judge(tool: ToolMethod, tried: str, outcome: ToolOutcome) -> None:
     place = at(tool.function)
     if outcome.failure == "timeout" and tool.isolate is None:
-        change = (
-            'check the arguments first; or let the tool run in its own process, @tool(isolate="process"), or make it '
-            "async, so that it can be stopped"
-        )
+        change = 'check the arguments first; or use @tool(isolate="process"), or async, so that it can be stopped'
         raise FailedError(tried, f"it had not ended at its deadline{place}", change)
     if outcome.failure == "crashed" and tool.isolate is None:
         raise FailedError(tried, f"{outcome.text}{place}", "check the arguments first")

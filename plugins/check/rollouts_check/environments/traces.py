@@ -204,8 +204,7 @@ def ask_child(
             code, errors, left = _run_alone(command, environment)
         except subprocess.TimeoutExpired:
             if program == "play":
-                reason = f"its episodes took longer than {CHILD_SECONDS:g} seconds in another process"
-                raise SkippedError(reason) from None
+                raise SkippedError(f"its episodes took longer than {CHILD_SECONDS:g} seconds there") from None
             seen = f"the import and the tasks took longer than {CHILD_SECONDS:g} seconds"
             raise FailedError(tried, seen, "load heavy things in `shared`, and make a task when it is drawn") from None
         if code != 0 and request.get("is_late"):  # a library may not work with the shifted clock
