@@ -85,7 +85,7 @@ def test_every_package_is_found(site, tmp_path):
             assert (kind_of(word), name, f"rollouts-{name.replace('_', '-')}", "0.1.0") in rows
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [["environment"], pytest.param(list(NAMES), marks=pytest.mark.nightly)], ids=len)
 def test_every_package_passes_its_own_tests(words, made, site):
     tests = [str(made / NAMES[word] / "tests") for word in words]
@@ -161,6 +161,10 @@ def test_comments_are_aligned(name):
     assert min(line.index("# ") - len(line.partition("#")[0].rstrip()) for line in lines) == 2
 
 
+def nightly(*row):
+    return pytest.param(*row, marks=pytest.mark.nightly)
+
+
 SMALL = "--steps 1 --prompts-per-step 2 --samples-per-prompt 4 --eval-tasks 4 --max-tokens 64 --out run".split()
 
 
@@ -211,9 +215,9 @@ def test_demonstrations_then_reinforcement(site, tmp_path):
 @pytest.mark.parametrize(
     "chosen",
     [
-        f"--env {NAMES['environment']} --loss dpo --pairs {NAMES['pairs']}",
-        f"--env {NAMES['environment']} --loss rft --select {NAMES['select']}",
-        f"--env {NAMES['environment']} --tool-parser {NAMES['tool_parser']}",
+        nightly(f"--env {NAMES['environment']} --loss dpo --pairs {NAMES['pairs']}"),
+        nightly(f"--env {NAMES['environment']} --loss rft --select {NAMES['select']}"),
+        nightly(f"--env {NAMES['environment']} --tool-parser {NAMES['tool_parser']}"),
         f"--env easy={NAMES['environment']} --env hard={NAMES['environment']} "
         f"--env.hard.weight {NAMES['curriculum']} --env.hard.items 90",
     ],
