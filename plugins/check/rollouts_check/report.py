@@ -1,7 +1,7 @@
 """The result of a check, and the report on all checks of one component: for a person, as JSON, as a badge.
 
-A check returns a short remark if the component passes, or `Passed` with notes for its author. It raises `FailedError`
-or `SkippedError` otherwise.
+A check returns nothing or a short remark if the component passes, or `Passed` with notes for its author. It raises
+`FailedError` or `SkippedError` otherwise.
 """
 
 from __future__ import annotations

@@ -212,9 +212,8 @@ def _read_metrics(file: Path) -> _Metrics:
                 if isinstance(step, int) and isinstance(value, int | float):
                     steps.setdefault(name, array("d")).append(step)
                     values.setdefault(name, array("d")).append(value)
-    spreads = {
-        name: Spread(len(each), _mean(each), min(each), max(each), each[-1]) for name, each in sorted(values.items())
-    }
+    known = sorted(values.items())
+    spreads = {name: Spread(len(each), _mean(each), min(each), max(each), each[-1]) for name, each in known}
     return _Metrics({name: thinned(steps[name], values[name]) for name in spreads}, spreads)
 
 

@@ -96,9 +96,8 @@ def _note_steps(files: Sequence[Path]) -> None:
 
 def _is_empty(run: Path) -> bool:
     """Whether a run has neither a checkpoint nor a trajectory."""
-    return not any(
-        all_checkpoints(phase / "checkpoints") or any((phase / "trajectories").glob("*")) for phase in phases_of(run)
-    )
+    phases = phases_of(run)
+    return not any(all_checkpoints(each / "checkpoints") or any((each / "trajectories").glob("*")) for each in phases)
 
 
 def _leftovers(run: Path) -> Iterator[Path]:

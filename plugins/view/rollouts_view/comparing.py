@@ -148,6 +148,5 @@ def _tasks(catalog: Catalog, run: str, file: str) -> dict[int, _Task]:
             rewards[table.keys[row]].append(reward)
             first.setdefault(table.keys[row], row)
     names = table.texts["task"] if table.count else []
-    return {
-        key: _Task(names[first[key]], statistics.fmean(each), table.line[first[key]]) for key, each in rewards.items()
-    }
+    means = {key: statistics.fmean(each) for key, each in rewards.items()}
+    return {key: _Task(names[first[key]], mean, table.line[first[key]]) for key, mean in means.items()}

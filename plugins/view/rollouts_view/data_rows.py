@@ -15,7 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rollouts.author_code import printable
 from rollouts.chat.token_texts import token_texts
@@ -46,18 +46,6 @@ class Total(NamedTuple):
     is_growing: bool
 
 
-class Rows(Protocol):
-    """The rows of some data."""
-
-    def read(self, start: int, count: int) -> list[tuple[int, Row]]:
-        """Rows with their numbers from 0. A blank line is no row."""
-        ...
-
-    def total(self) -> Total:
-        """How many there are, as far as it is known."""
-        ...
-
-
 class LineRows:
     """The lines of a JSONL file. Their places are found by a thread."""
 
@@ -86,10 +74,12 @@ class LineRows:
             self._is_done = True
 
     def total(self) -> Total:
+        """How many rows there are, as far as it is known."""
         is_done = self._is_done
         return Total(len(self._offsets) - 1, is_done, not is_done)
 
     def read(self, start: int, count: int) -> list[tuple[int, Row]]:
+        """Rows with their numbers from 0. A blank line is no row."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not self._is_done and self.total().rows < start + count and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -130,9 +120,11 @@ class SequentialRows:
         self._is_open = self._is_done = False
 
     def total(self) -> Total:
+        """How many rows were read so far."""
         return Total(self._at, self._is_done, False)
 
     def read(self, start: int, count: int) -> list[tuple[int, Row]]:
+        """Rows with their numbers from 0. A blank line is no row."""
         with self._lock:
             if not self._is_open or start < self._at:
                 self._rows, self._at, self._is_open, self._is_done = self._opener(), 0, True, False
@@ -144,7 +136,7 @@ class SequentialRows:
             return found
 
 
-def open_rows_of(loader: Loader, data: Tree) -> Rows:
+def open_rows_of(loader: Loader, data: Tree) -> LineRows | SequentialRows:
     """The rows of some data in the order of the file. Raises UserError."""
     columns = {column: value for column in COLUMNS if (value := getattr(loader.rows, column))}
     file = Path(loader.source)
@@ -254,9 +246,9 @@ class OpenData:
         if read.conversation is None:
             return shown
         with self._lock:
-            sequences = [
-                {"tokens": each.tokens, "texts": self._texts(each.tokens), "mask": each.loss_mask} for each in read.rows
-            ]
+            texts = [self._texts(each.tokens) for each in read.rows]
+        pairs = zip(read.rows, texts, strict=True)
+        sequences = [{"tokens": each.tokens, "texts": own, "mask": each.loss_mask} for each, own in pairs]
         found = read.conversation
         return shown | {
             "form": found.form,

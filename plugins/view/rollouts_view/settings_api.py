@@ -6,6 +6,7 @@ Nothing is started, and nothing is written but the file that the user names.
 from __future__ import annotations
 
 import functools
+import shlex
 from typing import Any
 
 import msgspec
@@ -96,11 +97,11 @@ class SettingsAPI:
             raise ConfigError(f"nothing was written: {found.faults[0].words}")
         text = found.whole if given.whole else found.text
         try:
-            written = self._files.write(given.root, given.name, text, given.replaced)
+            file = self._files.write(given.root, given.name, text, given.replaced)
         except WouldReplaceError as error:
             return {"asks": str(error), "tag": error.tag}
-        command = _command(found, written.quoted)
-        return {"file": written.file, "tag": tag_of(text.encode()), "command": command, "dry": f"{command} --dry-run"}
+        command = _command(found, shlex.quote(file))
+        return {"file": file, "tag": tag_of(text.encode()), "command": command, "dry": f"{command} --dry-run"}
 
 
 def _command(found: Checked, file: str) -> str:

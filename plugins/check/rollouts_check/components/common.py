@@ -90,7 +90,7 @@ def settings(subject: Subject) -> str:
 # --- functions --------------------------------------------------------------------------------------------------------
 
 
-def unchanged(subject: Subject) -> str:
+def unchanged(subject: Subject) -> None:
     """A call changes none of its inputs: other functions get the same objects."""
     for function in subject.functions:
         names = list(inspect.signature(function).parameters)
@@ -108,7 +108,6 @@ def unchanged(subject: Subject) -> str:
                 seen = f"it was {was} and is {other}{at(function)}"
                 change = f"change a copy of {name}: methods of tensors whose names end in _ change them in place"
                 raise FailedError(f"compare {name} before and after a call", seen, change)
-    return ""
 
 
 def _beginning_of_difference(one: str, other: str) -> list[str]:
@@ -118,7 +117,7 @@ def _beginning_of_difference(one: str, other: str) -> list[str]:
     return [f"{'...' if first else ''}{text[first : first + 60]}" for text in (one, other)]
 
 
-def repeatable(subject: Subject) -> str:
+def repeatable(subject: Subject) -> None:
     """The same inputs give the same result, and no global random generator is used."""
     for function in subject.functions:
         state = _torch_state()
@@ -133,7 +132,6 @@ def repeatable(subject: Subject) -> str:
         if calls:
             change = "draw from a generator of your own with a fixed seed: a run's seed must give one result"
             raise FailedError("watch the global random generators", "; ".join(calls) + at(function), change)
-    return ""
 
 
 def _torch_state() -> bytes | None:
@@ -195,7 +193,7 @@ class Subject:
     signature: Signature = NO_SIGNATURE
     fault: SignatureError | None = None
     given: Mapping[str, Any] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)  # what a check computes for others
+    kept: dict[Any, Any] = field(default_factory=dict)  # what a check computes for others
 
     @property
     def kind(self) -> str:

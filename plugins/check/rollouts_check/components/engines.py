@@ -20,6 +20,7 @@ from rollouts.types import Message
 from rollouts_check.components.common import Subject, trying
 from rollouts_check.environments.agents import in_trio
 from rollouts_check.report import FailedError, SkippedError
+from rollouts_check.runner import once
 
 T = TypeVar("T")
 MODEL = "tiny"
@@ -98,7 +99,7 @@ def scores(subject: Subject) -> str:
     return f"within {apart:.1g} nats"
 
 
-def sessions(subject: Subject) -> str:
+def sessions(subject: Subject) -> None:
     """Sessions have different names, may be closed twice, and `health` says that the engine works."""
 
     async def two(engine: Any) -> tuple[list[Any], Any]:
@@ -113,7 +114,6 @@ def sessions(subject: Subject) -> str:
         raise subject.failed("open two sessions", seen, "return a different text for each session")
     if not isinstance(health, Health) or not health.ok:
         raise subject.failed("ask for its health", f"it said {shown(health)}", "return Health(True, version)")
-    return ""
 
 
 def _check_generation(subject: Subject, found: Any) -> None:
@@ -162,37 +162,34 @@ def _ask(subject: Subject, question: Callable[[Any], Awaitable[T]]) -> T:
             raise subject.failed("ask for a reply", seen, "give each request a deadline") from None
 
 
+@once
 def _why_absent(subject: Subject) -> str:
     """Why the engine cannot be asked: the message of its ConfigError or InferenceError; "" if it can be. Raises
     FailedError for any other error.
     """
-    if "absent" not in subject.kept:
-        subject.kept["absent"] = ""
-        engine = _engine(subject)
+    engine = _engine(subject)
 
-        async def reach() -> None:
-            with trio.fail_after(REPLY_SECONDS):
-                if engine.capabilities.checks:
-                    await engine.check()
-                elif not engine.capabilities.in_process and engine.capabilities.is_pool:
-                    raise InferenceError("its servers start with a run", is_transient=False)
+    async def reach() -> None:
+        with trio.fail_after(REPLY_SECONDS):
+            if engine.capabilities.checks:
+                await engine.check()
+            elif not engine.capabilities.in_process and engine.capabilities.is_pool:
+                raise InferenceError("its servers start with a run", is_transient=False)
 
-        try:
-            with trying("call `check`", "raise ConfigError, with what was given and what to type"):
-                in_trio(reach)
-        except FailedError as error:
-            if not isinstance(error.__cause__, UserError | InferenceError):
-                raise
-            subject.kept["absent"] = " ".join(message_of(error.__cause__).split())
-    found: str = subject.kept["absent"]
-    return found
+    try:
+        with trying("call `check`", "raise ConfigError, with what was given and what to type"):
+            in_trio(reach)
+    except FailedError as error:
+        if not isinstance(error.__cause__, UserError | InferenceError):
+            raise
+        return " ".join(message_of(error.__cause__).split())
+    return ""
 
 
+@once
 def _engine(subject: Subject) -> Any:
     """One engine, not entered. Raises SkippedError if a setting is missing, such as an address."""
-    if "engine" not in subject.kept:
-        subject.kept["engine"] = _new_engine(subject)
-    return subject.kept["engine"]
+    return _new_engine(subject)
 
 
 def _new_engine(subject: Subject) -> Any:

@@ -58,7 +58,7 @@ def any_group(subject: Subject) -> str:
     return counted(len(GROUPS) + 1, "group")
 
 
-def order(subject: Subject) -> str:
+def order(subject: Subject) -> None:
     """The order of the rollouts has no effect."""
     for words, rewards in list(GROUPS.items())[:USUAL]:
         orders = (rewards, rewards[::-1])
@@ -66,8 +66,7 @@ def order(subject: Subject) -> str:
         if one != other:
             seen = f"it returned {shown(one)} for {list(rewards)}, and {shown(other)} in the other order"
             change = "compute the verdict from all rollouts, not from their positions"
-            raise subject.failed(f"call it on a group with {words}, and in the other order", f"{seen}", change)
-    return ""
+            raise subject.failed(f"call it on a group with {words}, and in the other order", seen, change)
 
 
 def _group(rewards: Sequence[float | None], *, live: int = 3, reply: str = "") -> Group:

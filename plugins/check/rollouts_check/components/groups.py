@@ -90,7 +90,7 @@ def finite(subject: Subject) -> str:
     return _try_each(subject, EXTREMES)
 
 
-def order(subject: Subject) -> str:
+def order(subject: Subject) -> None:
     """The order of the rollouts has no effect: in another order they get the same results."""
     first = _results(subject, subject.function, USUAL)
     for places in ((5, 4, 3, 2, 1, 0), (2, 0, 5, 1, 4, 3)):
@@ -100,10 +100,9 @@ def order(subject: Subject) -> str:
             seen = f"the results were {shown(wanted)}, and are {shown(again)}"
             change = "compute the result of a rollout from its reward and the group, not from its position"
             raise subject.failed(f"call it on {USUAL.words} in the order {list(places)}", seen, change)
-    return ""
 
 
-def better(subject: Subject) -> str:
+def better(subject: Subject) -> None:
     """A better rollout is not treated worse: a higher reward with equal lengths gives no lower result."""
     function = subject.function
     if _is_batch(subject):
@@ -124,10 +123,9 @@ def better(subject: Subject) -> str:
     if worse:
         change = "correct the sign: what is better must be reinforced"
         raise FailedError("compare rollouts that differ in their rewards only", f"{worse[0]}{at(function)}", change)
-    return ""
 
 
-def masked(subject: Subject) -> str:
+def masked(subject: Subject) -> None:
     """An advantage of the whole batch does not depend on masked positions, nor on rollouts that were not judged."""
     import torch
 
@@ -146,7 +144,6 @@ def masked(subject: Subject) -> str:
     turns = [[] if number in (1, 4) else own for number, own in enumerate(tokens.inputs["turn_rewards"])]
     with trying("call it with a rollout whose reward is NaN and whose tokens are masked", NAN, function):
         _of_tokens(function, tokens.changed(rewards=rewards, turn_rewards=turns, mask=mask))
-    return ""
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ ROWS: dict[str, dict[str, str | float | None]] = {
 }
 
 
-def opens(subject: Subject) -> str:
+def opens(subject: Subject) -> None:
     """It opens in the folder of a run, and has the methods `log` and `close`."""
     with _opened(subject, "opens") as logger:
         lacking = [name for name in ("log", "close") if not callable(getattr(logger, name, None))]
@@ -51,17 +51,15 @@ def opens(subject: Subject) -> str:
             raise subject.failed("make the logger", seen, "write `def log(self, metrics, step)` and `def close(self)`")
         with trying("close it without a step"):
             logger.close()
-    return ""
 
 
-def logs(subject: Subject) -> str:
+def logs(subject: Subject) -> None:
     """It logs steps in their order, the last step twice, and is closed."""
     with _opened(subject, "logs") as logger, trying("log three steps, the last one twice, and close"):
         for step in (0, 1, 2):
             logger.log(dict(STEP), step)
         logger.log({"eval/reward_mean": 0.5}, 2)
         logger.close()
-    return ""
 
 
 def any_metric(subject: Subject) -> str:
@@ -76,7 +74,7 @@ def any_metric(subject: Subject) -> str:
     return counted(len(STRANGE), "step")
 
 
-def metrics_unchanged(subject: Subject) -> str:
+def metrics_unchanged(subject: Subject) -> None:
     """It does not change the metrics, which other loggers get too."""
     with _opened(subject, "metrics_unchanged") as logger:
         metrics = dict(STEP)
@@ -85,7 +83,6 @@ def metrics_unchanged(subject: Subject) -> str:
     if metrics != STEP:
         seen = f"the metrics were {shown(STEP)}, and are {shown(metrics)}{at(type(logger).log)}"
         raise FailedError("compare the metrics before and after `log`", seen, "change a copy: dict(metrics)")
-    return ""
 
 
 def samples(subject: Subject) -> str:
@@ -97,7 +94,7 @@ def samples(subject: Subject) -> str:
         if len(has) == 1 or not isinstance(logger.sample_settings, SampleSettings):
             seen = f"it has `{has[0]}`" + (" alone" if len(has) == 1 else f" and {shown(logger.sample_settings)}")
             change = "have `log_samples(self, name, rows, step)`, and a `SampleSettings` in `self.sample_settings`"
-            raise subject.failed("look at what it says of itself", f"{seen}", change)
+            raise subject.failed("look at what it says of itself", seen, change)
         for step, (words, row) in enumerate(ROWS.items()):
             for name in ("samples", "eval_samples"):
                 rows = [dict(row), dict.fromkeys(row), dict(row)]
@@ -127,7 +124,7 @@ def quick(subject: Subject) -> str:
     return f"{slowest * 1000:.1f} ms"
 
 
-def closes(subject: Subject) -> str:
+def closes(subject: Subject) -> None:
     """`close` may be called twice, and leaves no thread and no process."""
     before = Leftovers(subject.scratch / "none")
     with _opened(subject, "closes") as logger:
@@ -137,10 +134,9 @@ def closes(subject: Subject) -> str:
             logger.close()
     change = "end threads and processes in `close`"
     subject.require_nothing_left(before, "close it", change, type(logger).close)
-    return ""
 
 
-def resumed(subject: Subject) -> str:
+def resumed(subject: Subject) -> None:
     """A resumed run opens it again in the same folder, and logs its steps from there on. Earlier steps remain."""
 
     def log(logger: Any, first: int, last: int) -> int:
@@ -162,7 +158,6 @@ def resumed(subject: Subject) -> str:
         seen = f"its files had {counted(before, 'byte')}, and have {after} afterwards"
         change = "keep the steps before first_step: open a file to append, not to write it anew"
         raise subject.failed(tried, seen, change)
-    return ""
 
 
 @contextlib.contextmanager

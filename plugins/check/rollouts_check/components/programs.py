@@ -56,7 +56,7 @@ def help_text(subject: Subject) -> str:
     return found.get_short_help_str(60)
 
 
-def wrong_usage(subject: Subject) -> str:
+def wrong_usage(subject: Subject) -> None:
     """Wrong usage is one clear error with exit code 2: an unknown option, and a path that does not exist."""
     wanted = [each for each in subject.component.params if isinstance(each, click.Argument) and each.required]
     paths = [each for each in wanted if isinstance(each.type, click.Path | click.File)]
@@ -69,7 +69,6 @@ def wrong_usage(subject: Subject) -> str:
             raise FailedError(tried, words_of(result.exception), change)
         if result.exit_code == 0 and arguments not in no_path:
             raise FailedError(tried, "it ended with exit code 0", "do not ignore unknown options")
-    return ""
 
 
 def _invoke(subject: Subject, *arguments: str) -> Result:

@@ -19,6 +19,7 @@ from rollouts_check.environments.agents import in_trio, progressed
 from rollouts_check.environments.subject import make_subject as make_environment
 from rollouts_check.packages import Found
 from rollouts_check.report import FailedError, at
+from rollouts_check.runner import once
 
 REWARD_SECONDS = 30.0
 ENABLE = "name an environment whose tasks it knows: --env NAME"
@@ -101,25 +102,23 @@ def _one_each(function: Function, returned: Any, count: int, of: str, change: st
     return values
 
 
+@once
 def _episodes(subject: Subject) -> list[Played]:
     """Invented episodes, first two plain ones. With `--env`, of the environment's own tasks."""
-    if "episodes" not in subject.kept:
-        tasks, env = [TASK], None
-        if name := subject.given.get("env"):
-            label = name if isinstance(name, str) else str(name.get("name", ""))
-            given = {"env": name if isinstance(name, str) else dict(name)}
-            own = make_environment(Found(label, label), given, subject.scratch, seed=subject.seed)
-            tasks, env = own.tasks, own.environment.make()
-        if "env" in read_signature(subject.function, "rewards").requests and env is None:
-            raise subject.skipped("it names `env`", ENABLE)
-        answered = REPLIES["a plain reply"] if tasks[0].answer is None else str(tasks[0].answer)
-        found = [
-            Played(words, invented_trajectory(tasks[number % len(tasks)], reply), env)
-            for number, (words, reply) in enumerate({**REPLIES, "a plain reply": answered}.items())
-        ]
-        subject.kept["episodes"] = [*found, *unusual_episodes(tasks[0], env)]
-    episodes: list[Played] = subject.kept["episodes"]
-    return episodes
+    tasks, env = [TASK], None
+    if name := subject.given.get("env"):
+        label = name if isinstance(name, str) else str(name.get("name", ""))
+        given = {"env": name if isinstance(name, str) else dict(name)}
+        own = make_environment(Found(label, label), given, subject.scratch, seed=subject.seed)
+        tasks, env = own.tasks, own.environment.make()
+    if "env" in read_signature(subject.function, "rewards").requests and env is None:
+        raise subject.skipped("it names `env`", ENABLE)
+    answered = REPLIES["a plain reply"] if tasks[0].answer is None else str(tasks[0].answer)
+    found = [
+        Played(words, invented_trajectory(tasks[number % len(tasks)], reply), env)
+        for number, (words, reply) in enumerate({**REPLIES, "a plain reply": answered}.items())
+    ]
+    return [*found, *unusual_episodes(tasks[0], env)]
 
 
 # --- invented episodes ------------------------------------------------------------------------------------------------

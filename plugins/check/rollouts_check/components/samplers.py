@@ -38,7 +38,7 @@ def chooses(subject: Subject) -> str:
     return f"draws {counted(len(set(drawn) - {None}), 'different task')}, and {in_order} times the next one in order"
 
 
-def any_outcome(subject: Subject) -> str:
+def any_outcome(subject: Subject) -> None:
     """It accepts every outcome: groups without a judged rollout, of one rollout, and with any rewards."""
     for words, rewards in STRANGE.items():
         with trying(f"report {words}: {shown(rewards)}", "accept any list of floats and None"):
@@ -46,10 +46,9 @@ def any_outcome(subject: Subject) -> str:
             sampling.finished(TASKS[0], rewards, 0)
             _draws(sampling, 1, PER_STEP)
             sampling.metrics()
-    return ""
 
 
-def restored(subject: Subject) -> str:
+def restored(subject: Subject) -> None:
     """A checkpoint can hold its state, and a sampler that is restored draws the same tasks."""
     tried = f"save the state after {DRAWS // 2} draws, and restore it"
     change = "return everything from `state` that later draws depend on, and set it in `restore`"
@@ -61,10 +60,9 @@ def restored(subject: Subject) -> str:
     if before != after:
         first = next(place for place, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
         raise subject.failed(tried, f"draw {DRAWS // 2 + first} was {before[first]}, and is {after[first]} now", change)
-    return ""
 
 
-def other_tasks(subject: Subject) -> str:
+def other_tasks(subject: Subject) -> None:
     """A state of other tasks can be restored: some are gone, and others are new."""
     with trying("restore the state of other tasks", "leave out tasks that are gone, and add those that are new"):
         sampling = _made(subject, subject.function, TASKS[:-2])
@@ -73,7 +71,6 @@ def other_tasks(subject: Subject) -> str:
         other = _made(subject, subject.function, TASKS[2:])
         other.load_state_dict(state)
         _draws(other, DRAWS // 2, DRAWS)
-    return ""
 
 
 def _made(subject: Subject, function: Function, tasks: Sequence[Task] = TASKS) -> Sampling:
@@ -113,9 +110,7 @@ def values(subject: Subject) -> str:
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not is_number or not math.isfinite(weight) or weight < 0:
             seen = f"it returned {shown(weight)}"
-            raise subject.failed(
-                tried, seen, "return a number of 0 or more: the weight among those of all environments"
-            )
+            raise subject.failed(tried, seen, "return a number of 0 or more: the weight among all environments")
         found[step] = float(weight)
     if not any(found.values()):
         seen = "the weight is 0 at all of them"

@@ -15,6 +15,7 @@ from rollouts.sandboxes.base import Result, Sandbox, Sandboxes
 from rollouts_check.components.common import Subject, trying
 from rollouts_check.environments.traces import Leftovers, own_temporary_folder
 from rollouts_check.report import FailedError, SkippedError, at
+from rollouts_check.runner import once
 
 CONCURRENCY = 2
 SECONDS = 30.0  # how long a usual command may take
@@ -37,7 +38,7 @@ def protocol(subject: Subject) -> str:
     return made.words
 
 
-def commands(subject: Subject) -> str:
+def commands(subject: Subject) -> None:
     """A command's exit code, stdout and stderr are in its result; one that fails or does not exist raises nothing."""
     with _opened(subject) as sandbox:
         result = _run(sandbox, "echo out; echo err >&2; exit 3")
@@ -48,10 +49,9 @@ def commands(subject: Subject) -> str:
         _expect("a program that does not exist: the exit code", missing, 127, subject)
         killed = _run(sandbox, "kill -9 $$").exit_code
         _expect("a command that a signal kills: the exit code", killed, 137, subject)
-    return ""
 
 
-def files(subject: Subject) -> str:
+def files(subject: Subject) -> None:
     """Files are written and read as bytes, folders are made, and remain for the next command."""
     with _opened(subject) as sandbox:
         with trying("write a file in a new folder, and read it"):
@@ -62,10 +62,9 @@ def files(subject: Subject) -> str:
         _expect("read files in a command", given.stdout, "ég", subject)
         _expect("read a file that a command made", sandbox.read("made"), b"made", subject)
         _expect_error("read a file that does not exist", lambda: sandbox.read("none"), (OSError,), subject)
-    return ""
 
 
-def outside(subject: Subject) -> str:
+def outside(subject: Subject) -> None:
     """`read` and `write` do not leave the workspace: not by a path upwards, an absolute path, or a link."""
     with _opened(subject) as sandbox:
         _run(sandbox, "ln -s /etc/passwd link; ln -s / root")
@@ -77,10 +76,9 @@ def outside(subject: Subject) -> str:
         for name, path, *content in calls:
             call = functools.partial(getattr(sandbox, name), path, *content)
             _expect_error(f"{name} {path}", call, (ValueError, OSError), subject)
-    return ""
 
 
-def apart(subject: Subject) -> str:
+def apart(subject: Subject) -> None:
     """Two sandboxes at the same time have workspaces of their own, which are empty at first."""
     with _opened(subject) as one, _opened(subject) as other:
         one.write("mine", "1")
@@ -88,7 +86,6 @@ def apart(subject: Subject) -> str:
         _expect("list the files of another sandbox", seen, "", subject)
         other.write("mine", "2")
         _expect("read a file that both have", one.read("mine"), b"1", subject)
-    return ""
 
 
 def late(subject: Subject) -> str:
@@ -108,7 +105,7 @@ def late(subject: Subject) -> str:
     return f"killed after {took:.1f} s"
 
 
-def limits(subject: Subject) -> str:
+def limits(subject: Subject) -> None:
     """Output is limited, a command may lower limits, and an unknown limit is a TypeError."""
     with _opened(subject) as sandbox:
         result = _run(sandbox, "yes | head -c 300000", output_kib=2)
@@ -119,10 +116,9 @@ def limits(subject: Subject) -> str:
         unknown: Any = {"memory_gb": 1}
         call = functools.partial(sandbox.exec, "true", **unknown)
         _expect_error("run a command with the limit memory_gb", call, (TypeError,), subject)
-    return ""
 
 
-def closed(subject: Subject) -> str:
+def closed(subject: Subject) -> None:
     """After `close`, every method raises SandboxLostError; `close` may be called again; nothing is left."""
     _require_open(subject)
     with own_temporary_folder(subject.scratch / "closed") as folder:
@@ -141,10 +137,9 @@ def closed(subject: Subject) -> str:
             _expect_error(f"{words} after close", call, (SandboxLostError,), subject)
         change = "end all processes and remove all files in `close`"
         subject.require_nothing_left(before, "close it", change)
-    return ""
 
 
-def time_to_live(subject: Subject) -> str:
+def time_to_live(subject: Subject) -> None:
     """At its time to live it ends by itself: its methods raise SandboxLostError, and `lost` says why."""
     if not any(setting.name == "ttl_seconds" for setting in subject.signature.settings):
         raise SkippedError("it has no setting `ttl_seconds`")
@@ -157,7 +152,6 @@ def time_to_live(subject: Subject) -> str:
             raise subject.failed("look why it was lost", "`lost` is empty", "let it say that its time to live is over")
     finally:
         sandbox.close()
-    return ""
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -165,26 +159,28 @@ def time_to_live(subject: Subject) -> str:
 _INPUTS = {"concurrency": CONCURRENCY}
 
 
+@once
 def _made(subject: Subject) -> Any:
-    if "made" not in subject.kept:
-        with trying("make it"):
-            subject.kept["made"] = call_with(subject.component, _INPUTS, subject.settings)
-    return subject.kept["made"]
+    with trying("make it"):
+        return call_with(subject.component, _INPUTS, subject.settings)
 
 
 def _require_open(subject: Subject) -> None:
     """Raise SkippedError if no sandbox can be opened here, and FailedError if `check` raises anything else."""
-    if "closed_here" not in subject.kept:
-        subject.kept["closed_here"] = ""
-        try:
-            with trying("call `check`", "raise ConfigError, with what to type, if no sandbox can be opened here"):
-                _made(subject).check()
-        except FailedError as error:
-            if not isinstance(error.__cause__, RolloutsError):
-                raise
-            subject.kept["closed_here"] = " ".join(str(error.__cause__).split())
-    if subject.kept["closed_here"]:
-        raise subject.skipped(f"none can be opened here: {subject.kept['closed_here']}")
+    if reason := _why_closed(subject):
+        raise subject.skipped(f"none can be opened here: {reason}")
+
+
+@once
+def _why_closed(subject: Subject) -> str:
+    try:
+        with trying("call `check`", "raise ConfigError, with what to type, if no sandbox can be opened here"):
+            _made(subject).check()
+    except FailedError as error:
+        if not isinstance(error.__cause__, RolloutsError):
+            raise
+        return " ".join(str(error.__cause__).split())
+    return ""
 
 
 @contextlib.contextmanager

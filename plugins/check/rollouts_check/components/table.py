@@ -39,7 +39,7 @@ PACKAGED = (Check(common.imports), Check(common.wheel, ("imports",)))
 SIGNED = (Check(common.definition), Check(common.settings, ("definition",)))
 """The checks of every kind with settings: all but commands and hook plugins."""
 
-ALSO_NEEDS = {groups.better: ("order",)}
+ALSO_NEEDS = {groups.better: ("order",), engines.replies: ("absent",)}
 """Further checks that a check needs: the results of rollouts whose order matters cannot be compared."""
 
 
@@ -55,12 +55,12 @@ def _family(module: ModuleType, names: str, early: str = "", trial: Trial | None
     `early` are checks after the first one, in the module or in `common`, which the others need too.
     """
     first, *others = names.split()
-    needs = ["definition", first.replace("_", "-")]
-    checks = [Check(getattr(module, first), ("definition",))]
-    checks += [Check(getattr(module, name, None) or getattr(common, name), tuple(needs)) for name in early.split()]
-    needs += [check.name for check in checks[1:]]
-    for function in (getattr(module, name) for name in others):
-        checks.append(Check(function, (*needs, *ALSO_NEEDS.get(function, ()))))
+    needs = ["definition"]
+    checks: list[Check] = []
+    for group in ([first], early.split(), others):
+        functions = [getattr(module, name, None) or getattr(common, name) for name in group]
+        added = [Check(each, (*needs, *ALSO_NEEDS.get(each, ()))) for each in functions]
+        checks, needs = checks + added, needs + [check.name for check in added]
     return Family((*PACKAGED, *SIGNED, *checks), trial)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from rollouts.author_code import shown
 from rollouts.training.algorithms.advantages import group_norm
@@ -25,6 +25,7 @@ from rollouts.training.algorithms.objective import check_loss_values, evaluate, 
 from rollouts.training.batches import Unit
 from rollouts_check.components.common import Function, Subject, trying
 from rollouts_check.report import FailedError, SkippedError, at
+from rollouts_check.runner import once
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -120,7 +121,7 @@ def _compare(subject: Subject, function: Function, tokens: Tokens, name: str) ->
     raise FailedError(tried, f"{seen}{at(function)}", change)
 
 
-def masked(subject: Subject) -> str:
+def masked(subject: Subject) -> None:
     """Masked positions have no effect: they get no gradient, and what is there changes no other value."""
     change = "leave masked positions out of sums and means: name `mask`, and write x.where(mask > 0, 0.0)"
     for function in subject.functions:
@@ -135,7 +136,6 @@ def masked(subject: Subject) -> str:
         for name, found in _gradients(subject, function, leaves, _call(subject, function, leaves)[kept].sum()):
             if bool((found[~live] != 0).any()):
                 raise FailedError(f"compute the gradient of {name}", f"masked positions have one{at(function)}", change)
-    return ""
 
 
 def _live_values(tokens: Tokens, found: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def _live_values(tokens: Tokens, found: Tensor) -> Tensor:
     return tokens.live if found.shape == tokens.live.shape else torch.ones_like(found, dtype=torch.bool)
 
 
-def rows(subject: Subject) -> str:
+def rows(subject: Subject) -> None:
     """Values do not depend on how a batch is split into microbatches, nor on the order of its rows."""
     change = "compute the values of a row from this row alone; to get whole rollouts or groups, name rollout_index"
     for function in subject.functions:
@@ -160,7 +160,6 @@ def rows(subject: Subject) -> str:
                     texts = [shown(each.tolist(), 60) for each in (one, other)]
                     seen = f"the values of part {number} were {texts[0]} in the whole batch, and are {texts[1]}"
                     raise FailedError(f"call it on {tried}", f"{seen}{at(function)}", change)
-    return ""
 
 
 def _by_unit(subject: Subject, function: Function, tokens: Tokens, own: list[list[int]]) -> list[Tensor]:
@@ -181,7 +180,7 @@ def _by_unit(subject: Subject, function: Function, tokens: Tokens, own: list[lis
     return values
 
 
-def finite(subject: Subject) -> str:
+def finite(subject: Subject) -> None:
     """Values and gradients are finite at extremes: policies far apart, certain tokens, advantages of 0."""
     tried = "call it with logprobs from 0 to -100, and advantages from -1 to 5, in float32"
     change = "limit a difference of logprobs before exp(), such as (new - old).clamp(-20, 20).exp()"
@@ -196,7 +195,6 @@ def finite(subject: Subject) -> str:
             if not bool(ours.isfinite().all()):
                 seen = _where(tokens, ours, f"the gradient of {name}", subject, function)
                 raise FailedError(tried, seen, f"{change}; torch.where does not stop a gradient that is infinite")
-    return ""
 
 
 def _where(tokens: Tokens, found: Tensor, what: str, subject: Subject, function: Function) -> str:
@@ -210,7 +208,7 @@ def _where(tokens: Tokens, found: Tensor, what: str, subject: Subject, function:
     return f"{what} is {shown(value)} where {given}{at(function)}"
 
 
-def equal(subject: Subject) -> str:
+def equal(subject: Subject) -> None:
     """Equal policies cost nothing: the value is 0 where the policy is the reference."""
     for function in subject.functions:
         tokens = _usual(subject, function)
@@ -219,10 +217,9 @@ def equal(subject: Subject) -> str:
         if not _near(found, found * 0):
             seen = f"the values are {shown(found.tolist())}{at(function)}"
             raise FailedError("call it with a reference that equals the policy", seen, "subtract the two logprobs")
-    return ""
 
 
-def agreement(subject: Subject) -> str:
+def agreement(subject: Subject) -> None:
     """Tokens on which trainer and sampler agree have one weight above 0, so that on-policy batches are trained."""
     for function in subject.functions:
         tokens = _usual(subject, function)
@@ -231,7 +228,6 @@ def agreement(subject: Subject) -> str:
             seen = f"the weights are {shown(found.tolist())}{at(function)}"
             change = "compute the weight from old_logprobs - rollout_logprobs, which is 0 here"
             raise FailedError("call it with equal logprobs of trainer and sampler", seen, change)
-    return ""
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -249,21 +245,19 @@ def _usual(subject: Subject, function: Function) -> Tokens:
     return usual_tokens(subject.random("tokens"), in_pairs="pair_index" in _names(subject, function))
 
 
+@once
 def _unit(subject: Subject) -> Unit:
     """What the function returns one value for. A bare loss may return one for each rollout: the user then chooses the
     aggregation `per_rollout`.
     """
     if not isinstance(subject.component, Algorithm):
         return "token"
-    if "unit" not in subject.kept:
-        subject.kept["unit"] = unit_of(subject.component)
-        if not isinstance(subject.registered, Algorithm) and "rollout_index" in _names(subject, subject.function):
-            tokens = _usual(subject, subject.function)
-            found = _returned(subject, subject.function, tokens)
-            if getattr(found, "shape", None) == tokens.inputs["rollout_index"].unique().shape:
-                subject.kept["unit"] = "rollout"
-    unit: Unit = subject.kept["unit"]
-    return unit
+    if not isinstance(subject.registered, Algorithm) and "rollout_index" in _names(subject, subject.function):
+        tokens = _usual(subject, subject.function)
+        found = _returned(subject, subject.function, tokens)
+        if getattr(found, "shape", None) == tokens.inputs["rollout_index"].unique().shape:
+            return "rollout"
+    return cast("Unit", unit_of(subject.component))
 
 
 def _returned(subject: Subject, function: Function, tokens: Tokens) -> Any:

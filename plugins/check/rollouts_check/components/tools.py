@@ -24,6 +24,7 @@ from rollouts_check.environments import tools as checks
 from rollouts_check.environments.agents import parameters_of, tools_for
 from rollouts_check.packages import Found
 from rollouts_check.report import FailedError, Passed, SkippedError
+from rollouts_check.runner import once
 
 READ_SECONDS = 2.0  # how long reading one reply may take
 LONG = 100_000
@@ -80,25 +81,23 @@ def _tool(subject: Subject) -> ToolMethod:
     return added_tool(alias_of(subject.found.label), subject.component, subject.settings)
 
 
+@once
 def _environment(subject: Subject) -> environments.Subject:
     """An environment that has the tool."""
-    if "environment" not in subject.kept:
-        bases: tuple[type, ...] = ()
-        settings: dict[str, Any] = {}
-        own: dict[str, Any] = {}
-        if is_toolset(subject.component):  # a class of tools has the methods of an environment, except `tasks`
-            bases, settings = (subject.component,), subject.settings
-        else:
-            tool = _tool(subject)
-            offered: Any = subject.component if tool.isolate else tool.function
-            vars(offered)[TOOL_MARK] = (tool.name, tool.timeout_seconds, tool.isolate, tool.role)
-            own = {"tools": lambda self, task: [offered]}
-        tasks = {"tasks": lambda self, split, rng: [Task("Use the tools.")], "__doc__": "Offers the tools."}
-        toolbox = type(getattr(subject.component, "__name__", "Toolbox"), bases, {**own, **tasks})
-        found, given = Found(subject.found.label, "<Toolbox>"), {"env": {"name": toolbox, **settings}}
-        subject.kept["environment"] = environments.make_subject(found, given, subject.scratch, seed=subject.seed)
-    made: environments.Subject = subject.kept["environment"]
-    return made
+    bases: tuple[type, ...] = ()
+    settings: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    if is_toolset(subject.component):  # a class of tools has the methods of an environment, except `tasks`
+        bases, settings = (subject.component,), subject.settings
+    else:
+        tool = _tool(subject)
+        offered: Any = subject.component if tool.isolate else tool.function
+        vars(offered)[TOOL_MARK] = (tool.name, tool.timeout_seconds, tool.isolate, tool.role)
+        own = {"tools": lambda self, task: [offered]}
+    tasks = {"tasks": lambda self, split, rng: [Task("Use the tools.")], "__doc__": "Offers the tools."}
+    toolbox = type(getattr(subject.component, "__name__", "Toolbox"), bases, {**own, **tasks})
+    found, given = Found(subject.found.label, "<Toolbox>"), {"env": {"name": toolbox, **settings}}
+    return environments.make_subject(found, given, subject.scratch, seed=subject.seed)
 
 
 # --- tool parsers -----------------------------------------------------------------------------------------------------
@@ -150,7 +149,7 @@ def plain_text(subject: Subject) -> str:
     return counted(len(PLAIN), "text")
 
 
-def round_trip(subject: Subject) -> str:
+def round_trip(subject: Subject) -> None:
     """It reads the calls that its own `write` returns."""
     parser, change = _parser(subject), "let `write` return what the parser reads"
     if parser.write is None:
@@ -166,7 +165,6 @@ def round_trip(subject: Subject) -> str:
         if [(each.name, each.arguments) for each in read] != [(each.name, each.arguments) for each in calls]:
             seen = f"it wrote {shown(text, 80)}, and read {shown(read, 120)}"
             raise subject.failed(f"write {words} and read them", seen, change)
-    return ""
 
 
 def any_text(subject: Subject) -> str:

@@ -29,7 +29,7 @@ NEAR = 1e-5
 ALGORITHM = Algorithm(group_norm, "token_mean", (Term(reinforce),))
 
 
-def protocol(subject: Subject) -> str:
+def protocol(subject: Subject) -> None:
     """The backend has every field and method of the Protocol."""
 
     async def look(backend: Any) -> list[str]:
@@ -40,7 +40,6 @@ def protocol(subject: Subject) -> str:
     if missing := _with_backend(subject, look):
         seen = f"it has no {', no '.join(missing)}"
         raise subject.failed("make it for the toy model", seen, "add them: rollouts.training.batches.TrainingBackend")
-    return ""
 
 
 def forward(subject: Subject) -> str:
@@ -87,7 +86,7 @@ def step(subject: Subject) -> str:
     return f"the objective rises from {before:.3g} to {after:.3g}"
 
 
-def nothing_live(subject: Subject) -> str:
+def nothing_live(subject: Subject) -> None:
     """A step without a trained token is skipped: weights and version stay as they are."""
 
     async def train(backend: Any) -> tuple[int, bool]:
@@ -103,10 +102,9 @@ def nothing_live(subject: Subject) -> str:
     if version != 0 or not is_same:
         seen = f"the version is {version}, and the weights {'did not change' if is_same else 'changed'}"
         raise subject.failed("train a step whose masks are all 0", seen, "skip the step if the denominator is 0")
-    return ""
 
 
-def weights(subject: Subject) -> str:
+def weights(subject: Subject) -> None:
     """Weights that are read and loaded again give the same logprobs."""
 
     async def swap(backend: Any) -> bool:
@@ -118,10 +116,9 @@ def weights(subject: Subject) -> str:
     if not _with_backend(subject, swap):
         change = "return copies of the weights, and replace the model's by name"
         raise subject.failed("get the weights, train a step, and load them", "the logprobs differ", change)
-    return ""
 
 
-def checkpoint(subject: Subject) -> str:
+def checkpoint(subject: Subject) -> None:
     """A saved checkpoint continues as the original: the same steps, version and state."""
     path = str(subject.scratch / "checkpoint")
 
@@ -146,10 +143,9 @@ def checkpoint(subject: Subject) -> str:
     if dict(state) != {"note": 1}:
         seen = f"the run's own state is {shown(state)}"
         raise subject.failed(tried, seen, "return the `state` that `save` received")
-    return ""
 
 
-def closes(subject: Subject) -> str:
+def closes(subject: Subject) -> None:
     """`close` ends its threads and processes."""
     before = Leftovers(subject.scratch / "none")
 
@@ -158,7 +154,6 @@ def closes(subject: Subject) -> str:
 
     _with_backend(subject, work)
     subject.require_nothing_left(before, "train a step and close it", "end threads and processes in `close`")
-    return ""
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

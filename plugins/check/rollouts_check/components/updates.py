@@ -49,7 +49,7 @@ def updates(subject: Subject) -> str:
     return f"changes the reference at {moved} of {counted(len(VERSIONS), 'version')}"
 
 
-def policy_unchanged(subject: Subject) -> str:
+def policy_unchanged(subject: Subject) -> None:
     """It does not change the policy."""
     policy = _tensors(2)
     before = snapshot(policy)
@@ -57,10 +57,9 @@ def policy_unchanged(subject: Subject) -> str:
         _apply(subject.function, _tensors(1), policy, version)
         if snapshot(policy) != before:
             raise subject.failed(f"call it at version {version}", "the policy changed", "change `reference` only")
-    return ""
 
 
-def precisions(subject: Subject) -> str:
+def precisions(subject: Subject) -> None:
     """It works if policy and reference have different precisions, and if this process has no tensor."""
     import torch
 
@@ -75,7 +74,6 @@ def precisions(subject: Subject) -> str:
             raise subject.failed(f"call it with a policy of {theirs}", seen, "write into the tensors of `reference`")
     with trying("call it with empty lists: another rank has all tensors", "return if `reference` is empty"):
         _apply(subject.function, [], [], 1)
-    return ""
 
 
 def _apply(function: Function, reference: list[Tensor], policy: list[Tensor], version: int) -> Any:
@@ -103,7 +101,7 @@ def optimizer_trial(subject: Subject, function: Function) -> Any:
     return [each.detach() for each in parameters]
 
 
-def steps(subject: Subject) -> str:
+def steps(subject: Subject) -> None:
     """It is a torch optimizer of all parameters, takes a step, and has a state that a checkpoint can hold."""
     from rollouts.training.backends.optimizer import check_optimizer
 
@@ -112,7 +110,6 @@ def steps(subject: Subject) -> str:
     except UserError as error:
         first, _, change = str(error).partition("\n")
         raise FailedError("make it for two parameters, and take a step", first, change or "correct it") from error
-    return ""
 
 
 def descends(subject: Subject) -> str:
@@ -127,13 +124,11 @@ def descends(subject: Subject) -> str:
     after = _squares(parameters)
     if not after < before:
         seen = f"it was {before:g}, and is {after:g} after 20 steps"
-        raise subject.failed(
-            "minimize the sum of the squared parameters", seen, "correct the sign or the size of a step"
-        )
+        raise subject.failed("minimize the sum of the squares", seen, "correct the sign or the size of a step")
     return f"{before:.3g} to {after:.3g} in 20 steps with lr {LR:g}"
 
 
-def learning_rates(subject: Subject) -> str:
+def learning_rates(subject: Subject) -> None:
     """Each group has its own rate, and a rate of 0 changes nothing: the trainer sets the rates before each step."""
     parameters = _parameters()
     given = [{"params": [each], "lr": LR * (number + 1)} for number, each in enumerate(parameters)]
@@ -149,14 +144,11 @@ def learning_rates(subject: Subject) -> str:
     before = snapshot([each.detach() for each in parameters])
     _step(optimizer, parameters, 1)
     if snapshot([each.detach() for each in parameters]) != before:
-        seen = "parameters changed"
-        raise subject.failed(
-            "take a step with the rate 0", seen, 'multiply every change by group["lr"], weight decay too'
-        )
-    return ""
+        change = 'multiply every change by group["lr"], weight decay too'
+        raise subject.failed("take a step with the rate 0", "parameters changed", change)
 
 
-def gradients(subject: Subject) -> str:
+def gradients(subject: Subject) -> None:
     """Parameters without a gradient stay as they are, and a gradient of 0 keeps all parameters finite."""
     parameters = _parameters()
     optimizer = _made(subject.function, parameters)
@@ -170,7 +162,6 @@ def gradients(subject: Subject) -> str:
     if not bool(parameters[0].isfinite().all()):
         seen = "the parameter is not finite"
         raise subject.failed("take a step with a gradient of 0", seen, "add a small number to the divisor")
-    return ""
 
 
 def restored(subject: Subject) -> str:

@@ -45,7 +45,7 @@ def values(subject: Subject) -> str:
     return f"one value for each {found.unit}"
 
 
-def masked(subject: Subject) -> str:
+def masked(subject: Subject) -> None:
     """Tokens with a mask of 0 have the weight 0."""
     found = aggregate(subject.function, ROWS)
     for number, (weights, mask) in enumerate(zip(found.weights, ROWS.masks, strict=True)):
@@ -53,10 +53,9 @@ def masked(subject: Subject) -> str:
             if live == 0 and weight != 0:
                 seen = f"token {place} of row {number} has the weight {weight:g}"
                 raise subject.failed("look at the weights of masked tokens", seen, "multiply the weight by the mask")
-    return ""
 
 
-def nothing_live(subject: Subject) -> str:
+def nothing_live(subject: Subject) -> None:
     """Rows without a trained token do no harm: there is no exception, and the denominator is finite."""
     tried = "call it on rows whose masks are all 0"
     with trying(tried, "a rollout without trained tokens may occur: do not divide by its number of tokens"):
@@ -66,16 +65,14 @@ def nothing_live(subject: Subject) -> str:
     one = ROWS._replace(masks=[ROWS.masks[0], *EMPTY.masks[1:]])
     with trying("call it on rows of which only the first one has trained tokens"):
         aggregate(subject.function, one)
-    return ""
 
 
-def order(subject: Subject) -> str:
+def order(subject: Subject) -> None:
     """The order of the rows has no effect on their weights and on the denominator."""
     first = aggregate(subject.function, ROWS)
     places = [4, 2, 0, 3, 1]
-    picked: dict[str, Any] = {
-        name: [column[place] for place in places] for name, column in ROWS._asdict().items() if name != "max_tokens"
-    }
+    columns = [(name, column) for name, column in ROWS._asdict().items() if name != "max_tokens"]
+    picked: dict[str, Any] = {name: [column[place] for place in places] for name, column in columns}
     again = aggregate(subject.function, ROWS._replace(**picked))
     wanted = [first.weights[place] for place in places]
     is_same = all(
@@ -87,4 +84,3 @@ def order(subject: Subject) -> str:
         seen = f"D was {first.denominator:g} and is {again.denominator:g}, the weights were {shown(wanted, 80)} and are"
         tried, seen = f"call it on the rows in the order {places}", f"{seen} {shown(again.weights, 80)}"
         raise subject.failed(tried, seen, "find rows by rollout_index")
-    return ""

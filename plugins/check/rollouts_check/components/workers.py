@@ -69,7 +69,7 @@ def connects(subject: Subject) -> str:
     return words
 
 
-def leaves_nothing(subject: Subject) -> str:
+def leaves_nothing(subject: Subject) -> None:
     """No process is left of a worker that is ended, or whose start is cancelled."""
     before = Leftovers(subject.scratch / "none")
 
@@ -85,7 +85,6 @@ def leaves_nothing(subject: Subject) -> str:
     _in_time(start_and_cancel)
     change = "end what you started in a `finally`, also if `open` is cancelled"
     subject.require_nothing_left(before, "cancel the start of a worker at several moments, and end others", change)
-    return ""
 
 
 def plays(subject: Subject) -> str:

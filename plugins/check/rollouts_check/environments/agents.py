@@ -37,6 +37,7 @@ from rollouts.runs.rehearsal import CONTEXT_TOKENS, ScriptedEngine, script_of
 from rollouts.types import Episode, Message, Score, Task, ToolCall, Trajectory
 from rollouts_check.environments.subject import Subject
 from rollouts_check.report import FailedError
+from rollouts_check.runner import once
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
@@ -195,17 +196,15 @@ def play_each(subject: Subject, tasks: Sequence[Task], agents: Sequence[Agent], 
     return in_trio(each)
 
 
+@once
 def tools_for(subject: Subject) -> list[ToolMethod]:
     """The tools of the first task; if the environment fails, the marked ones."""
-    if "tools" not in subject.kept:
-        subject.kept["tools"] = subject.environment.all_tools()
-        if subject.environment.chooses_tools:
-            with contextlib.suppress(RunError):  # `episode` reports the failure
-                env, engine = subject.environment, _AgentEngine(says(""))
-                arguments = (subject.tasks[0], env.make_env, engine, EpisodeLimits(), env.sandboxes, env.shared)
-                subject.kept["tools"] = in_trio(tools_of_task, *arguments)
-    found: list[ToolMethod] = subject.kept["tools"]
-    return found
+    env = subject.environment
+    if env.chooses_tools:
+        with contextlib.suppress(RunError):  # `episode` reports the failure
+            arguments = (subject.tasks[0], env.make_env, _AgentEngine(says("")), EpisodeLimits())
+            return in_trio(tools_of_task, *arguments, env.sandboxes, env.shared)
+    return env.all_tools()
 
 
 def parameters_of(tool: ToolMethod) -> dict[str, list[dict[str, Any]]]:
@@ -265,9 +264,11 @@ def in_trio(function: Callable[..., Awaitable[T]], *args: Any) -> T:
     its cancellation. How long the whole function takes does not matter, as the machine may be slow.
     """
     results: list[outcome.Outcome[T]] = []
-    thread = threading.Thread(
-        target=lambda: results.append(outcome.capture(trio.run, function, *args)), name="rollouts-check", daemon=True
-    )
+
+    def run() -> None:
+        results.append(outcome.capture(trio.run, function, *args))
+
+    thread = threading.Thread(target=run, name="rollouts-check", daemon=True)
     thread.start()
     done = -1
     while thread.is_alive() and len(_ended) > done:

@@ -533,9 +533,8 @@ def _look_for_numbers(subject: Subject) -> list[str]:
 
     Raises FailedError if the number is one of several that vary: then it is probably not the question.
     """
-    numbers = [
-        (_prompt(task), number) for task in _distinct(subject.drawn) if (number := _number_of(task.answer)) is not None
-    ]
+    tasks = _distinct(subject.drawn)
+    numbers = [(_prompt(task), number) for task in tasks if (number := _number_of(task.answer)) is not None]
     prompts = [prompt for prompt, _ in numbers]
     found = _relation(prompts, [number for _, number in numbers])
     if found is None:
@@ -614,6 +613,5 @@ def _look_in_replies(subject: Subject) -> None:
     if len(set(answers)) > 1 and (texts := in_trio(given_away)):
         tried = f"reply with {WRONG_REPLY!r}, then with the answer, in every task"
         seen = f"`reply` shows the answer, such as {shown(texts[0])}, and the next reply earns the reward"
-        raise FailedError(
-            tried, f"{seen}{subject.at('reply')}", "end the episode there, or pay less for an answer that was shown"
-        )
+        change = "end the episode there, or pay less for an answer that was shown"
+        raise FailedError(tried, f"{seen}{subject.at('reply')}", change)

@@ -191,9 +191,8 @@ def forged_lists(subject: Subject) -> str:
 
 def _lists(subject: Subject) -> Iterator[Trick]:
     answers = list(dict.fromkeys(filter(None, (text_of(task.answer) for task in subject.drawn))))
-    parts = dict.fromkeys(
-        text_of(part) for task in subject.drawn if isinstance(task.answer, list) for part in task.answer
-    )
+    lists = [task.answer for task in subject.drawn if isinstance(task.answer, list)]
+    parts = dict.fromkeys(text_of(part) for answer in lists for part in answer)
 
     def ordered(each: Demonstration) -> list[str]:
         """The answers, in an order in which neither the first nor the last is the task's own."""
@@ -529,9 +528,7 @@ def forged_code(subject: Subject) -> str:
         pid = marker.read_text() if marker.exists() else ""
         if changed or pid == str(os.getpid()):
             did = "it changed the environment object" if changed else "it ran in the environment's own process"
-            change = (
-                'use no eval, exec or template engine on text of the model, or run it with @tool(isolate="process")'
-            )
+            change = 'use no eval, exec or template engine on text of the model, or @tool(isolate="process")'
             tried = f"call the tool {tool.name} with {name}={code!r}"
             raise FailedError(tried, f"{did}{at(tool.function)}", change)
     if not count:
@@ -588,9 +585,8 @@ def _file_tricks(subject: Subject, writers: Sequence[tuple[ToolMethod, str, str]
 
         words = f"write {name} with the tool {tool.name} as the episode of another task left it"
         yield Trick(f"{words}, then reply with 'done'", copied, change)
-    for (tool, path, text), name in itertools.product(
-        writers, dict.fromkeys([*in_trio(_files_of_setup, subject, folder), *FILES])
-    ):
+    names = dict.fromkeys([*in_trio(_files_of_setup, subject, folder), *FILES])
+    for (tool, path, text), name in itertools.product(writers, names):
         for content in CONTENTS:
             tried = f"write {content!r} to {name} with the tool {tool.name}, then reply with 'done'"
             yield Trick(tried, _saying(*written(tool, path, name, text, content)), change)

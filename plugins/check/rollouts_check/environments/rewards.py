@@ -27,6 +27,7 @@ from rollouts_check.environments.agents import (
 from rollouts_check.environments.subject import Demonstration, Subject
 from rollouts_check.environments.traces import Blocked, changes, first_difference, grown, kept_by_author, random_sources
 from rollouts_check.report import FailedError, Passed, at
+from rollouts_check.runner import once
 
 LEFT = "an episode left something that a later one sees; keep its state on `self`, not in the class, a module or a file"
 SET_UP_SECONDS = 5.0  # how long other tasks are set up
@@ -105,14 +106,13 @@ def _set_up_each(subject: Subject) -> int:
     return in_trio(each)
 
 
+@once
 def first_episodes(subject: Subject) -> list[First]:
     """A call of each tool, an idle agent, and the experts, before the subject plays anything else. `repeatable` plays
     them again after other episodes.
     """
-    if "first" not in subject.kept:
-        subject.kept["before"] = kept_by_author(subject)
-        subject.kept["first"], subject.kept["blocked"] = _play_first(subject)
-    found: list[First] = subject.kept["first"]
+    subject.kept["before"] = kept_by_author(subject)
+    found, subject.kept["blocked"] = _play_first(subject)
     return found
 
 
@@ -246,23 +246,21 @@ def rewards(subject: Subject) -> str:
         found = []
         for task, script in pairs:
             turns = len(script)
-            once = await play(subject, task, says(*script), turns=turns)
-            if not once.fault:
+            first = await play(subject, task, says(*script), turns=turns)
+            if not first.fault:
                 await _require_unchanged(subject, task, script)
             twice = await play(subject, task, says(*script), turns=turns, rewards=(*subject.rewards, *again))
-            found.append((once, twice))
+            found.append((first, twice))
         return found
 
-    for (_, script), (once, twice) in zip(pairs, in_trio(judged), strict=True):
+    for (_, script), (first, twice) in zip(pairs, in_trio(judged), strict=True):
         tried = f"judge an episode whose last reply is {shown(script[-1].text, 60)}"
-        if once.fault:
-            raise FailedError(tried, once.fault, "return a finite number, or None if the reward cannot judge")
-        _require_metrics(subject, once, tried)
-        for why in "; ".join(each.score.why for each in once.episode.by_role).split("; "):
+        if first.fault:
+            raise FailedError(tried, first.fault, "return a finite number, or None if the reward cannot judge")
+        _require_metrics(subject, first, tried)
+        for why in "; ".join(each.score.why for each in first.episode.by_role).split("; "):
             if " could not judge: " in why and f": {RETURNED_NONE}" not in why:
-                raise FailedError(
-                    tried, why, "let the reward return a number for any reply; 0 if the reply is no answer"
-                )
+                raise FailedError(tried, why, "let the reward return a number for any reply: 0 if it is no answer")
         for each in twice.episode.by_role:
             for (name, value), (_, second) in _pairs(each.score):
                 if value != second:
@@ -270,7 +268,7 @@ def rewards(subject: Subject) -> str:
                     seen = f"{name} was {_number(value)}, and {_number(second)} the second time{_at(subject)}{sources}"
                     change = "judge the episode alone: change nothing in a reward, draw nothing, and ask for no clock"
                     raise FailedError(f"{tried}, twice", seen, change)
-        value = once.reward
+        value = first.reward
         if declared and value is not None and not declared[0] - SLACK <= value <= declared[1] + SLACK:
             seen = f"the reward was {value:g}, and reward_range is {declared}{_at(subject)}"
             raise FailedError(tried, seen, "correct the reward, or the class attribute reward_range")
@@ -372,13 +370,11 @@ def expert_messages(subject: Subject) -> list[list[Message]]:
     return [played.trajectory.messages for played in _experts(subject)]
 
 
+@once
 def judged(subject: Subject) -> list[tuple[Demonstration, float]]:
     """The demonstrations and what they earn; without them, replies with the tasks' answers if these earn the most."""
-    if "judged" not in subject.kept:
-        found = [(each, played.reward or 0.0) for each, played in zip(subject.expert, _experts(subject), strict=True)]
-        subject.kept["judged"] = found or _invented(subject)
-    known: list[tuple[Demonstration, float]] = subject.kept["judged"]
-    return known
+    found = [(each, played.reward or 0.0) for each, played in zip(subject.expert, _experts(subject), strict=True)]
+    return found or _invented(subject)
 
 
 def _invented(subject: Subject) -> list[tuple[Demonstration, float]]:

@@ -67,7 +67,7 @@ class Subject:
     seed: int = 0
     tasks_max: int = TASKS
     settings: Tree = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)  # what a check computes for others
+    kept: dict[Any, Any] = field(default_factory=dict)  # what a check computes for others
     inline: Subject | None = None  # of an environment in a worker: the same one here, if it is installed here
 
     @property

@@ -224,9 +224,8 @@ def _run_alone(command: list[str], environment: dict[str, str]) -> tuple[int, st
     which are killed. Raises TimeoutExpired.
     """
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
-        )
+        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": errors}
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         try:
             code = process.wait(CHILD_SECONDS)
         except BaseException:
@@ -528,9 +527,8 @@ def kept_by_author(subject: Subject) -> dict[str, Kept]:
                 found[f"the module variable {variable}"] = _kept(value)
     for each in classes:
         for attribute, value in list(vars(each).items()):
-            if isinstance(value, FunctionType) and (
-                kept := [each for each in value.__defaults__ or () if isinstance(each, CONTAINERS)]
-            ):
+            defaults = value.__defaults__ or () if isinstance(value, FunctionType) else ()
+            if kept := [default for default in defaults if isinstance(default, CONTAINERS)]:
                 found[f"a default of {each.__name__}.{attribute}"] = _kept(kept)
             if _is_state(attribute, value):
                 found[f"the class attribute {each.__name__}.{attribute}"] = _kept(value)
