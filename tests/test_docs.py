@@ -146,8 +146,7 @@ def test_commands_parse(command, tmp_path, monkeypatch, capsys):
     composed = types.ModuleType("rollouts.runs")
     composed.run = lambda resolved, observer: seen.append(resolved)  # type: ignore[attr-defined]
     composed.__path__ = [str(ROOT / "rollouts" / "runs")]  # its modules are those that there are
-    monkeypatch.setattr("rollouts.cli.seeds._run", seen.append)
-    monkeypatch.setattr("rollouts.cli.models.run", seen.append)
+    monkeypatch.setattr("rollouts.cli.several._run", seen.append)
     described = types.ModuleType("rollouts.runs.dry_run")
     described.dry_run = seen.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "rollouts.runs.dry_run", described)

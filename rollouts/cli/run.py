@@ -33,7 +33,7 @@ _SEEDS = click.Option(
 def _run(file: str | None, dry_run: bool, display: Display, seeds: str | None = None, **options: Any) -> int:
     context = click.get_current_context()
     if seeds is not None:
-        from rollouts.cli.seeds import run_with_seeds
+        from rollouts.cli.several import run_with_seeds
 
         run_with_seeds(context.command.name or "", file, options, seeds, display, dry_run=dry_run)
         return 0
@@ -49,9 +49,9 @@ def _run(file: str | None, dry_run: bool, display: Display, seeds: str | None = 
     if file is not None and context.command.name == "eval" and not Path(file).exists():
         _refuse_missing_model(file)
     if context.command.name == "eval" and len(models) > 1:
-        from rollouts.cli.models import evaluate_models
+        from rollouts.cli.several import run_with_models
 
-        evaluate_models(file, models, options, display, dry_run=dry_run)
+        run_with_models(file, models, options, display, dry_run=dry_run)
         return 0
     resolved, _ = read_settings(context, file, options, forced=mode)
     if dry_run:
@@ -91,34 +91,17 @@ def _resume(folder: str, checkpoint: str | None, display: Display, **options: An
     from rollouts.cli.options import given_flags
     from rollouts.runs import resume_run
     from rollouts.runs.progress import shown_progress
+    from rollouts.runs.several import holds_several
 
-    if (Path(folder) / "seeds.json").is_file():
-        from rollouts.cli.seeds import resume_seeds
+    if holds_several(Path(folder)):
+        from rollouts.cli.several import resume_several
 
-        resume_seeds(Path(folder), options, checkpoint, display)
-        return 0
-    if (Path(folder) / "models.json").is_file():
-        _resume_models(Path(folder), options, checkpoint, display)
+        resume_several(Path(folder), options, checkpoint, display)
         return 0
     given = (click.get_current_context().obj or {}) | given_flags(options)
     with shown_progress("stdout", display) as progress:
         resume_run(folder, given, progress, checkpoint=checkpoint or "")
     return 0
-
-
-def _resume_models(folder: Path, options: dict[str, Any], checkpoint: str | None, display: Display) -> None:
-    from rollouts.cli.models import run as run_models
-    from rollouts.errors import ConfigError
-    from rollouts.runs.several_models import read_models
-
-    given = [name for name, value in {**options, "checkpoint": checkpoint}.items() if value]
-    given += list(click.get_current_context().obj or {})
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)}: {folder} has evaluations of several models, which keep their settings; leave it "
-            f"out, or resume one of them: rollouts resume {folder}/NAME"
-        )
-    run_models(read_models(folder)._replace(display=display))
 
 
 run = SettingsCommand(

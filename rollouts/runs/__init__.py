@@ -12,6 +12,7 @@ rehearsal.py     the trial of a dry run: a scripted episode, a small training st
 session.py       one run in its folder, from the opened folder to summary.json
 jobs/            what a session runs: train, evaluate
 sft_then_rl.py   one run after another: demonstrations, then reinforcement
+several.py       a run for each seed, or an evaluation of each model
 records.py       one trajectory of a run, with the values of its tokens
 times.py         when a run began, when everything in a step happened, and where the lines of a file begin
 token_files.py   the values of each trained token, beside the trajectories

@@ -1,11 +1,13 @@
-"""What runs earned on their held-out tasks, and by how much one earned more than another on the same tasks."""
+"""What runs earned on their held-out tasks, by how much one earned more than another on the same tasks, and how well a
+mean over several runs is known.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +17,6 @@ from rollouts.disk import open_regular
 from rollouts.errors import UserError, counted
 from rollouts.reducers import Reducer
 from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, load_config, phases_of, read_json
-from rollouts.runs.seeds import t_quantile
 from rollouts.types import Message, Task, Trajectory
 
 RESAMPLES = 10_000
@@ -192,3 +193,48 @@ def paired_difference(
     tail = 0.5 * math.erfc(math.sqrt(n / (n - 1)) * t_quantile(n - 1) / math.sqrt(2))
     low, high = np.quantile(means, [tail, 1 - tail])
     return Paired(float(differences.mean()), float(low), float(high), n, left_out)
+
+
+class Interval(NamedTuple):
+    """The mean of `n` values, and its 95 % t-interval (None for one value)."""
+
+    n: int
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def interval_of(values: Sequence[float]) -> Interval:
+    """The mean and its interval: mean ± t(n - 1) s / sqrt(n), with the sample's deviation s (ddof 1).
+
+    >>> [round(value, 3) for value in interval_of([1.0, 2.0, 3.0])]
+    [3, 2.0, -0.484, 4.484]
+    """
+    mean, n = statistics.fmean(values), len(values)
+    if n < 2:
+        return Interval(n, mean, None, None)
+    half = t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n)
+    return Interval(n, mean, mean - half, mean + half)
+
+
+def t_quantile(degrees: int, share: float = 0.95) -> float:
+    """The t of Student's distribution with |T| <= t in this share of cases (Abramowitz and Stegun 26.7.3, 26.7.4).
+
+    >>> [round(t_quantile(degrees), 3) for degrees in (1, 2, 4, 9, 30)]
+    [12.706, 4.303, 2.776, 2.262, 2.042]
+    """
+
+    def probability(t: float) -> float:
+        angle, odd = math.atan(t / math.sqrt(degrees)), degrees % 2
+        sine, cosine = math.sin(angle), math.cos(angle)
+        term = total = 1.0 if degrees > 1 else 0.0
+        for k in range(2 + odd, degrees - 1, 2):
+            term *= (k - 1) / k * cosine**2
+            total += term
+        return 2 / math.pi * (angle + sine * cosine * total) if odd else sine * total
+
+    low, high = 0.0, 1e3
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability(middle) < share else (low, middle)
+    return high

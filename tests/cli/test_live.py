@@ -445,13 +445,10 @@ def test_ctrl_c_leaves_a_clean_terminal(tmp_path):
 
 
 def test_runs_of_several_seeds_and_models_have_the_display_that_was_chosen(tmp_path):
-    from rollouts.config.resolving import resolve
-    from rollouts.runs.seeds import SeedRuns
-    from rollouts.runs.several_models import ModelRuns
+    from rollouts.runs.several import Several
 
-    for display, flags in (("auto", []), ("lines", ["--display=lines"])):
-        seeds = SeedRuns(tmp_path, ["run"], [0, 1], resolve({"env": "calculator"}), display)
-        assert [each for each in seeds.arguments(0) if "display" in each] == flags
-        models = ModelRuns(tmp_path, ["eval"], {"tiny": "tiny"}, display)
-        assert [each for each in models.arguments("tiny") if "display" in each] == flags
-        assert "display" not in " ".join(seeds.command + models.command), "the same runs, however they are shown"
+    for command, runs in (("run", {"seed_0": "0"}), ("eval", {"tiny": "tiny"})):
+        for display, flags in (("auto", []), ("lines", ["--display=lines"])):
+            several = Several(tmp_path, [command], runs, display)
+            (name,) = runs
+            assert [each for each in several.arguments(name) if "display" in each] == flags
