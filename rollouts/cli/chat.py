@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -13,8 +13,7 @@ import click
 from rollouts.author_code import shown
 from rollouts.chat.tool_call_formats import EXAMPLE, UNREADABLE
 from rollouts.cli.app import SIGNALS
-from rollouts.cli.options import SettingsCommand, given_flags
-from rollouts.config.settings import setting_infos
+from rollouts.cli.options import SettingsCommand, chosen_infos, given_settings
 from rollouts.errors import OutputError
 from rollouts.terminal_text import visible
 
@@ -33,12 +32,11 @@ NEW = "/new"
 
 
 def _chat(model: str, task: int | None, role: str | None, out: str | None, **options: Any) -> int:
-    from rollouts.config.merging import merge
     from rollouts.runs.chat import SETTINGS, open_chat
     from rollouts.runs.run_model import model_plan
 
     context = click.get_current_context()
-    given = merge(given_flags(options), context.obj or {})
+    given = given_settings(options)
     with contextlib.ExitStack() as stack:
         plan = stack.enter_context(model_plan(model, given, SETTINGS))
         transcript = stack.enter_context(_transcript(out))
@@ -70,7 +68,7 @@ class _Talk:
                 click.echo("(a new conversation)", err=True)
                 self._play_task()
             elif text:
-                self._exchange(lambda said=text: chat.say(said))  # type: ignore[misc]
+                self._exchange(chat.conversation.say, text)
 
     def _play_task(self) -> None:
         """Let the model answer the task that opens the conversation, if there is one."""
@@ -78,18 +76,18 @@ class _Talk:
         if chat.task is not None:
             for message in chat.task.messages:
                 show_message(message)
-            self._exchange(chat.play_task)
+            self._exchange(chat.conversation.play_task)
 
-    def _exchange(self, ask: Callable[[], str]) -> None:
+    def _exchange(self, ask: Callable[..., Awaitable[str]], *words: str) -> None:
         from rollouts.encoding import encode
 
         chat, before = self._chat, len(self._chat.conversation.messages)
         try:
-            if note := ask():
+            if note := chat.call(ask, *words):
                 click.echo(f"({visible(note)})", err=True)
             messages = chat.conversation.messages
-            if chat.has_rewards and len(messages) > before:
-                show_score(chat.judge())
+            if len(messages) > before and (score := chat.judge()) is not None:
+                show_score(score)
         except KeyboardInterrupt:
             if self._signals:
                 raise
@@ -200,23 +198,17 @@ def _transcript(out: str | None) -> Iterator[TextIO | None]:
                 Path(out).unlink(missing_ok=True)
 
 
-def _settings_infos() -> Iterator[Any]:
-    docs = {
-        "max_tokens": "How many tokens the model may sample after each of your messages, in all its turns together.",
-        "max_turns": "How many turns the model has after each of your messages. A reply that calls tools is one turn.",
-        "temperature": "The sampling temperature. 0 is greedy.",
-        "env": "The environment whose tools the model gets.",
-    }
-    for info in setting_infos():
-        if info.name in SHOWN:
-            shown = "that of the run; none for another model" if info.name == "env" else "that of the run"
-            yield info._replace(doc=docs.get(info.name, info.doc), shown=shown)
-
+_DOCS = {
+    "max_tokens": "How many tokens the model may sample after each of your messages, in all its turns together.",
+    "max_turns": "How many turns the model has after each of your messages. A reply that calls tools is one turn.",
+    "temperature": "The sampling temperature. 0 is greedy.",
+    "env": "The environment whose tools the model gets, instead of that of the run.",
+}
 
 chat = SettingsCommand(
     "chat",
     callback=_chat,
-    infos=_settings_infos(),
+    infos=chosen_infos(SHOWN, _DOCS, "that of the run"),
     argument=click.Argument(["model"], metavar="RUN"),
     own=[
         click.Option(

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollouts.cli.app import NamedGroup
-from rollouts.cli.options import SettingsCommand, given_flags
-from rollouts.config.settings import setting_infos
+from rollouts.cli.options import SettingsCommand, chosen_infos, given_settings
 from rollouts.errors import ConfigError, counted
 from rollouts.terminal_text import visible
 
@@ -34,13 +33,12 @@ def data() -> None:
 def _inspect(source: str, show: int, first: int, **options: Any) -> int:
     from rich.console import Console
 
-    from rollouts.config.merging import merge
     from rollouts.runs.inspecting import inspect_data
 
     for flag, value, least in (("--show", show, 0), ("--first", first, 1)):
         if value < least:
             raise ConfigError(f"{flag} {value}: expected {least} or more")
-    given = merge(given_flags(options), click.get_current_context().obj or {})
+    given = given_settings(options)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, emoji=False, markup=False)
     _print(console, inspect_data(source, given, show=show, first=first))
     return 0
@@ -51,7 +49,7 @@ data.add_command(
         "inspect",
         callback=_inspect,
         argument=click.Argument(["source"], metavar="FILE|RUN"),
-        infos=[info for info in setting_infos() if info.name in SETTINGS],
+        infos=chosen_infos(SETTINGS),
         own=[
             click.Option(
                 ["--show"], type=int, default=3, metavar="N", help="Print so many conversations.  [default: 3]"

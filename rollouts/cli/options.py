@@ -6,7 +6,8 @@ the command line and in a file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -69,6 +70,14 @@ class SettingsCommand(NamedCommand):
         for group, rows in (groups | {"Options": list(records.values())}).items():
             with formatter.section(group):
                 formatter.write_dl(rows)
+
+
+def chosen_infos(
+    names: Collection[str], docs: Mapping[str, str] = MappingProxyType({}), shown: str = ""
+) -> list[Setting]:
+    """These settings for a command, with its own help for some of them. `shown` is their default in the help."""
+    infos = (info._replace(doc=docs.get(info.name, info.doc)) for info in setting_infos() if info.name in names)
+    return [info._replace(shown=shown) if shown else info for info in infos]
 
 
 def _option(info: Setting, is_repeated: bool) -> click.Option:
@@ -141,3 +150,10 @@ def given_flags(options: dict[str, Any]) -> Tree:
                 read_rule(text)  # before FILE is read: without quotes, the shell reads `> 0.9` as a redirection
         tree[name] = [read_flag(text) for text in value] if isinstance(value, tuple) else read_flag(value)
     return tree
+
+
+def given_settings(options: dict[str, Any]) -> Tree:
+    """The given options of the current command and its dotted flags. Raises ConfigError as `given_flags`."""
+    from rollouts.config.merging import merge
+
+    return merge(given_flags(options), click.get_current_context().obj or {})

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollouts.cli.options import DISPLAY, SettingsCommand
+from rollouts.cli.options import DISPLAY, SettingsCommand, given_settings
 from rollouts.config.settings import setting_infos
 
 if TYPE_CHECKING:
@@ -16,12 +16,10 @@ SETTINGS = ("reward", "on_invalid_reward", "concurrency", "reward_seconds", "out
 
 
 def _rescore(run: str, display: Display, **options: Any) -> int:
-    from rollouts.cli.options import given_flags
-    from rollouts.config.merging import merge
     from rollouts.runs.progress import shown_progress
     from rollouts.runs.rescore import rescore as rescore_run
 
-    given = merge(given_flags(options), click.get_current_context().obj or {})
+    given = given_settings(options)
     with shown_progress("stdout", display) as progress:
         rescore_run(run, given, progress)
     return 0

@@ -25,19 +25,16 @@ folder.py        the files of a run
 manifest.py      versions, files and hardware of a run
 observer.py      the protocol of observers, which show a run's progress
 progress.py      the observer of a terminal, a log or a notebook
-panel.py         the live view of a run, as lines of text
-live.py          draws it in a terminal or a notebook
+panel.py         the live view of a run in a terminal or a notebook
 sample_rows.py   a few rollouts as the rows of a table, for loggers
 streams.py       an output that can no longer be written
 held_objects.py  Python objects that no name finds again: what to type
 rank.py          a rank above 0 of a distributed backend
 export.py        a checkpoint becomes a model
-usage.py         the environment, tools and snippet of an exported model
-publish.py       an exported model becomes a repository on the hub
+publish.py       the card of an exported model, how it is used, and its repository on the hub
 run_model.py     the model of a run with its settings, to talk to
 chat.py          a conversation with the model of a run
 serve.py         serves the model of a run over HTTP
-trio_thread.py   trio in a thread, for a program that waits for input
 """
 
 from __future__ import annotations

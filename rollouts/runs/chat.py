@@ -1,10 +1,17 @@
-"""A conversation with a model that has the tools of an environment. Not here: the terminal (`rollouts.cli.chat`)."""
+"""A conversation with a model that has the tools of an environment. It runs in a thread, so that the main thread can
+wait for input, and gets Ctrl-C. Not here: the terminal (`rollouts.cli.chat`).
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, Self, TypeVar
+
+import outcome
+import trio
 
 from rollouts.agent.conversation import Conversation
 from rollouts.agent.episode import EpisodeRun
@@ -17,11 +24,12 @@ from rollouts.runs.environments import Environment
 from rollouts.runs.plan import Plan
 from rollouts.runs.run_model import temporary_engine
 from rollouts.runs.session import episode_limits, load_chat
-from rollouts.runs.trio_thread import TrioThread
 from rollouts.types import Message, Role, Score, Task
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
+
+T = TypeVar("T")
 
 SETTINGS = tuple(
     """
@@ -38,59 +46,38 @@ class _NoEnvironment:
 
 
 class Chat:
-    """An open conversation, for a program that waits for a person's input. Ctrl-C in `say` or `play_task` ends the
-    reply.
-    """
+    """An open conversation, for a program that waits for a person's input. Ctrl-C in `call` ends the reply."""
 
     def __init__(self, plan: Plan, task: Task | None, thread: TrioThread) -> None:
-        self.task = task
+        self.task, self.call = task, thread.call
         self.conversation: Conversation = thread.value
-        self._plan, self._thread = plan, thread
-
-    @property
-    def tools(self) -> list[str]:
-        """The names of the tools that the model has."""
-        run = self.conversation.run
-        return [tool.name for tool in of_role(run.all_tools, run.role)]
+        self._plan = plan
 
     @property
     def title(self) -> str:
         """One line: the model, the environment, the tools."""
-        settings = self._plan.settings
-        names = self.tools
-        tools = f"tools: {', '.join(names)}" if names else "no tools"
+        run = self.conversation.run
+        names = ", ".join(tool.name for tool in of_role(run.all_tools, run.role))
         env = self._plan.env_name or "no environment (type --env NAME for its tools)"
-        role = self.conversation.run.role
-        env += f", the {role}" if role else ""
-        return f"{settings.model} · {env} · {tools}"
+        role = f", the {run.role}" if run.role else ""
+        return f"{self._plan.settings.model} · {env}{role} · {f'tools: {names}' if names else 'no tools'}"
 
     @property
     def notes(self) -> list[str]:
         """Warnings before the conversation."""
-        notes, env = list(self._plan.notes), self.conversation.run.env
-        several = [each.alias for each in self._plan.environments][1:]
-        if self.task is None and several:
-            notes.append(f"the tools are those of {self._plan.environments[0].alias}, not of {', '.join(several)}")
-        if self.task is None and hasattr(env, "setup"):
+        notes, env, role = list(self._plan.notes), self.conversation.run.env, self.conversation.run.role
+        if others := [each.name for each in roles_of(env) if each.name != role]:
+            notes.append(f"the model is the {role}; for another role type --role {others[0]}")
+        if self.task is not None:
+            return notes
+        first, *several = [each.alias for each in self._plan.environments] or [""]
+        if several:
+            notes.append(f"the tools are those of {first}, not of {', '.join(several)}")
+        if hasattr(env, "setup"):
             notes.append(f"{type(env).__name__} is set up for a task; without one its tools may fail. Type --task 0")
-        if others := [role.name for role in roles_of(env) if role.name != self.conversation.run.role]:
-            notes.append(f"the model is the {self.conversation.run.role}; for another role type --role {others[0]}")
-        if self.task is None and hasattr(env, "tools"):
+        if hasattr(env, "tools"):
             notes.append(f"{type(env).__name__}.tools chooses the tools of a task; these are all marked ones")
         return notes
-
-    @property
-    def has_rewards(self) -> bool:
-        """Whether a task opened the conversation, and there are rewards to judge it."""
-        return self.task is not None and bool(self._plan.rewards)
-
-    def play_task(self) -> str:
-        """Let the model answer the task that opens the conversation; see `Conversation.play_task`."""
-        return self._thread.call(self.conversation.play_task)
-
-    def say(self, text: str) -> str:
-        """Let the model answer a message; see `Conversation.say`."""
-        return self._thread.call(self.conversation.say, text)
 
     def begin_anew(self) -> None:
         """Begin a new conversation; see `Conversation.begin_anew`."""
@@ -98,11 +85,13 @@ class Chat:
         async def begin() -> None:
             await self.conversation.begin_anew(for_task=self.task is not None)
 
-        self._thread.call(begin)
+        self.call(begin)
 
-    def judge(self) -> Score:
-        """The rewards of the conversation so far."""
-        return self._thread.call(self.conversation.judge, self._plan.rewards)
+    def judge(self) -> Score | None:
+        """The rewards of the conversation so far; None if no task opened it, or if there are none."""
+        if self.task is None or not self._plan.rewards:
+            return None
+        return self.call(self.conversation.judge, self._plan.rewards)
 
 
 @contextlib.contextmanager
@@ -170,3 +159,90 @@ def _task(plan: Plan, number: int) -> Task:
         many = f"there are {len(tasks)} held-out tasks; give a number from 0 to {len(tasks) - 1}"
         raise ConfigError(f"--task {number}: {many if len(tasks) > 1 else few[len(tasks)]}")
     return tasks[number]
+
+
+# --- the thread -------------------------------------------------------------------------------------------------------
+
+
+class TrioThread:
+    """A context manager that enters an async context manager in a thread that runs trio. `value` is the result of
+    entering it.
+
+    Leaving exits the async context manager and waits for the thread. A Ctrl-C while it is entered exits it too. Raises
+    the exceptions of the async context manager.
+    """
+
+    def __init__(self, inner: AbstractAsyncContextManager[Any]) -> None:
+        self._inner = inner
+        self._thread = threading.Thread(target=self._run, name="rollouts-trio")
+        self._began, self._is_open = threading.Event(), threading.Event()
+        self._result: outcome.Maybe[None] = outcome.Value(None)
+        self._opening, self._closing = trio.CancelScope(), trio.Event()
+        self.value: Any = None
+        self._token: trio.lowlevel.TrioToken | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self._is_open.wait()
+        except KeyboardInterrupt:
+            self._end()
+            raise
+        self._result.unwrap()  # the thread may still be ending, so its life says nothing
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._end()
+        if exc[0] is None:
+            self._result.unwrap()
+
+    def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Call an async function in the trio thread. Returns its result. The first Ctrl-C cancels the function, and is
+        raised when it has ended; a second Ctrl-C is raised at once.
+        """
+        scope, over = trio.CancelScope(), threading.Event()
+
+        async def cancellable() -> T | None:
+            try:
+                with scope:
+                    return await function(*args)
+                return None
+            finally:
+                over.set()
+
+        assert self._token is not None, "enter it first"
+        try:
+            return trio.from_thread.run(cancellable, trio_token=self._token)  # type: ignore[return-value]
+        except KeyboardInterrupt:
+            self._soon(scope.cancel)
+            over.wait()
+            raise
+        except (trio.RunFinishedError, trio.Cancelled):  # the async context manager failed, and the thread has ended
+            self._thread.join()
+            self._result.unwrap()
+            raise
+
+    def _run(self) -> None:
+        self._result = outcome.capture(trio.run, self._main)
+        self._began.set()
+        self._is_open.set()
+
+    async def _main(self) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        self._began.set()
+        with self._opening:
+            async with self._inner as self.value:
+                self._is_open.set()
+                await self._closing.wait()
+
+    def _end(self) -> None:
+        self._began.wait()
+        self._soon(self._closing.set if self._is_open.is_set() else self._opening.cancel)
+        self._thread.join()
+
+    def _soon(self, function: Callable[[], None]) -> None:
+        if self._token is not None:
+            try:
+                self._token.run_sync_soon(function)
+            except trio.RunFinishedError:
+                return  # the thread has already ended

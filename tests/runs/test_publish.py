@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 from runs.fake_hub import TOKEN, FakeHub
 
-from rollouts.runs.publish import model_card
-from rollouts.runs.usage import portable, write_usage
+from rollouts.runs.publish import model_card, portable, write_usage
 
 EVALUATION = {"reward_mean": 0.25, "greedy_mean": None, "parts": {"correct": 0.25}, "tasks": 8, "judged": 8}
 PUSH = """
