@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import inspect
 import itertools
 import os
 import re
@@ -36,7 +37,7 @@ COMMANDS = {
     "runs": ("rollouts_view.runs_command:runs", "List, compare, label and clean the runs on the disk."),
     "view": ("rollouts_view.command:view", "Look at runs in a browser, from a curve down to one token."),
     "data": ("rollouts.cli.data:data", "Look at training data: tokens, masks and lengths."),
-    "export": ("rollouts.cli.export:export", "Export a run's model for transformers, vLLM and SGLang."),
+    "export": ("rollouts.cli.export:export_command", "Export a run's model for transformers, vLLM and SGLang."),
     "chat": ("rollouts.cli.chat:chat", "Talk to a run's model, with the tools of its environment."),
     "play": ("rollouts.cli.play:play", "Take the model's place in an environment."),
     "serve": ("rollouts.cli.serve:serve", "Serve a run's model at an address that speaks OpenAI's API."),
@@ -62,7 +63,12 @@ TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "rescore", "chat", "
 
 
 class NamedCommand(click.Command):
-    """A command whose name is in every error of its options; click forgets it where a value is missing."""
+    """A command whose name is in every error of its options; click forgets it where a value is missing. Without `help`,
+    the docstring of the callback is the help.
+    """
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **{"help": inspect.getdoc(settings.get("callback")), **settings})
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click's."""

@@ -32,6 +32,19 @@ NEW = "/new"
 
 
 def _chat(model: str, task: int | None, role: str | None, out: str | None, **options: Any) -> int:
+    """Talk to a run's model, with the tools of its environment.
+
+    RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. The environment,
+    system prompt, template and engine are those of the run. Each line that you type is a message; the line /new begins
+    a new conversation. The input may be a pipe. Ctrl-C stops a reply. Ctrl-D ends the conversation.
+
+    \b
+    Examples:
+      rollouts chat runs/first
+      rollouts chat runs/first --task 0 --temperature 0
+      rollouts chat Qwen/Qwen3-0.6B --env calculator
+      echo 'What is 12 * 7?' | rollouts chat runs/first --out talk.jsonl
+    """
     from rollouts.runs.chat import SETTINGS, open_chat
     from rollouts.runs.run_model import model_plan
 
@@ -102,7 +115,7 @@ class _Talk:
         """The next message; None at the end of the input."""
         for is_last in (False, True):
             try:
-                line = read_line("> ")
+                line = typed_line("> ")
             except KeyboardInterrupt:
                 if is_last or self._signals:
                     raise
@@ -115,7 +128,7 @@ class _Talk:
         raise AssertionError("the second attempt returns or raises")
 
 
-def read_line(prompt: str) -> str | None:
+def typed_line(prompt: str) -> str | None:
     """The next line of the input, with a prompt in a terminal; None at its end."""
     if sys.stdin is None:
         return None
@@ -217,11 +230,4 @@ chat = SettingsCommand(
         click.Option(["--role"], metavar="NAME", help="The role of the model, in an environment with roles."),
         click.Option(["--out"], metavar="FILE", help="Write the messages to this new file, as JSON lines."),
     ],
-    help="Talk to a run's model, with the tools of its environment.\n\n"
-    "RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. The environment, "
-    "system prompt, template and engine are those of the run. Each line that you type is a message; the line "
-    "/new begins a new conversation. The input may be a pipe. Ctrl-C stops a reply. Ctrl-D ends the conversation.\n\n"
-    "\b\nExamples:\n  rollouts chat runs/first\n  rollouts chat runs/first --task 0 --temperature 0\n"
-    "  rollouts chat Qwen/Qwen3-0.6B --env calculator\n"
-    "  echo 'What is 12 * 7?' | rollouts chat runs/first --out talk.jsonl",
 )

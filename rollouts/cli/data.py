@@ -31,6 +31,20 @@ def data() -> None:
 
 
 def _inspect(source: str, show: int, first: int, **options: Any) -> int:
+    """Show conversations as tokens, which of them are trained, and how long they are.
+
+    FILE is what --data takes: a file, a folder or a name on the hub. The settings of --data apply, such as --data.turns
+    last. RUN is the folder of a run: its saved trajectories, or the data of a run of mode sft.
+
+    In a terminal, trained tokens are green, those with a weight other than 1 are yellow, and the others are dim.
+    Neighboring tokens differ in brightness. Elsewhere, trained text is in [[ ]].
+
+    \b
+    Examples:
+      rollouts data inspect chat.jsonl
+      rollouts data inspect chat.jsonl --model my-model --data.max-length 2048
+      rollouts data inspect runs/first --show 1
+    """
     from rich.console import Console
 
     from rollouts.runs.inspecting import inspect_data
@@ -58,13 +72,6 @@ data.add_command(
                 ["--first"], type=int, default=1000, metavar="N", help="Read so many conversations.  [default: 1000]"
             ),
         ],
-        help="Show conversations as tokens, which of them are trained, and how long they are.\n\n"
-        "FILE is what --data takes: a file, a folder or a name on the hub. The settings of --data apply, such as "
-        "--data.turns last. RUN is the folder of a run: its saved trajectories, or the data of a run of mode sft.\n\n"
-        "In a terminal, trained tokens are green, those with a weight other than 1 are yellow, and the others are dim. "
-        "Neighboring tokens differ in brightness. Elsewhere, trained text is in [[ ]].\n\n"
-        "\b\nExamples:\n  rollouts data inspect chat.jsonl\n  rollouts data inspect chat.jsonl --model my-model "
-        "--data.max-length 2048\n  rollouts data inspect runs/first --show 1",
     )
 )
 

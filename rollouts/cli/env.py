@@ -22,7 +22,7 @@ def env() -> None:
     """
 
 
-@env.command()
+@env.command("install")
 @click.argument("name")
 @click.option("--with", "more", multiple=True, metavar="NAME", help="Another package beside it, such as a sandbox.")
 @click.option("--python", default="", metavar="PYTHON", help="The interpreter.  [default: the one that runs rollouts]")
@@ -35,7 +35,7 @@ def env() -> None:
     metavar="FILE",
     help="Install these exact versions: the lock file of an earlier installation or run.",
 )
-def install(
+def _install(
     name: str,
     more: tuple[str, ...],
     python: str,
@@ -70,7 +70,7 @@ def install(
 
 
 @env.command("list")
-def list_() -> int:
+def _list() -> int:
     """List the installed packages.
 
     `contract` is the version of the environment contract that the package states.
@@ -96,9 +96,9 @@ def _row(each: Installed) -> tuple[str, ...]:
     return (names, install.package, *versions, size, str(each.venv))
 
 
-@env.command()
+@env.command("remove")
 @click.argument("name")
-def remove(name: str) -> int:
+def _remove(name: str) -> int:
     """Remove an installed package. NAME is the package, or one of its environments."""
     from rollouts.env.installs import remove_installed
 
@@ -112,7 +112,7 @@ def _words(installed: Installed) -> str:
     return f"{install.package} {install.version} (Python {install.python}, {install.bytes / 1e6:.0f} MB)"
 
 
-@env.command()
+@env.command("serve")
 @click.argument("name")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option(
@@ -136,7 +136,7 @@ def _words(installed: Installed) -> str:
 @click.option(
     "--sandbox", default="", metavar="NAME", help="The sandbox that the environment may open, with these settings only."
 )
-def serve(
+def _serve(
     name: str,
     host: str,
     port: int,

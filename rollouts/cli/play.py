@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollouts.bounds import call_arguments
-from rollouts.cli.chat import read_line, show_message
+from rollouts.cli.chat import show_message, typed_line
 from rollouts.cli.options import SettingsCommand, chosen_infos, given_settings
 from rollouts.config.settings import EVAL
 from rollouts.errors import ConfigError, OutputError, UserError, leaves_of, near_misses
@@ -49,6 +49,19 @@ _QUOTES = '"""'
 def _play(
     name: str, task: int | None, agent: str, episodes: int, show_text: bool, file: str | None, **options: Any
 ) -> int:
+    """Take the model's place in an environment.
+
+    NAME is an environment: a name, dist/name or ./file.py:Name. You see the messages and tools that a model sees, and
+    type its replies; at the end, each reward says its value. A line is a text, `/tool NAME KEY=VALUE` calls a tool, and
+    /help lists what else you can type. Ctrl-D and Ctrl-C end the episode; the environment is closed.
+
+    \b
+    Examples:
+      rollouts play calculator
+      rollouts play ./my_env.py:MyEnv --env.digits 1 --task 3 --show-text
+      rollouts play calculator --agent scripted --json demonstrations.jsonl
+      rollouts play calculator --agent random --episodes 10
+    """
     from rollouts.runs.play import games_of, play_plan
 
     if episodes < 1:
@@ -150,8 +163,7 @@ class _Screen:
 
     def _show_text(self, text: str) -> None:
         """The exact text; only what is new, if it continues the text before."""
-        new = text.removeprefix(self._shown_text)
-        self._shown_text = text
+        new, self._shown_text = text.removeprefix(self._shown_text), text
         click.secho("\n".join(f"| {visible(line)}" for line in new.splitlines()), dim=True)
 
     def _ask(self, request: ChatRequest) -> ChatReply:
@@ -194,7 +206,7 @@ class _Screen:
         """The next reply or command. Raises KeyboardInterrupt at the end of the input."""
         lines: list[str] = []
         while True:
-            line = read_line("... " if lines else "> ")
+            line = typed_line("... " if lines else "> ")
             if line is None:
                 self.is_left = True
                 raise KeyboardInterrupt
@@ -222,15 +234,12 @@ def typed_reply(line: str, request: ChatRequest) -> Message:
 
 def _json_call(text: str) -> tuple[str, dict[str, Any]]:
     """The call of `/call {"name": ..., "arguments": {...}}`. Raises ConfigError."""
-    why = ""
-    try:
+    with contextlib.suppress(ValueError):
         call = json.loads(text)
-    except ValueError as error:
-        call, why = {}, f": {error}"
-    arguments = call_arguments(call.get("arguments")) if isinstance(call, dict) else ""
-    if isinstance(arguments, str) or not isinstance(call.get("name"), str):
-        raise ConfigError(f'/call {text} is no call{why}\ntype: /call {{"name": "TOOL", "arguments": {{"KEY": 1}}}}')
-    return call["name"], arguments
+        arguments = call_arguments(call.get("arguments")) if isinstance(call, dict) else ""
+        if not isinstance(arguments, str) and isinstance(call.get("name"), str):
+            return call["name"], arguments
+    raise ConfigError(f'/call {text} is no call\ntype: /call {{"name": "TOOL", "arguments": {{"KEY": 1}}}}')
 
 
 def _typed_call(text: str, tools: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -245,11 +254,9 @@ def _typed_call(text: str, tools: Mapping[str, Any]) -> tuple[str, dict[str, Any
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in known:
-            left = [key for key in known if key not in arguments]
-            if not left:
-                takes = f"it takes {', '.join(known)}" if known else "it takes none"
-                raise ConfigError(f"/tool {name}: {word!r} is one argument too many; {takes}")
-            key, value = left[0], word
+            key, value = next((key for key in known if key not in arguments), ""), word
+            if not key:
+                raise ConfigError(f"/tool {name}: {word!r} is one too many; it takes {', '.join(known) or 'none'}")
         arguments[key] = _value_of(value, known.get(key, {}))
     return name, arguments
 
@@ -380,11 +387,4 @@ play = SettingsCommand(
             ["--json", "file"], metavar="FILE", help="Write the episodes to this new file: rows of demonstrations."
         ),
     ],
-    help="Take the model's place in an environment.\n\n"
-    "NAME is an environment: a name, dist/name or ./file.py:Name. You see the messages and tools that a model sees, "
-    "and type its replies; at the end, each reward says its value. A line is a text, `/tool NAME KEY=VALUE` calls a "
-    "tool, and /help lists what else you can type. Ctrl-D and Ctrl-C end the episode; the environment is closed.\n\n"
-    "\b\nExamples:\n  rollouts play calculator\n  rollouts play ./my_env.py:MyEnv --env.digits 1 --task 3 --show-text\n"
-    "  rollouts play calculator --agent scripted --json demonstrations.jsonl\n"
-    "  rollouts play calculator --agent random --episodes 10",
 )

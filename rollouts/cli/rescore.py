@@ -16,6 +16,16 @@ SETTINGS = ("reward", "on_invalid_reward", "concurrency", "reward_seconds", "out
 
 
 def _rescore(run: str, display: Display, **options: Any) -> int:
+    """Judge the saved trajectories of a run again, with other rewards. No model is loaded.
+
+    RUN is the folder of a run. The result is a new folder with the same tokens and the new rewards, which `rollouts run
+    --from` reads.
+
+    \b
+    Examples:
+      rollouts rescore runs/first --reward ./brevity.py:brevity
+      rollouts rescore runs/first --reward env:1 --reward ./brevity.py:brevity:-0.1 --out runs/brief
+    """
     from rollouts.runs.progress import shown_progress
     from rollouts.runs.rescore import rescore as rescore_run
 
@@ -35,9 +45,4 @@ rescore = SettingsCommand(
         for info in setting_infos()
         if info.name in SETTINGS
     ],
-    help="Judge the saved trajectories of a run again, with other rewards. No model is loaded.\n\n"
-    "RUN is the folder of a run. The result is a new folder with the same tokens and the new rewards, which "
-    "`rollouts run --from` reads.\n\n"
-    "\b\nExamples:\n  rollouts rescore runs/first --reward ./brevity.py:brevity\n"
-    "  rollouts rescore runs/first --reward env:1 --reward ./brevity.py:brevity:-0.1 --out runs/brief",
 )

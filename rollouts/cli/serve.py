@@ -15,6 +15,19 @@ SHOWN = "tool_parser template inference max_tokens temperature trust_remote_code
 def _serve(
     model: str, role: str, host: str, port: int, name: str, connections: int, request_seconds: float, **options: Any
 ) -> int:
+    """Serve a run's model at an address that speaks OpenAI's API.
+
+    RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. There are
+    /v1/chat/completions, /v1/models and /health. Requests that wait at the same time are sampled together. Ctrl-C ends
+    the server with exit code 0; requests in flight have ten seconds.
+
+    \b
+    Examples:
+      rollouts serve runs/first
+      rollouts serve runs/first --port 0 --name mine
+      rollouts serve runs/first --inference vllm --inference.python ~/venvs/vllm
+      rollouts eval --env calculator --model first --inference openai --inference.url http://127.0.0.1:8000/v1
+    """
     from rollouts.gateway.http_server import HTTPLimits
     from rollouts.runs.export import model_of_role
     from rollouts.runs.run_model import model_plan
@@ -66,11 +79,4 @@ serve = SettingsCommand(
             help="Deadline of one request. A request that passes it gets status 504.",
         ),
     ],
-    help="Serve a run's model at an address that speaks OpenAI's API.\n\n"
-    "RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. There are "
-    "/v1/chat/completions, /v1/models and /health. Requests that wait at the same time are sampled together. Ctrl-C "
-    "ends the server with exit code 0; requests in flight have ten seconds.\n\n"
-    "\b\nExamples:\n  rollouts serve runs/first\n  rollouts serve runs/first --port 0 --name mine\n"
-    "  rollouts serve runs/first --inference vllm --inference.python ~/venvs/vllm\n"
-    "  rollouts eval --env calculator --model first --inference openai --inference.url http://127.0.0.1:8000/v1",
 )

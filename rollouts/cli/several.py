@@ -18,7 +18,7 @@ from rollouts.terminal_text import number, print_table
 if TYPE_CHECKING:
     from rollouts.config.flags import Tree
     from rollouts.config.resolving import Resolved
-    from rollouts.runs.comparing import Evaluation
+    from rollouts.runs.comparing import RunEvaluation
     from rollouts.runs.several import Several
 
 SEEDS_SHOWN_MAX = 6  # with more seeds, the table has no column for each seed
@@ -206,7 +206,7 @@ def _show_models(runs: Several) -> None:
     click.echo(f"to look at them: rollouts view {runs.parent}")
 
 
-def _row(model: str, found: Evaluation, summary: dict[str, Any]) -> list[str]:
+def _row(model: str, found: RunEvaluation, summary: dict[str, Any]) -> list[str]:
     from rollouts.runs.progress import reduced_words
 
     error = "" if found.stderr is None else f"± {found.stderr:.3f}"

@@ -24,7 +24,7 @@ TASKS_MIN = 5
 """A paired comparison of fewer tasks has no interval. A bootstrap of 2 tasks covers the truth in half of the cases."""
 
 
-class Evaluation(NamedTuple):
+class RunEvaluation(NamedTuple):
     """What a run earned on its held-out tasks, and the standard error; None if nothing could be judged. A run that
     trains has been evaluated `before` and `after`. `reduce` says how the samples of a task became one reward. `failed`
     episodes have no reward. With several environments, `environments` has the reward and the standard error of each.
@@ -75,7 +75,7 @@ class Paired(NamedTuple):
         return {**self._asdict(), "verdict": self.verdict, **none}
 
 
-def evaluations_of(folder: Path) -> list[Evaluation]:
+def evaluations_of(folder: Path) -> list[RunEvaluation]:
     """The evaluations in a run's summary: one of an evaluation, up to two of a run that trains."""
     summary = read_json(folder / SUMMARY)
     if "reward_mean" in summary:
@@ -84,13 +84,13 @@ def evaluations_of(folder: Path) -> list[Evaluation]:
     return [_evaluation(when, trained[when]) for when in ("before", "after") if trained.get(when)]
 
 
-def _evaluation(when: str, found: Mapping[str, Any]) -> Evaluation:
+def _evaluation(when: str, found: Mapping[str, Any]) -> RunEvaluation:
     kind = "reduced" if "reduce" in found else "reward"
     both = f"{kind}_mean", f"{kind}_stderr"
     mean, error, greedy = (found.get(name) for name in (*both, "greedy_mean"))
     own = {env: (each.get(both[0]), each.get(both[1])) for env, each in found.get("environments", {}).items()}
     failed = sum((found.get("failed") or {}).values())
-    return Evaluation(when, found.get("tasks", 0), mean, error, greedy, found.get("reduce", "mean"), failed, own)
+    return RunEvaluation(when, found.get("tasks", 0), mean, error, greedy, found.get("reduce", "mean"), failed, own)
 
 
 class _Line(msgspec.Struct):

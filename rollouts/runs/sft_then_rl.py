@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -106,13 +106,12 @@ def train_phases(
             job.begin()
         sft, rl = (_with(plan, out=str(folder.path / name)) for plan, name in ((plans.sft, SFT), (plans.rl, RL)))
         now, both = started, {"whole": str(folder.shown)}
-        given = {"on_begin": job.begin, "hours_from": started}
         try:
             with _worded_for_both(folder):
                 if not holds_run(folder.path / RL):
                     first = cast(Observer, _PhaseObserver(observer, both | {"checkpoint": None}))
                     also = plans.rl.eval_tasks()
-                    _train_phase(sft, first, started, home, checkpoint, also_held_out=also, **given)
+                    _train_phase(sft, first, started, started, home, checkpoint, job.begin, also_held_out=also)
                     checkpoint, now = "", Start.now()
                     if _summary_of_finished(sft) is None:  # its hours are over
                         return job.summary
@@ -125,7 +124,8 @@ def train_phases(
                 rl = _with(rl, model=str(begins_with), lr=rl.lr)
                 changes = both | {"before_sft": _evaluated_first(sft, rl)}
                 second = cast(Observer, _PhaseObserver(observer, changes, plans.sft.settings))
-                _train_phase(rl, second, now, home, checkpoint, advice=advice_after_sft(plans.sft.settings), **given)
+                advice = advice_after_sft(plans.sft.settings)
+                _train_phase(rl, second, now, started, home, checkpoint, job.begin, advice=advice)
                 job.begin()  # both phases were already finished
         finally:
             if job.has_begun and holds_run(folder.path / SFT):
@@ -260,7 +260,16 @@ def _evaluated_first(sft: Plan, rl: Plan) -> dict[str, Any] | None:
     return found
 
 
-def _train_phase(plan: Plan, observer: Observer, started: Start, home: Path, checkpoint: str, **given: Any) -> None:
+def _train_phase(
+    plan: Plan,
+    observer: Observer,
+    started: Start,
+    hours_from: Start,
+    home: Path,
+    checkpoint: str,
+    on_begin: Callable[[], None],
+    **given: Any,
+) -> None:
     """Begin the phase or resume it; `given` are more arguments of `train`. A finished phase does not change, unless it
     resumes from an earlier checkpoint.
     """
@@ -270,7 +279,8 @@ def _train_phase(plan: Plan, observer: Observer, started: Start, home: Path, che
         resumes = holds_run(folder)
         make_folder = choose_folder(plan.settings.out, "", home, folder if resumes else None)
         chosen = named_checkpoint(folder, checkpoint, home) if checkpoint else None
-        train(plan, plan.eval_tasks(), make_folder, observer, started, resumes=resumes, checkpoint=chosen, **given)
+        given |= {"resumes": resumes, "checkpoint": chosen, "on_begin": on_begin, "hours_from": hours_from}
+        train(plan, plan.eval_tasks(), make_folder, observer, started, **given)
 
 
 def _is_over(plan: Plan) -> bool:

@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import cpu_budget
 import pytest
 import torch
 
@@ -19,8 +18,8 @@ from rollouts.models.loading import load_hf_model, load_tokenizer
 from rollouts.runs import run as run_resolved
 from rollouts.runs import sft_then_rl as room
 from rollouts.runs.folder import RunFolder
-from rollouts.runs.plan import config_text, make_plan
-from rollouts.runs.sft_then_rl import compose_phases, phases
+from rollouts.runs.plan import make_plan
+from rollouts.runs.sft_then_rl import phases
 
 PARTS = '''\
 from dataclasses import dataclass
@@ -111,49 +110,6 @@ def here(tmp_path, monkeypatch):
 
 def run(**settings):
     return rollouts.run(**SMALL | settings)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Makes the folder `out` that a test begins with: the first call with a key runs `begin`, later ones copy."""
-    folders = {}
-
-    def make(key, begin):
-        if key in folders:
-            shutil.copytree(folders[key][0], "out")
-        else:
-            with cpu_budget.excluded():
-                result = begin()
-            folders[key] = tmp_path_factory.mktemp("made") / "out", result
-            shutil.copytree("out", folders[key][0])
-        return folders[key][1]
-
-    return make
-
-
-@pytest.fixture
-def finished(made):
-    """A run of one supervised step and two of reinforcement, with all of its checkpoints."""
-    made("finished", lambda: run(checkpoint_every=1, sft={"steps": 1}))
-
-
-@pytest.fixture
-def stopped(made):
-    """Makes a run that stops before a step of a phase, and gives its message."""
-
-    def stop(at, **settings):
-        Path("stop").write_text(at)
-        try:
-            return made((at, *sorted(settings.items())), lambda: str(failure_of(**settings)))
-        finally:
-            Path("stop").unlink()
-
-    def failure_of(**settings):
-        with pytest.raises(RunError) as caught:
-            run(checkpoint_every=1, sft={"steps": 3}, **settings)
-        return caught.value
-
-    return stop
 
 
 def flags(**settings):
@@ -269,7 +225,6 @@ def test_lora_begins_with_the_merged_model(here):
     assert greedy[0]["after"]["greedy_mean"] == greedy[1]["before"]["greedy_mean"]
 
 
-@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_adapter_after_full_training_and_the_other_way(here):
     run(steps=1, lora_rank=2, sft={"steps": 1, "lora_rank": 0})
@@ -289,8 +244,11 @@ def test_it_is_two_runs_one_after_the_other(here):
     rollouts.run(**single | {"model": "one/checkpoints/step_000003", "lr": 3e-4, "out": "two"})
     assert lines_of("out/sft") == lines_of("one") and len(lines_of("out/sft")) == 3
     assert lines_of("out/rl") == lines_of("two") and len(lines_of("out/rl")) == 2
-    written = Path("out/config.toml").read_text()
-    assert config_text(compose_phases(resolve(*load_file("out/config.toml"))).whole) == written
+    rollouts.run("out/config.toml", out="again")
+    assert lines_of("again/rl") == lines_of("out/rl")
+    assert Path("again/config.toml").read_text() == Path("out/config.toml").read_text()
+    rollouts.run("out/rl/config.toml", out="rl_again")
+    assert lines_of("rl_again") == lines_of("out/rl")
 
 
 def test_the_command_announces_both_phases(capsys):
@@ -377,6 +335,14 @@ def test_a_launcher_is_told(monkeypatch):
 # --- going on -------------------------------------------------------------------------------------------------------
 
 
+def stopped(at, **settings):
+    Path("stop").write_text(at)
+    with pytest.raises(RunError) as caught:
+        run(checkpoint_every=1, sft={"steps": 3}, **settings)
+    Path("stop").unlink()
+    return str(caught.value)
+
+
 @pytest.fixture(scope="module", params=[pytest.param(0, marks=pytest.mark.nightly), 2], ids=["full", "lora"])
 def unbroken(request, tmp_path_factory):
     """A LoRA rank, and a run with it that nothing stopped."""
@@ -392,7 +358,7 @@ def unbroken(request, tmp_path_factory):
 @pytest.mark.parametrize(
     "at", [*(pytest.param(at, marks=pytest.mark.nightly) for at in ("sft 0", "rl 0")), "sft 2", "rl 1"]
 )
-def test_it_goes_on_where_it_stopped(at, unbroken, stopped, capsys):
+def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
     rank, whole = unbroken
     message = stopped(at, lora_rank=rank)
     phase = at.split()[0]
@@ -412,18 +378,25 @@ def test_it_goes_on_where_it_stopped(at, unbroken, stopped, capsys):
 
 
 @pytest.mark.slow
-def test_a_copy_of_a_run_and_one_that_was_moved_go_on(unbroken, stopped):
-    """The model of a copy is the checkpoint of its own first phase, though that of the first run still exists."""
-    rank, whole = unbroken
-    stopped("rl 1", lora_rank=rank)
+def test_a_run_that_was_moved_goes_on(here):
+    stopped("rl 1", lora_rank=2)
+    (here / "out").rename(here / "elsewhere")
+    assert main(["resume", "elsewhere"]) == 0
+    run(checkpoint_every=1, sft={"steps": 3}, lora_rank=2, out="whole")
+    assert lines_of("elsewhere/rl") == lines_of("whole/rl")
+
+
+@pytest.mark.slow
+def test_a_copy_of_a_run_goes_on(here):
+    """Its model is the checkpoint of its own first phase, though that of the first run is there still."""
+    stopped("rl 1", lora_rank=2)
     shutil.copytree("out", "copy")
     assert main(["resume", "copy"]) == 0
-    Path("out").rename("elsewhere")
-    assert main(["resume", "elsewhere"]) == 0
-    assert lines_of("copy/rl") == lines_of("elsewhere/rl") == lines_of(whole / "rl")
+    assert main(["resume", "out"]) == 0
+    assert lines_of("copy/rl") == lines_of("out/rl")
 
 
-def test_another_first_phase_is_another_model(here, capsys, stopped):
+def test_another_first_phase_is_another_model(here, capsys):
     stopped("rl 1")
     assert main(["resume", "out/sft", "--steps", "4"]) == 0
     capsys.readouterr()
@@ -437,8 +410,9 @@ def test_another_first_phase_is_another_model(here, capsys, stopped):
     assert "was written by a run of the model" in error and "copy/sft/checkpoints/step_000004" in error
 
 
-def test_a_second_phase_that_is_killed_as_it_goes_back(here, finished, monkeypatch, capsys):
+def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys):
     """Then the whole is not finished either."""
+    run(checkpoint_every=1, sft={"steps": 1})
     before = lines_of("out/rl")
 
     class Killed(BaseException):
@@ -447,7 +421,7 @@ def test_a_second_phase_that_is_killed_as_it_goes_back(here, finished, monkeypat
     def dies(*arguments, **settings):
         raise Killed
 
-    def dies_later(plan, observer, started, home, checkpoint, *, on_begin, **given):
+    def dies_later(plan, observer, now, started, home, checkpoint, on_begin, **also):
         on_begin()
         raise Killed
 
@@ -465,10 +439,8 @@ def test_a_second_phase_that_is_killed_as_it_goes_back(here, finished, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "phase", [*(pytest.param(each, marks=pytest.mark.nightly) for each in ("sft", "rl")), "between"]
-)
-def test_resume_auto_falls_back_in_either_phase(phase, stopped, capsys):
+@pytest.mark.parametrize("phase", ["sft", "rl", "between"])
+def test_resume_auto_falls_back_in_either_phase(phase, capsys):
     """Also where the first is over, with a checkpoint that is damaged, and the second has not begun with it."""
     steps = "3"
     if phase == "between":
@@ -489,30 +461,34 @@ def test_resume_auto_falls_back_in_either_phase(phase, stopped, capsys):
     assert summary_of("out")["status"] == "done"
 
 
-def test_it_is_made_longer(here, finished):
+def test_it_is_made_longer(here):
+    run(sft={"steps": 1})
     assert main(["resume", "out", "--steps", "3"]) == 0
     assert (summary_of("out/sft")["steps"], summary_of("out/rl")["steps"]) == (1, 3)
     assert "steps = 3\n" in Path("out/config.toml").read_text()
 
 
-def test_it_goes_back_to_a_checkpoint(here, finished):
+def test_it_goes_back_to_a_checkpoint(here):
+    run(checkpoint_every=1, sft={"steps": 1})
     before = lines_of("out/rl")
     assert main(["resume", "out", "--checkpoint", "step_000001"]) == 0
     assert summary_of("out/rl")["resumed_from"] == 1 and lines_of("out/rl") == before
     assert "resumed_from" not in summary_of("out/sft")
 
 
-def test_resume_auto_and_the_phase_that_is_over(here, stopped, capsys):
+def test_resume_auto(here, capsys):
     stopped("rl 0")
-    shutil.copytree("out", "between")
-    shutil.rmtree("between/rl")
+    command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "3")
+    assert summary_of("out")["status"] == "done"
+    assert "writing to out/sft" not in capsys.readouterr().out
+
+
+def test_the_phase_that_is_over_stays_as_it_was(here, capsys):
+    stopped("rl 0")
     command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "4", code=2)
     assert "sft.steps: 3 -> 4" in capsys.readouterr().err
-    command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "3")
-    assert summary_of("out")["status"] == "done" and "writing to out/sft" not in capsys.readouterr().out
-    shutil.rmtree("out")
-    Path("between").rename("out")
-    command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "4", "--steps", "0")
+    shutil.rmtree(here / "out" / "rl")
+    command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "4")
     assert summary_of("out/sft")["steps"] == 4 and summary_of("out")["status"] == "done"
 
 
@@ -535,7 +511,8 @@ def test_a_second_phase_that_cannot_begin_says_how_to_go_on(here, monkeypatch):
     assert summary_of("out")["status"] == "done"
 
 
-def test_a_resume_that_a_logger_refuses_changes_nothing(here, finished):
+def test_a_resume_that_a_logger_refuses_changes_nothing(here):
+    run()
     before = {path: path.read_bytes() for path in here.glob("out/**/*") if path.is_file() and path.name != ".lock"}
     assert main(["resume", "out", "--steps", "3", "--logger.Stop.refuses", "true"]) == 2
     after = {path: path.read_bytes() for path in here.glob("out/**/*") if path.is_file() and path.name != ".lock"}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.errors import ConfigError, UserError, first_line
 from rollouts.reducers import Reducer, stderr
-from rollouts.runs.comparing import Evaluation, evaluations_of, paired_difference
+from rollouts.runs.comparing import RunEvaluation, evaluations_of, paired_difference
 from rollouts.runs.folder import load_config
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def reduced_evaluations(
-    evaluations: Sequence[Evaluation], rewards: Mapping[str, float], reducer: Reducer
-) -> list[Evaluation]:
+    evaluations: Sequence[RunEvaluation], rewards: Mapping[str, float], reducer: Reducer
+) -> list[RunEvaluation]:
     """A run's evaluations, the last one with the mean of these rewards of its tasks, which `reducer` has reduced."""
     if not evaluations or not rewards:
         return list(evaluations)

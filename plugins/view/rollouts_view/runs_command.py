@@ -21,7 +21,7 @@ from rollouts.terminal_text import curve, number, print_table, visible
 
 if TYPE_CHECKING:
     from rollouts.reducers import Reducer
-    from rollouts.runs.comparing import Evaluation
+    from rollouts.runs.comparing import RunEvaluation
     from rollouts_view.listing import RunInfo
 
 CURVE_WIDTH = 16
@@ -236,7 +236,7 @@ def _last_with_curve(values: Sequence[float]) -> str:
     return f"{number(values[-1])}  {curve(values, CURVE_WIDTH)}" if values else "–"
 
 
-def _print_evaluations(run: Sequence[str], evaluations: Sequence[Sequence[Evaluation]]) -> None:
+def _print_evaluations(run: Sequence[str], evaluations: Sequence[Sequence[RunEvaluation]]) -> None:
     """The rewards on held-out tasks; of several models and several environments, also as a leaderboard."""
     from rollouts_view.listing import read_run
 
