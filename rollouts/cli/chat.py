@@ -62,9 +62,7 @@ def _chat(model: str, task: int | None, role: str | None, out: str | None, **opt
 
 
 class _Talk:
-    """A conversation between the input and the model. `signals` has the signal that ends the process, if one
-    arrived.
-    """
+    """A conversation of the input and the model. `signals` has the signal that ends the process, if one arrived."""
 
     def __init__(self, chat: Chat, transcript: TextIO | None, signals: list[int]) -> None:
         self._chat, self._transcript, self._signals = chat, transcript, signals
@@ -72,16 +70,15 @@ class _Talk:
 
     def run(self) -> None:
         """Read messages and print replies until the input ends. Raises KeyboardInterrupt."""
-        chat = self._chat
         self._play_task()
         while (text := self._read()) is not None:
             if text == NEW:
-                chat.begin_anew()
+                self._chat.begin_anew()
                 self._written = 0
                 click.echo("(a new conversation)", err=True)
                 self._play_task()
             elif text:
-                self._exchange(chat.conversation.say, text)
+                self._exchange(self._chat.conversation.say, text)
 
     def _play_task(self) -> None:
         """Let the model answer the task that opens the conversation, if there is one."""

@@ -17,7 +17,7 @@ from rollouts.bounds import call_arguments
 from rollouts.cli.chat import show_message, typed_line
 from rollouts.cli.options import SettingsCommand, chosen_infos, given_settings
 from rollouts.config.settings import EVAL
-from rollouts.errors import ConfigError, OutputError, UserError, leaves_of, near_misses
+from rollouts.errors import ConfigError, OutputError, UserError, in_lines, leaves_of, suggestion
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.terminal_text import print_table, visible
 from rollouts.types import Episode, Message, ToolCall
@@ -198,9 +198,9 @@ class _Screen:
             _append_row(rest, {"messages": request.messages})
             click.echo(f"({len(request.messages)} messages are saved in {rest})", err=True)
         else:
-            near = near_misses(word, ("/tool", "/call", "/tools", "/text", "/save", "/end", "/help"))
-            hint = f"did you mean: {', '.join(near)}? " if near else ""
-            raise ConfigError(f"there is no command {word}; {hint}/help lists them, and // begins a reply with a slash")
+            near = suggestion(word, ("/tool", "/call", "/tools", "/text", "/save", "/end", "/help"))
+            known = f"there is no command {word}; /help lists them, and // begins a reply with a slash"
+            raise ConfigError(in_lines(known, near))
 
     def _read(self) -> str:
         """The next reply or command. Raises KeyboardInterrupt at the end of the input."""

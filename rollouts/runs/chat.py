@@ -144,9 +144,9 @@ async def _conversation(
 def _role_of(env: Any, name: str | None) -> Role:
     """The role that the model has. Raises ConfigError."""
     roles = {role.name: role for role in roles_of(env)}
-    if name is None or name in roles:
-        return roles[name] if name else next(iter(roles.values()), NO_ROLE)
-    raise ConfigError(f"--role {name}: " + (f"the roles are {', '.join(roles)}" if roles else "there are no roles"))
+    if name and name not in roles:
+        raise ConfigError(f"--role {name}: the roles are {', '.join(roles) or 'none'}")
+    return roles[name] if name else next(iter(roles.values()), NO_ROLE)
 
 
 def _task(plan: Plan, number: int) -> Task:
@@ -155,9 +155,8 @@ def _task(plan: Plan, number: int) -> Task:
         raise ConfigError(f"--task {number}: there is no environment to take a task from; type --env NAME")
     tasks = plan.eval_tasks()
     if not 0 <= number < len(tasks):
-        few = ("there is no held-out task", "there is one held-out task; type --task 0")
         many = f"there are {len(tasks)} held-out tasks; give a number from 0 to {len(tasks) - 1}"
-        raise ConfigError(f"--task {number}: {many if len(tasks) > 1 else few[len(tasks)]}")
+        raise ConfigError(f"--task {number}: {many if tasks else 'there is no held-out task'}")
     return tasks[number]
 
 

@@ -353,7 +353,7 @@ def test_a_typed_call(line, arguments):
         ("/tool pryce tea", "the tools are: price, stop"),
         ("/tool", "the tools are: price, stop"),
         ("/tool stop now", "it takes none"),
-        ("/tool price a b c d", "'d' is one argument too many; it takes thing, count, flags"),
+        ("/tool price a b c d", "'d' is one too many; it takes thing, count, flags"),
         ("/tool price 'a", "No closing quotation"),
         ("/call price", "is no call"),
         ("/call [1]", "is no call"),
