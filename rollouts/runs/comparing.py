@@ -195,26 +195,18 @@ def paired_difference(
     return Paired(float(differences.mean()), float(low), float(high), n, left_out)
 
 
-class Interval(NamedTuple):
-    """The mean of `n` values, and its 95 % t-interval (None for one value)."""
+def interval_of(values: Sequence[float]) -> dict[str, float | None]:
+    """The number of the values, their mean and its 95 % t-interval: mean ± t(n - 1) s / sqrt(n), with the sample's
+    deviation s (ddof 1). One value has no interval.
 
-    n: int
-    mean: float
-    low: float | None
-    high: float | None
-
-
-def interval_of(values: Sequence[float]) -> Interval:
-    """The mean and its interval: mean ± t(n - 1) s / sqrt(n), with the sample's deviation s (ddof 1).
-
-    >>> [round(value, 3) for value in interval_of([1.0, 2.0, 3.0])]
-    [3, 2.0, -0.484, 4.484]
+    >>> {name: round(value, 3) for name, value in interval_of([1.0, 2.0, 3.0]).items()}
+    {'n': 3, 'mean': 2.0, 'low': -0.484, 'high': 4.484}
     """
     mean, n = statistics.fmean(values), len(values)
     if n < 2:
-        return Interval(n, mean, None, None)
+        return {"n": n, "mean": mean, "low": None, "high": None}
     half = t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n)
-    return Interval(n, mean, mean - half, mean + half)
+    return {"n": n, "mean": mean, "low": mean - half, "high": mean + half}
 
 
 def t_quantile(degrees: int, share: float = 0.95) -> float:

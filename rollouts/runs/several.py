@@ -332,5 +332,5 @@ def table_of(results: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, 
     table = {}
     for name in dict.fromkeys(name for numbers in results.values() for name in numbers):
         values = {seed: numbers.get(name) for seed, numbers in results.items()}
-        table[name] = {"values": values, **interval_of([v for v in values.values() if v is not None])._asdict()}
+        table[name] = {"values": values, **interval_of([v for v in values.values() if v is not None])}
     return table

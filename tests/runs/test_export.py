@@ -199,10 +199,10 @@ def test_the_adapter_alone(tmp_path):
     assert Path(base).is_dir(), "peft finds it"
 
 
-@pytest.mark.parametrize("mode", ["rl", "sft+rl"])
+@pytest.mark.parametrize("mode", [pytest.param("rl", marks=pytest.mark.nightly), "sft+rl"])
 def test_the_command_exports_a_run(tmp_path, monkeypatch, capsys, mode):
     monkeypatch.chdir(tmp_path)
-    summary = rollouts.run(**SMALL, mode=mode, lora_rank=2, checkpoint_every=1, out="run")
+    summary = rollouts.run(**SMALL | {"steps": 1}, mode=mode, lora_rank=2, checkpoint_every=1, out="run")
     assert find_checkpoint("run") == Path("run") / summary["checkpoint"]
     assert find_checkpoint("run/checkpoints" if mode == "rl" else "run/rl") == Path("run") / summary["checkpoint"]
     assert main(["export", "run", "out"]) == 0

@@ -103,13 +103,13 @@ def test_one_number_may_mean_a_count(text, words):
 
 
 def test_the_interval():
-    assert interval_of([2.0]) == (1, 2.0, None, None)
-    n, mean, low, high = interval_of([0.80, 0.84, 0.82, 0.86, 0.78])
+    assert interval_of([2.0]) == {"n": 1, "mean": 2.0, "low": None, "high": None}
+    n, mean, low, high = interval_of([0.80, 0.84, 0.82, 0.86, 0.78]).values()
     half = 2.7764451 * 0.0316227766 / 5**0.5  # t of 4 degrees; the deviation of the five
     assert (n, mean) == (5, pytest.approx(0.82))
     assert (low, high) == (pytest.approx(0.82 - half), pytest.approx(0.82 + half))
     table = table_of({"0": {"m": 1.0}, "1": {"m": 3.0, "k": 5.0}})
-    assert table["m"]["mean"] == 2.0 and table["k"] == {"values": {"0": None, "1": 5.0}, **interval_of([5.0])._asdict()}
+    assert table["m"]["mean"] == 2.0 and table["k"] == {"values": {"0": None, "1": 5.0}, **interval_of([5.0])}
 
 
 def test_each_is_a_single_run(inside, capsys):
