@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -52,20 +52,21 @@ def _chat(model: str, task: int | None, role: str | None, out: str | None, **opt
     given = given_settings(options)
     with contextlib.ExitStack() as stack:
         plan = stack.enter_context(model_plan(model, given, SETTINGS))
-        transcript = stack.enter_context(_transcript(out))
+        if out is not None:
+            check_new_file("--out", out)
         chat = stack.enter_context(open_chat(plan, task, _shown_once(), role))
         for note in chat.notes:
             click.echo(f"note: {note}", err=True)
         click.echo(f"{chat.title} · {NEW} forgets what was said, Ctrl-C stops a reply, Ctrl-D ends", err=True)
-        _Talk(chat, transcript, context.meta[SIGNALS]).run()
+        _Talk(chat, out, context.meta[SIGNALS]).run()
     return 0
 
 
 class _Talk:
     """A conversation of the input and the model. `signals` has the signal that ends the process, if one arrived."""
 
-    def __init__(self, chat: Chat, transcript: TextIO | None, signals: list[int]) -> None:
-        self._chat, self._transcript, self._signals = chat, transcript, signals
+    def __init__(self, chat: Chat, out: str | None, signals: list[int]) -> None:
+        self._chat, self._out, self._signals = chat, out, signals
         self._written = 0
 
     def run(self) -> None:
@@ -89,8 +90,6 @@ class _Talk:
             self._exchange(chat.conversation.play_task)
 
     def _exchange(self, ask: Callable[..., Awaitable[str]], *words: str) -> None:
-        from rollouts.encoding import encode
-
         chat, before = self._chat, len(self._chat.conversation.messages)
         try:
             if note := chat.call(ask, *words):
@@ -103,9 +102,8 @@ class _Talk:
                 raise
             click.echo("\n(stopped; this exchange is not part of the conversation)", err=True)
             return
-        if self._transcript is not None:
-            self._transcript.writelines(encode(message).decode() + "\n" for message in messages[self._written :])
-            self._transcript.flush()
+        if self._out is not None:
+            append_lines(self._out, messages[self._written :])
             self._written = len(messages)
 
     def _read(self) -> str | None:
@@ -188,24 +186,23 @@ def show_score(score: Score) -> None:
     click.secho(f"reward: {value} ({parts}){why}", bold=True)
 
 
-@contextlib.contextmanager
-def _transcript(out: str | None) -> Iterator[TextIO | None]:
-    """The file for the conversation, a new one; it is removed if nothing was said. Raises UserError."""
-    if out is None:
-        yield None
-        return
+def check_new_file(flag: str, file: str) -> None:
+    """Raise OutputError if this file exists already, or cannot be written."""
+    if Path(file).exists():
+        raise OutputError(f"{flag} {file}: this file exists already and is not overwritten; give another name")
+    append_lines(file, [])
+    Path(file).unlink()
+
+
+def append_lines(file: str, lines: Iterable[Any]) -> None:
+    """Add lines of JSON to a file. Raises OutputError."""
+    from rollouts.encoding import encode
+
     try:
-        file = open(out, "x", encoding="utf-8", errors="backslashreplace")
-    except FileExistsError as error:
-        raise OutputError(f"--out {out}: this file exists already and is not overwritten; give another name") from error
+        with open(file, "ab") as stream:
+            stream.writelines(encode(line) + b"\n" for line in lines)
     except OSError as error:
-        raise OutputError(f"--out {out} cannot be written: {error.strerror or error}") from error
-    with file:
-        try:
-            yield file
-        finally:
-            if not file.tell():
-                Path(out).unlink(missing_ok=True)
+        raise OutputError(f"{file} cannot be written: {error.strerror or error}") from error
 
 
 _DOCS = {

@@ -8,16 +8,15 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from rollouts.bounds import call_arguments
-from rollouts.cli.chat import show_message, typed_line
+from rollouts.cli.chat import append_lines, check_new_file, show_message, typed_line
 from rollouts.cli.options import SettingsCommand, chosen_infos, given_settings
 from rollouts.config.settings import EVAL
-from rollouts.errors import ConfigError, OutputError, UserError, in_lines, leaves_of, suggestion
+from rollouts.errors import ConfigError, UserError, in_lines, leaves_of, suggestion
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.terminal_text import print_table, visible
 from rollouts.types import Episode, Message, ToolCall
@@ -67,8 +66,8 @@ def _play(
     if episodes < 1:
         raise ConfigError(f"--episodes {episodes}: expected 1 or more")
     given = given_settings({**options, "env": (name,)})
-    if file is not None and Path(file).exists():
-        raise OutputError(f"--json {file}: this file exists already and is not overwritten; give another name")
+    if file is not None:
+        check_new_file("--json", file)
     with play_plan(given) as plan:
         for note in plan.notes:
             click.echo(f"note: {note}", err=True)
@@ -349,14 +348,7 @@ def _write_rows(file: str, episode: Episode) -> None:
 
 
 def _append_row(file: str, row: Mapping[str, Any]) -> None:
-    """Add a JSON line to a file. Raises OutputError."""
-    from rollouts.encoding import encode
-
-    try:
-        with open(file, "ab") as stream:
-            stream.write(encode({key: value for key, value in row.items() if value not in (None, "", [], {})}) + b"\n")
-    except OSError as error:
-        raise OutputError(f"{file} cannot be written: {error.strerror or error}") from error
+    append_lines(file, [{key: value for key, value in row.items() if value not in (None, "", [], {})}])
 
 
 _DOCS = {
