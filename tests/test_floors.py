@@ -93,7 +93,7 @@ MAY_HAVE_MANY = {
     # settings of a component, or names of a vocabulary
     *("fsdp.create_fsdp_backend", "hf.create_hf_inference", "torch.create_torch_backend", "token_advantages.gae"),
     "types.__init__",  # the fields of a Sample
-    *("env.serve", "command._check"),  # options of a command
+    "command._check",  # options of a command
     *("rollouts.create_batch_rollouts", "rl.run_rl_training"),  # as the first notes have them
     # too many
     *("episode.run_episode", "estimates.estimate_memory", "train.train", "batching.make_batch", "rl.train_rl"),

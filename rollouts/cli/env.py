@@ -145,9 +145,8 @@ def _serve(
     key: Path | None,
     insecure: bool,
     count: int,
-    memory_gib: float | None,
-    cpu_seconds: float | None,
     sandbox: str,
+    **limits: float | None,
 ) -> int:
     """Serve an environment to runs, also on other hosts.
 
@@ -170,5 +169,5 @@ def _serve(
     token = "" if token_file is None else read_token(token_file, "--token-file")
     address = Address(host, port, token, tls_context(certificate, key), count)
     allowed = served_sandbox(sandbox, click.get_current_context().obj or {})
-    serve_until_signal(name, address, Options(memory_gib, cpu_seconds, name, allowed), click.echo)
+    serve_until_signal(name, address, Options(**limits, only=name, sandbox=allowed), click.echo)
     return 0
