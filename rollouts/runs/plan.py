@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,15 +50,7 @@ from rollouts.runs.components import (
     takes_rows,
     with_data,
 )
-from rollouts.runs.earlier_run import (
-    evaluated,
-    find_checkpoint,
-    is_of_run,
-    overlap_notes,
-    run_of,
-    trained_before,
-    unused_of_run,
-)
+from rollouts.runs.earlier_run import differing_notes, evaluated, find_checkpoint, flattened, is_of_run, run_of
 from rollouts.runs.environments import Environment, held_out_tasks, plan_environments
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
@@ -192,7 +184,7 @@ class Plan(NamedTuple):
         for name in ("out", "resume"):
             del tree[name]
         tree |= plain_settings(component_tables(self.resolved.components))
-        flat: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(_flattened(tree_without_secrets(tree)))))
+        flat: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(flattened(tree_without_secrets(tree)))))
         return flat
 
     @property
@@ -310,15 +302,22 @@ def make_plan(
         composed = compose(manager, with_models, chosen, _critic_lr(settings), has_torch=not may_be_absent)
         settings = dataclasses.replace(settings, schedule=composed.schedule)
     components = {**resolved.components, **completed(own, chosen)}
-    run = run_of(resolved.settings.model) if is_evaluation else None
+    run = run_of(given)
     # Several environments share the held-out tasks by their mean weights over the steps of the run.
-    shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
+    shared = (
+        settings
+        if run is None or not is_evaluation
+        else dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
+    )
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     environments = _of_run(environments, chosen, settings)
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
     notes = composed.notes if is_evaluation else (*notes, *composed.notes)
     resolved = resolved._replace(settings=settings, components=components)
-    notes += _notes_of_earlier_run(manager, environments, resolved, chosen, run, given)
+    notes += differing_notes(run, resolved) if run is not None else ()
+    if is_evaluation and run is not None:
+        used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
+        notes += tuple(changed_code(Path(run.source.path).parent, code_files(used, source)))
     rewards = reward_terms(components["reward"], chosen["reward"])
     notes += (*_dropped_rewards(environments, rewards), *unread_notes(resolved))
     mode = "rl" if takes_rows(settings.mode, chosen) else settings.mode  # of the environments
@@ -327,7 +326,8 @@ def make_plan(
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
     _check_environments(environments, chosen["tool"], rewards if judges else None, mode)
     components["env"] = _with_curricula(components["env"], environments)
-    whole = Whole(settings, chosen, composed.stages, composed.stages_chosen, environments, rewards, filters)
+    parts = (chosen, *composed.stages_chosen) if composed.stages else ()
+    whole = Whole(settings, chosen, composed.stages, parts, environments, filters)
     notes += tuple(unused(whole, (*used_elsewhere, *(() if needs_environment else _OF_TALKS))))
     plan = Plan(
         resolved,
@@ -346,27 +346,6 @@ def make_plan(
     )
     _run_checks(plan, may_be_absent)
     return plan
-
-
-def _notes_of_earlier_run(
-    manager: PluginManager,
-    environments: Sequence[Environment],
-    resolved: Resolved,
-    chosen: Mapping[str, list[Chosen]],
-    run: Resolved | None,
-    model: str,
-) -> tuple[str, ...]:
-    """Notes about the run that wrote the model: of an evaluation of `model`, its settings are `run`."""
-    if resolved.settings.mode != "eval":
-        return trained_before(manager, environments, resolved)
-    if run is None:
-        return ()
-    used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
-    return (
-        *overlap_notes(manager, run, environments, resolved),
-        *unused_of_run(run, resolved, model),
-        *changed_code(Path(run.source.path).parent, code_files(used, resolved.source)),
-    )
 
 
 def _run_checks(plan: Plan, may_be_absent: bool) -> None:
@@ -528,14 +507,6 @@ def config_text(resolved: Resolved, *, with_secrets: bool = False) -> str:
     """
     resolved = resolved._replace(settings=dataclasses.replace(resolved.settings, out="", resume="never"))
     return to_toml(resolved if with_secrets else resolved.without_secrets())
-
-
-def _flattened(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flattened(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
 
 
 def _lr(settings: Settings) -> float:
