@@ -71,27 +71,26 @@ def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = Fals
     settings = plan.settings
     chat, missing = (None, "") if without_model else _chat_of(plan)
     plan = plan._replace(filters=()) if without_model else plan  # a filter may see rewards as tensors
-    lines, warnings, data = [missing] if missing else [], list[str](), ""
-    lines += sandbox_lines(plan.one("sandbox").name, plan.environments)
-    groups: list[Group] = []
-    if settings.mode != "sft" or (held_out and plan.rewards):
-        for env in plan.environments:
-            if task := _a_task(env, held_out):
-                with _users_mistake(env.alias):
-                    played = trio.run(_play, plan, env, task, chat)
-                groups += played
-                lines += [line for group in played for line in _episode_lines(plan, env, group, chat)]
-                replayed = _replay(plan, env, held_out)
-                lines, warnings = [*lines, *replayed.lines], [*warnings, *replayed.warnings]
+    found = Rehearsal([missing] if missing else [], [])
+    found.lines.extend(sandbox_lines(plan.one("sandbox").name, plan.environments))
+    score = Score(1.0)
+    for env in plan.environments if settings.mode != "sft" or (held_out and plan.rewards) else ():
+        if task := _a_task(env, held_out):
+            with _users_mistake(env.alias):
+                groups = trio.run(_play, plan, env, task, chat)
+            score = groups[0].episodes[0].score
+            found.lines.extend(line for group in groups for line in _episode_lines(plan, env, group, chat))
+            _replay(plan, env, held_out, found)
     if settings.mode == "sft" and chat is not None:
         words, data = _tried_conversations(plan, held_out, chat)
-        lines.append(words)
+        found.lines.append(words)
+        found = found._replace(data=data)
     elif settings.mode == "sft" and settings.data not in ("", *plan.resolved.source.objects.rows):
         require_file(settings.data)  # without the model's tokenizer, no conversation is read
     if settings.mode != "eval" and not without_model:
         with _users_mistake():
-            lines += trio.run(_train, plan, groups[0].episodes[0].score if groups else Score(1.0))
-    return Rehearsal(lines, warnings, data)
+            found.lines.extend(trio.run(_train, plan, score))
+    return found
 
 
 @contextlib.contextmanager
@@ -281,22 +280,19 @@ async def _play_script(player: Player, task: Task, engine: ScriptedEngine) -> li
 
 def _check_played(env: Environment, episode: Episode) -> None:
     """Raise an error if the environment failed or a reward raised. A reward may return None (it cannot judge)."""
-    name = env.alias or env.name
+    begin = f"{env.alias or env.name}: a test episode with scripted replies"
     if episode.status.is_infrastructure:
-        raise EnvironmentDefinitionError(
-            f"{name}: a test episode with scripted replies failed as {episode.status.value}: {episode.trajectory.error}"
-        )
+        raise EnvironmentDefinitionError(f"{begin} failed as {episode.status.value}: {episode.trajectory.error}")
     for why in episode.score.why.split("; "):
         if " could not judge: " in why and f": {RETURNED_NONE}" not in why:
-            raise ConfigError(f"{name}: in a test episode with scripted replies, the reward {why}")
+            raise ConfigError(f"{begin.replace(': a', ': in a')}, the reward {why}")
 
 
 def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat | None) -> Iterator[str]:
     """The messages, calls and rewards of a scripted episode, as lines."""
     episode = group.episodes[0]
     trajectory = episode.trajectory
-    of = f" of {env.alias}" if env.alias else ""
-    of += f", the {group.role}" if group.role else ""
+    of = (f" of {env.alias}" if env.alias else "") + (f", the {group.role}" if group.role else "")
     yield f"a scripted episode{of}: {counted(len(trajectory.messages), 'message')}, {trajectory.status.value}"
     first = trajectory.task.messages
     if group.role:
@@ -305,55 +301,57 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
         prompt = chat.render(first, trajectory.tools, True)
         count = len(chat.encode_prompt(first, trajectory.tools))
         yield f"  prompt: {count} tokens, the end is {shown(prompt[-PROMPT_CHARACTERS:])}"
-    yield from _message_lines_of(trajectory)
+    yield from _message_lines(trajectory)
     if chat is not None and trajectory.tools and not chat.can_write_calls:
         yield "  no tool was called, because the tool parser has no `write`"
     if "turn_limit" in trajectory.metrics and hasattr(env.make(), "reply"):
         yield f"  note: `reply` never ended the episode; it ended at --max-turns {plan.settings.max_turns}"
     if failures := _failures(episode):
-        yield f"  a tool failed ({', '.join(failures)}); its arguments are invented, so check whether it may fail"
+        yield f"  a tool failed ({failures}); its arguments are invented, so check whether it may fail"
     yield from (f"    {name}: {error}" for name, error in trajectory.tool_errors.items())
     yield from _score_lines(episode)
     if plan.filters:
         yield f"  filters: {_filter_words(plan, group)}"
 
 
-def _failures(episode: Episode) -> list[str]:
+def _failures(episode: Episode) -> str:
     """The kinds of failed tool calls in the episode."""
-    return [name.partition("/")[2] for name in episode.metrics if name.startswith("tool_failure/")]
+    return ", ".join(name.partition("/")[2] for name in episode.metrics if name.startswith("tool_failure/"))
 
 
 def _score_lines(episode: Episode) -> Iterator[str]:
     """The rewards and metrics of the episode."""
-    parts = ", ".join(f"{name} {_number(value)}" for name, value in episode.score.parts.items())
-    why = f"; {episode.score.why}" if episode.score.why else ""
-    yield f"  reward: {_number(episode.score.value)} ({parts}){why}"
+    score = episode.score
+    why = f"; {score.why}" if score.why else ""
+    yield f"  reward: {_number(score.value)} ({_numbers(score.parts)}){why}"
     if RETURNED_NONE in why:
         yield f"  {FORGOTTEN}"
-    metrics = {name[7:]: value for name, value in episode.metrics.items() if name.startswith("metric/")}
-    if metrics or "metric_failures" in episode.metrics:
-        failed = int(episode.metrics.get("metric_failures", 0))
-        words = [f"{name} {_number(value)}" for name, value in metrics.items()]
-        yield f"  metrics: {', '.join([*words, *([f'{failed} failed'] if failed else [])])}"
+    metrics = _numbers({name[7:]: value for name, value in episode.metrics.items() if name.startswith("metric/")})
+    failed = f"{episode.metrics['metric_failures']:g} failed" if "metric_failures" in episode.metrics else ""
+    if words := ", ".join(filter(None, (metrics, failed))):
+        yield f"  metrics: {words}"
 
 
-def _message_lines_of(trajectory: Trajectory) -> Iterator[str]:
-    """The first messages of a conversation, and how many there are more."""
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _numbers(values: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
+
+
+def _message_lines(trajectory: Trajectory) -> Iterator[str]:
+    """The first messages of a conversation and their calls, each cut to one line, and how many there are more."""
     first = len(trajectory.tools) * 2 + MESSAGES_MAX  # a call of each tool and its answer, and others
     for message in trajectory.messages[:first]:
-        yield from _message_lines(message)
+        if message.text or not message.tool_calls:
+            yield f"  {'answer' if message.role == 'tool' else message.role}: {shown(message.text)}"
+        for call in message.tool_calls:
+            arguments = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
+            why = f", which was not read back: {shown(call.error)}" if call.error else ""
+            yield f"  call: {call.name}({arguments}){why}"
     if (more := len(trajectory.messages) - first) > 0:
-        yield "  and one more message" if more == 1 else f"  and {more} more messages"
-
-
-def _message_lines(message: Message) -> Iterator[str]:
-    """A message and its calls, each cut to one line."""
-    if message.text or not message.tool_calls:
-        yield f"  {'answer' if message.role == 'tool' else message.role}: {shown(message.text)}"
-    for call in message.tool_calls:
-        arguments = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
-        why = f", which was not read back: {shown(call.error)}" if call.error else ""
-        yield f"  call: {call.name}({arguments}){why}"
+        yield f"  and {counted(more, 'more message')}"
 
 
 def _filter_words(plan: Plan, group: Group) -> str:
@@ -366,10 +364,6 @@ def _filter_words(plan: Plan, group: Group) -> str:
     with _users_mistake():
         dropped = filter_group(group, plan.filters, step=0, see=see).dropped
     return f"drop this group ({dropped}); its rollouts are alike" if dropped else "keep this group"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
 
 
 def _tried_conversations(plan: Plan, held_out: Sequence[Task], chat: ChatFormat) -> tuple[str, str]:
@@ -393,17 +387,19 @@ def _tried_conversations(plan: Plan, held_out: Sequence[Task], chat: ChatFormat)
 # --- a demonstration --------------------------------------------------------------------------------------------------
 
 
-def _replay(plan: Plan, env: Environment, held_out: Sequence[Task]) -> Rehearsal:
-    """An episode that repeats the replies of a demonstration, with the real tools and `reply`."""
+def _replay(plan: Plan, env: Environment, held_out: Sequence[Task], found: Rehearsal) -> None:
+    """Repeat the replies of a demonstration, with the real tools and `reply`. Adds to what was `found`."""
     made = env.make()
     if not hasattr(made, "demonstrations"):
-        return Rehearsal([], [])
+        return
     if roles_of(made):
-        return Rehearsal(["no demonstration is replayed: each is the conversation of one role"], [])
+        found.lines.append("no demonstration is replayed: each is the conversation of one role")
+        return
     try:
         task, not_judged, rest = _demonstration(env, held_out)
     except (ConfigError, EnvironmentDefinitionError) as none:  # mode rl needs no demonstration
-        return Rehearsal([f"no demonstration is replayed: {none}"], [])
+        found.lines.append(f"no demonstration is replayed: {none}")
+        return
     replies = [message for message in rest if message.role == "assistant"]
     settings = dataclasses.replace(plan.settings, max_turns=len(replies), max_tokens=CONTEXT_TOKENS)
     player = Player(settings, plan.environments, () if not_judged else plan.rewards, None)
@@ -411,26 +407,21 @@ def _replay(plan: Plan, env: Environment, held_out: Sequence[Task]) -> Rehearsal
     episode = group.episodes[0]
     if not not_judged:
         _check_played(env, episode)
-    trajectory = episode.trajectory
-    of = f" of {env.alias}" if env.alias else ""
-    lines = [
-        f"a demonstration{of}, replayed: {counted(len(trajectory.messages), 'message')}, {trajectory.status.value}"
-    ]
-    lines += _message_lines_of(trajectory)
-    warnings = []
+    trajectory, of = episode.trajectory, f" of {env.alias}" if env.alias else ""
+    ended = f"{counted(len(trajectory.messages), 'message')}, {trajectory.status.value}"
+    found.lines.extend([f"a demonstration{of}, replayed: {ended}", *_message_lines(trajectory)])
     if trajectory.error and trajectory.status.is_infrastructure:
-        lines.append(f"  {trajectory.error}")
-        warnings.append(f"the replay of a demonstration{of} failed as {trajectory.status.value}")
+        found.lines.append(f"  {trajectory.error}")
+        found.warnings.append(f"the replay of a demonstration{of} failed as {trajectory.status.value}")
     if failures := _failures(episode):
-        lines.append(f"  a tool failed ({', '.join(failures)}) with the arguments of the demonstration")
-        warnings.append(f"a tool failed ({', '.join(failures)}) with the arguments of a demonstration{of}")
+        found.lines.append(f"  a tool failed ({failures}) with the arguments of the demonstration")
+        found.warnings.append(f"a tool failed ({failures}) with the arguments of a demonstration{of}")
     if differences := list(_differences(rest, trajectory.messages[len(task.messages) :])):
-        lines += differences
-        warnings.append(f"the replay of a demonstration{of} differs from it")
+        found.lines.extend(differences)
+        found.warnings.append(f"the replay of a demonstration{of} differs from it")
     elif len(rest) > 1:
-        lines.append("  its tools and users said the same as in the demonstration")
-    lines += [f"  not judged: {not_judged}"] if not_judged else _score_lines(episode)
-    return Rehearsal(lines, warnings)
+        found.lines.append("  its tools and users said the same as in the demonstration")
+    found.lines.extend([f"  not judged: {not_judged}"] if not_judged else _score_lines(episode))
 
 
 def _demonstration(env: Environment, held_out: Sequence[Task]) -> tuple[Task, str, list[Message]]:
@@ -439,16 +430,12 @@ def _demonstration(env: Environment, held_out: Sequence[Task]) -> tuple[Task, st
     an answer or `info`, the prompt is enough.
     """
     tasks = first_tasks(env, held_out)
-    found = []
-    for same, prompt, rest in itertools.islice(with_tasks(env, tasks), DEMONSTRATIONS_MAX):
-        if len(same) == 1:
-            return same[0], "", rest
-        found.append((same, prompt, rest))
-    assert found, "an environment without any demonstration was refused"
-    same, prompt, rest = max(found, key=lambda each: bool(each[0]))  # the first one with tasks, else the first one
+    found = list(itertools.islice(with_tasks(env, tasks), DEMONSTRATIONS_MAX))
+    # One whose task is known, else the first with any task, else the first.
+    same, prompt, rest = min(found, key=lambda each: (len(each[0]) != 1, not each[0]))
     if same:
-        why = f"{len(same)} tasks have this prompt, so the rewards are not shown: give tasks different prompts"
-        return same[0], why, rest
+        many = f"{len(same)} tasks have this prompt, so the rewards are not shown: give tasks different prompts"
+        return same[0], many if len(same) > 1 else "", rest
     is_whole = all(task.answer is None and not task.info for task in tasks)
     why = "" if is_whole else f"none of the first {TASKS_MAX} tasks has the prompt of this demonstration"
     return Task(prompt, env=env.alias), why, rest
