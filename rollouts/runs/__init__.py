@@ -109,8 +109,7 @@ def run(
             plan = make_plan(resolved)
         make_folder = choose_folder(settings.out, default_out(plan.env_name, plan.one("loss").name), home, folder)
         chosen = named_checkpoint(folder, checkpoint, home) if folder is not None and checkpoint else None
-        held_out = plan.eval_tasks()
-        return train(plan, held_out, make_folder, observer, started, resumes=folder is not None, checkpoint=chosen)
+        return train(plan, make_folder, observer, started, resumes=folder is not None, checkpoint=chosen)
 
 
 def resume_run(folder: str, given: Tree, observer: Observer | None = None, *, checkpoint: str = "") -> dict[str, Any]:

@@ -25,7 +25,7 @@ from rollouts.runs.components import chosen_sampler, takes_rows
 from rollouts.runs.environments import demonstrations, task_buffer
 from rollouts.runs.folder import PHASES, SUMMARY, RunFolder, choose_folder, default_out, holds_run, read_json
 from rollouts.runs.held_objects import refuse_lost
-from rollouts.runs.jobs.learning import ADVICE, advice_after_sft, note_after_sft
+from rollouts.runs.jobs.learning import note_after_sft
 from rollouts.runs.jobs.train import train
 from rollouts.runs.observer import NullObserver, Observer
 from rollouts.runs.plan import Plan, config_text, make_plan
@@ -124,8 +124,7 @@ def train_phases(
                 rl = _with(rl, model=str(begins_with), lr=rl.lr)
                 both = {"whole": str(folder.shown), "before_sft": _evaluated_first(sft, rl)}
                 second = cast(Observer, _SecondObserver(observer, both, plans.sft.settings))
-                advice = advice_after_sft(plans.sft.settings)
-                _train_phase(rl, second, now, started, home, checkpoint, job.begin, advice=advice)
+                _train_phase(rl, second, now, started, home, checkpoint, job.begin)
                 job.begin()  # both phases were already finished
         finally:
             if job.has_begun and holds_run(folder.path / SFT):
@@ -277,10 +276,9 @@ def _train_phase(
     checkpoint: str,
     on_begin: Callable[[], None],
     also: Sequence[Task] = (),
-    advice: str = ADVICE,
 ) -> None:
-    """Begin the phase or resume it; `also` are more held-out tasks, and `advice` is that of `train`. A finished phase
-    does not change, unless it resumes from an earlier checkpoint.
+    """Begin the phase or resume it; `also` are more held-out tasks. A finished phase does not change, unless
+    it resumes from an earlier checkpoint.
     """
     folder = Path(plan.settings.out)
     if checkpoint or not _is_over(plan):
@@ -288,10 +286,8 @@ def _train_phase(
         resumes = holds_run(folder)
         make_folder = choose_folder(plan.settings.out, "", home, folder if resumes else None)
         chosen = named_checkpoint(folder, checkpoint, home) if checkpoint else None
-        held_out = plan.eval_tasks()
         train(
             plan,
-            held_out,
             make_folder,
             observer,
             started,
@@ -300,7 +296,6 @@ def _train_phase(
             also_held_out=also,
             on_begin=on_begin,
             hours_from=hours_from,
-            advice=advice,
         )
 
 

@@ -18,7 +18,7 @@ from rollouts.config.merging import merge
 from rollouts.config.resolving import resolve
 from rollouts.errors import BrokenPluginError, ConfigError, EnvironmentDefinitionError, SignatureError, UserError
 from rollouts.runs.environments import demonstrations, few_held_out_notes, held_out_notes, task_buffer
-from rollouts.runs.jobs.demonstrations import demonstration_samples
+from rollouts.runs.jobs.chat_data import demonstration_samples
 from rollouts.runs.plan import make_plan
 from rollouts.runs.session import load_chat
 from rollouts.training.datasets.buffer import DataBuffer

@@ -1,4 +1,4 @@
-"""The engines of a training run: its training backend, and evaluations, also while training goes on.
+"""The evaluations of a training run, also while training goes on; its engines and its training backend.
 
 With `--eval-inference`, an evaluation between two steps has an engine of its own, which gets the weights of that step.
 Training goes on while it plays, and at most one plays at a time: the next one waits for it. Not here: when a run
@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 import trio
 
 from rollouts.errors import ConfigError, cause_of, counted
-from rollouts.evaluate import Evaluation, check_passes, evaluate
+from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import read_lines
 from rollouts.runs.components import make_component
 from rollouts.runs.folder import EVALUATED, METRICS, episode_records
+from rollouts.runs.jobs.saving import ranking_of
 from rollouts.runs.plan import Plan
 from rollouts.runs.resume import RunState
 from rollouts.runs.sample_rows import EVAL_SAMPLES, held_out_rollouts
@@ -33,6 +34,7 @@ from rollouts.training.batches import RankServer, TrainingBackend
 from rollouts.training.batching import make_batch
 from rollouts.training.rollout_gen.groups import GroupScorer
 from rollouts.training.rollout_gen.pool import Failures, Job
+from rollouts.training.weights.store import write_metric
 from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Episode, Sample, Task
 
@@ -99,12 +101,10 @@ class HeldOutTasks:
 # --- while training goes on -------------------------------------------------------------------------------------------
 
 
-def make_engines(
-    plan: Plan, backend: TrainingBackend, folder: Path
-) -> tuple[InferenceBackend, InferenceBackend | None]:
-    """The run's engine, and that of `--eval-inference` (None: there is none), not entered. Raises UserError."""
+def make_engines(plan: Plan, backend: TrainingBackend, folder: Path) -> list[InferenceBackend]:
+    """The run's engine, and that of `--eval-inference` if there is one, not entered. Raises UserError."""
     environments, gets = plan.environments, plan.inference_arguments(backend, str(folder))
-    inference = make_inference(plan.one("inference"), gets, environments, must_train=plan.settings.samples)
+    engines = [make_inference(plan.one("inference"), gets, environments, must_train=plan.settings.samples)]
     for chosen in plan.chosen["eval_inference"]:
         gets = plan.inference_arguments(backend, str(folder / "eval_inference"), pinned=True)
         pinned = make_inference(chosen, gets, environments, must_train=True)
@@ -113,8 +113,8 @@ def make_engines(
                 f"--eval-inference {chosen.name}: it shares the weights of the trainer, which change while it "
                 "evaluates; an engine that names `pinned` in its factory can make a copy (docs/inference.md)"
             )
-        return inference, pinned
-    return inference, None
+        engines.append(pinned)
+    return engines
 
 
 class Finished(NamedTuple):
@@ -124,10 +124,6 @@ class Finished(NamedTuple):
     evaluation: dict[str, Any]
 
 
-Evaluate = Callable[[int, InferenceBackend], Awaitable[dict[str, Any]]]
-"""Evaluates after so many steps, with this engine."""
-
-
 class PinnedEvaluations:
     """Evaluations with an engine of their own, while training goes on. Use `entered` first.
 
@@ -135,7 +131,13 @@ class PinnedEvaluations:
     none.
     """
 
-    def __init__(self, engine: InferenceBackend, evaluate: Evaluate, *, temperature: float) -> None:
+    def __init__(
+        self,
+        engine: InferenceBackend,
+        evaluate: Callable[[int, InferenceBackend], Awaitable[dict[str, Any]]],
+        *,
+        temperature: float,
+    ) -> None:
         self._engine, self._evaluate = engine, evaluate
         self._syncing = WeightSyncManager([engine], temperature=temperature)
         self._nursery: trio.Nursery | None = None
@@ -183,36 +185,111 @@ class PinnedEvaluations:
         self._ended.set()
 
 
-async def resume_evaluation(
-    pinned: PinnedEvaluations | None, backend: TrainingBackend, state: RunState, folder: Path
-) -> str:
-    """Begin again with the evaluation that was pending when a checkpoint was written, if it has these weights. Returns
-    a note if the results are lost, else "". They are not lost if metrics.jsonl has them: the run went on before it
-    ended.
+class Evaluator:
+    """Evaluates a training run before its first step, between steps, and after its last one. `results` are those before
+    and after, `late` the metrics of evaluations beside training that ended after their step was logged.
     """
-    if not state.evaluating:
-        return ""
-    if pinned is not None and state.evaluating == state.step:
-        await pinned.start(backend, state.step)
-        return ""
-    lines = read_lines(folder / METRICS)
-    if any(step == state.evaluating - 1 and any(name.startswith("eval/") for name in line) for step, line, _ in lines):
-        return ""
-    return f"the evaluation after step {state.evaluating} was not finished, and is left out"
+
+    def __init__(
+        self, own: HeldOutTasks, loss: HeldOutLoss, backend: TrainingBackend, engines: Sequence[InferenceBackend]
+    ) -> None:
+        self.own, self.loss, self._backend = own, loss, backend
+        self._engine, *pinned = engines
+        self.results: dict[str, dict[str, Any] | None] = {"before": None, "after": None}
+        self.late: dict[str, float] = {}
+        self._last: Finished | None = None
+
+        def play(done: int, engine: InferenceBackend) -> Awaitable[dict[str, Any]]:
+            return own.play(f"step {done}", done, engine, shows=False)
+
+        temperature = own.player.settings.temperature
+        self._beside = [PinnedEvaluations(engine, play, temperature=temperature) for engine in pinned]
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether evaluations between steps play while training goes on."""
+        return bool(self._beside)
+
+    @property
+    def pending(self) -> int:
+        """The number of steps of the evaluation beside training that has no results yet; 0: there is none."""
+        return sum(each.pending for each in self._beside)
+
+    @contextlib.asynccontextmanager
+    async def entered(self) -> AsyncIterator[None]:
+        """Start the engine of evaluations beside training, if there is one."""
+        async with contextlib.AsyncExitStack() as stack:
+            for each in self._beside:
+                await stack.enter_async_context(each.entered())
+            yield
+
+    async def evaluate(self, when: str, done: int) -> dict[str, float]:
+        """Evaluate the held-out tasks after `done` steps, once per temperature. Returns the `eval/` metrics; empty if
+        there are no held-out tasks.
+        """
+        loss = await self.loss.measure(done, self.own.player.settings.prompts_per_step)
+        if not self.own.tasks or not self.own.player.rewards:
+            return loss
+        # These weights may have been evaluated just before the run stopped.
+        if when != "after" or not done or self._last is None or self._last.done != done:
+            self._last = Finished(done, await self.own.play(when, done, self._engine))
+        evaluation = self._last.evaluation
+        if when in self.results:
+            self.results[when] = evaluation
+        self.own.session.observer.evaluation(when, evaluation)
+        return loss | evaluation_metrics(evaluation)
+
+    async def between(self, done: int) -> dict[str, float]:
+        """Evaluate between two steps. Beside training, it begins after the evaluation before has ended, and only
+        metrics of this step are returned.
+        """
+        if not self._beside:
+            return await self.evaluate(f"step {done}", done)
+        (beside,) = self._beside
+        waited = await beside.wait()
+        self.take()
+        loss = await self.loss.measure(done, self.own.player.settings.prompts_per_step)
+        if not self.own.tasks or not self.own.player.rewards:
+            return loss
+        return {**loss, "time/eval_wait": waited, **await beside.start(self._backend, done)}
+
+    async def wait(self) -> None:
+        """Wait until the evaluation beside training has ended, if there is one."""
+        for beside in self._beside:
+            await beside.wait()
+
+    def take(self) -> None:
+        """Log the results of an evaluation beside training that has ended under its step, and rank its checkpoint by
+        them.
+        """
+        for found in filter(None, (beside.take() for beside in self._beside)):
+            self._last, metrics, session = found, evaluation_metrics(found.evaluation), self.own.session
+            self.late |= metrics
+            session.observer.evaluation(f"step {found.done}", found.evaluation)
+            session.loggers.add(metrics, found.done - 1)
+            path = session.folder.checkpoint_path(found.done)
+            ranked = ranking_of(self.own.player.settings, evaluates=True).value(metrics)
+            if ranked is not None and path.exists():
+                write_metric(path, ranked)
+
+    async def resume(self, state: RunState) -> None:
+        """Begin again with the evaluation that was pending when a checkpoint was written, if it has these weights. Else
+        note that the results are lost, unless metrics.jsonl has them, because the run went on before it ended.
+        """
+        self.results["before"], session = state.evaluation.get("before"), self.own.session
+        if not state.evaluating:
+            return
+        if self._beside and state.evaluating == state.step:
+            await self._beside[0].start(self._backend, state.step)
+            return
+        lines = read_lines(session.folder.path / METRICS)
+        if not any(
+            step == state.evaluating - 1 and any(n.startswith("eval/") for n in line) for step, line, _ in lines
+        ):
+            session.observer.note(f"the evaluation after step {state.evaluating} was not finished, and is left out")
 
 
 # --- supervised training ----------------------------------------------------------------------------------------------
-
-
-class ChatData(NamedTuple):
-    """The samples in the order in which the run trains on them, those of which it only computes the loss, notes for
-    the user, and after how many evaluations without a lower loss the run ends (0: it does not).
-    """
-
-    samples: Sequence[Sample]
-    held_out: Sequence[Sample]
-    notes: list[str]
-    patience: int = 0
 
 
 class HeldOutLoss:
