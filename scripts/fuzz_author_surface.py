@@ -43,7 +43,7 @@ from rollouts.loggers.jsonl import JSONLLogger
 from rollouts.plugins import hookimpl
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import Chosen
-from rollouts.runs.environments import Environment, held_out_tasks, task_buffer
+from rollouts.runs.environments import PlannedEnvironment, held_out_tasks, task_buffer
 from rollouts.runs.folder import RunFolder, episode_records
 from rollouts.training.algorithms.algorithm import as_algorithm
 from rollouts.training.algorithms.calls import call_per_rollout
@@ -190,7 +190,7 @@ def play(case: Case, folder: Path) -> str:
 
 
 def _run(case: Case, folder: Path) -> None:
-    env = Environment(Chosen("fuzzed", _environment(case), {}, None), 1.0, None, 1.0, 0, "", 60.0)
+    env = PlannedEnvironment(Chosen("fuzzed", _environment(case), {}, None), 1.0, None, 1.0, 0, "", 60.0)
     env.make_checked()
     if case.where == "demonstrations":
         for _, _messages in zip(range(2), env.demonstrations(), strict=False):
@@ -217,7 +217,7 @@ def _run(case: Case, folder: Path) -> None:
     manager.list("rewards", hooks=True)
 
 
-async def _step(case: Case, env: Environment, buffer: Any) -> Any:
+async def _step(case: Case, env: PlannedEnvironment, buffer: Any) -> Any:
     judge = _named(_at(case, "reward_function", lambda *_: 1.0), "trajectory")
     judge_all = _named(_at(case, "group_reward", lambda t: [1.0] * len(t)), "trajectories")
     terms = [env_term(), reward_term("own", judge), reward_term("group", judge_all)]

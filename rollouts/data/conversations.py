@@ -20,8 +20,8 @@ from rollouts.data.messages import (
     KEYS,
     TABLE,
     calls_from_text,
+    decode_json,
     match_results,
-    read_json,
     read_message,
     results_from_text,
     tools_of_row,
@@ -194,7 +194,7 @@ def _said(value: Any, column: str) -> str:
 def _list(value: Any, column: str) -> list[Any]:
     """The messages of a column, which may be JSON text."""
     if isinstance(value, str):
-        value = read_json(value, f"the column {column}")
+        value = decode_json(value, f"the column {column}")
     if not isinstance(value, list | tuple):
         raise BadRowError(f"the column {column} is no list of messages, got {type(value).__name__}")
     return list(value)

@@ -162,7 +162,7 @@ def _text_of(part: Any, kind: str) -> str:
 
 def _calls(value: Any) -> Iterable[Any]:
     if isinstance(value, str):
-        value = read_json(value, "the tool calls") if value.strip() else []
+        value = decode_json(value, "the tool calls") if value.strip() else []
     return [value] if isinstance(value, TABLE) else value or []
 
 
@@ -172,7 +172,7 @@ def _call(value: Any) -> ToolCall:
             raise BadRowError(f"the arguments of {value.name} are {problem}")
         return value
     if isinstance(value, str):
-        value = read_json(value, "a tool call")
+        value = decode_json(value, "a tool call")
     if not isinstance(value, TABLE):
         raise BadRowError(f"a tool call is a table, got {type(value).__name__}")
     function = value.get("function") or value
@@ -187,11 +187,11 @@ def _call(value: Any) -> ToolCall:
 def tools_of_row(value: Any) -> list[dict[str, Any]]:
     """The tools of a row as schemas. Raises BadRowError."""
     if isinstance(value, str):
-        value = read_json(value, "the column tools") if value.strip() else []
+        value = decode_json(value, "the column tools") if value.strip() else []
     found = []
     for tool in value or ():
         if isinstance(tool, str):
-            tool = read_json(tool, "a tool")
+            tool = decode_json(tool, "a tool")
         if not isinstance(tool, TABLE):
             raise BadRowError(f"a tool is a JSON schema, got {type(tool).__name__}")
         tool = dict(tool)
@@ -289,7 +289,7 @@ def _text(value: Any) -> str:
     return value
 
 
-def read_json(text: str, what: str) -> Any:
+def decode_json(text: str, what: str) -> Any:
     """The value of a text. Raises BadRowError, which begins with `what`."""
     try:
         value = json.loads(text)

@@ -90,9 +90,9 @@ def run(
     commits = pinned(known_revisions(folder, resolved.source))
     with shared_values(settings.cleanup_seconds), worker_pools(), remote_code(settings.trust_remote_code), commits:
         if settings.mode == "eval":
-            from rollouts.runs.jobs.evaluate import evaluate
+            from rollouts.runs.jobs.evaluate import play_evaluation
 
-            return evaluate(make_plan(resolved), observer, started, home, folder)
+            return play_evaluation(make_plan(resolved), observer, started, home, folder)
         if settings.mode == "sft+rl":
             from rollouts.runs.sft_then_rl import train_phases
 

@@ -13,7 +13,7 @@ from rollouts.env.authoring import of_role, roles_of
 from rollouts.errors import ConfigError
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine
-from rollouts.runs.environments import Environment
+from rollouts.runs.environments import PlannedEnvironment
 from rollouts.runs.plan import Plan
 from rollouts.runs.run_model import temporary_engine
 from rollouts.runs.session import episode_limits, load_chat
@@ -129,7 +129,7 @@ def open_chat(
 async def _conversation(
     plan: Plan,
     backend: InferenceBackend,
-    env: Environment | None,
+    env: PlannedEnvironment | None,
     chat: ChatFormat | None,
     task: Task | None,
     show: Callable[[Message], None],

@@ -14,7 +14,7 @@ import msgspec
 from rollouts.disk import open_regular
 from rollouts.errors import UserError, counted
 from rollouts.reducers import Reducer
-from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, load_config, phases_of, read_json
+from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, phases_of, read_config, read_json
 from rollouts.runs.seeds import t_quantile
 from rollouts.types import Message, Task, Trajectory
 
@@ -116,7 +116,7 @@ _DECODER = msgspec.json.Decoder(_Line)
 
 def reducer_of(folder: Path) -> Reducer:
     """How an evaluation reduced the samples of a task. Raises ConfigError for settings that cannot be read."""
-    settings = load_config(phases_of(folder)[-1])[0]
+    settings = read_config(phases_of(folder)[-1])[0]
     return Reducer(settings.get("reduce", "mean"), settings.get("answer_pattern", ""))
 
 

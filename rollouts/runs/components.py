@@ -69,7 +69,7 @@ _EXAMPLES = {
 }
 
 
-class Remote(Protocol):
+class RemoteEnvironments(Protocol):
     """Which environments run in workers, and the classes in their place; see `rollouts.runs.workers`."""
 
     def has(self, component: Component) -> bool:
@@ -108,7 +108,7 @@ def choose(
     components: Mapping[str, list[Component]],
     source: Source,
     places: Mapping[str, Path] | None = None,
-    workers: Remote | None = None,
+    workers: RemoteEnvironments | None = None,
     *,
     may_be_absent: bool = False,
 ) -> dict[str, list[Chosen]]:
@@ -244,7 +244,7 @@ def _choose(
     loss: Chosen | None,
     source: Source,
     path: Path,
-    workers: Remote | None = None,
+    workers: RemoteEnvironments | None = None,
 ) -> Chosen:
     """One component with its settings converted and completed."""
     name = component.name
@@ -263,7 +263,7 @@ def _choose(
     return Chosen(name, found, settings, ref, component.alias)
 
 
-class Found(NamedTuple):
+class ReadComponent(NamedTuple):
     """A component as the run uses it, its signature, and its name in errors. `ref` is None without an entry point."""
 
     component: Any
@@ -274,22 +274,22 @@ class Found(NamedTuple):
 
 def read_component(
     manager: PluginManager, key: str, component: Component, loss: Chosen | None, source: Source, path: Path
-) -> Found:
+) -> ReadComponent:
     """Import a component and read its signature. Its settings are not converted. `loss` is the run's loss, whose own
     parts may be meant; None for the loss itself. Raises UserError.
     """
     kind, name = COMPONENT_KINDS[key], component.name
     if key == "reward" and name == "env":
-        return Found(None, Signature((), ()), None, "the environment's own rewards")
+        return ReadComponent(None, Signature((), ()), None, "the environment's own rewards")
     if key == "tool_parser" and name in ("", AUTO):
-        return Found(None, Signature((), ()), None, f"--tool-parser {AUTO}")
+        return ReadComponent(None, Signature((), ()), None, f"--tool-parser {AUTO}")
     if loss is not None and key == "correction" and name == AUTO:
         # The algorithm's own correction if it has one; else the default one, which applies if another engine samples.
         own, label = loss.component.correction or truncated, "--correction auto"
-        return Found(own, check_signature(own, kind, label), None, label)
+        return ReadComponent(own, check_signature(own, kind, label), None, label)
     if loss is not None and ((key in OWN_KEYS and not name) or (key in ("shaping", "filter") and name == OWN)):
         label = f"the {KIND_WORDS[kind]} of {loss.name}"
-        return Found(*_own_part(key, component, loss, label, source, path), None, label)
+        return ReadComponent(*_own_part(key, component, loss, label, source, path), None, label)
     if key == "kl":
         from rollouts.training.algorithms.kl import check_kl
 
@@ -297,7 +297,7 @@ def read_component(
     label = f"{KIND_WORDS[kind]} {name}"
     ref = _find(manager, key, component)
     with _with_line(ref, manager.load(ref)):
-        return Found(*signed(manager.load(ref), kind, label), ref, label)
+        return ReadComponent(*signed(manager.load(ref), kind, label), ref, label)
 
 
 def _own_settings(settings: dict[str, Any], component: Component) -> dict[str, Any]:
@@ -440,7 +440,7 @@ def _own_functions(algorithm: Algorithm, key: str) -> tuple[Any, ...]:
     return () if part is None else (part.function if isinstance(part, KL) else part,)
 
 
-def with_data(resolved: Resolved, manager: PluginManager, workers: Remote | None = None) -> Resolved:
+def with_data(resolved: Resolved, manager: PluginManager, workers: RemoteEnvironments | None = None) -> Resolved:
     """The configuration with `--data` as the setting `data` of each environment that has this setting: its name, or a
     table of its name and the settings that were given. Raises UserError.
     """

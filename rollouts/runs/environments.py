@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from rollouts.sandboxes.base import Sandboxes
 
 
-class Environment(NamedTuple):
+class PlannedEnvironment(NamedTuple):
     """One environment of a run. `share` is its mean share over the run's steps; `curriculum` is the component of its
     weight, if the weight is a curriculum. `text_only`: the model reads no images, so a task with an image is an error.
     `trains`: the tasks are or were also used for training, so not all of them are held out; runs of earlier versions
@@ -322,11 +322,11 @@ def plan_environments(
     chosen: Sequence[Chosen],
     settings: Settings,
     source: Source,
-) -> tuple[Environment, ...]:
+) -> tuple[PlannedEnvironment, ...]:
     """The environments of a run with their weights. Raises UserError if a curriculum does not exist or cannot be used,
     or if at any step of the run a weight is negative or all weights are 0.
     """
-    environments: list[Environment] = []
+    environments: list[PlannedEnvironment] = []
     for component, found in zip(components, chosen, strict=True):
         given, rule = component.weight, None
         weight: mixing.Weight
@@ -336,7 +336,7 @@ def plan_environments(
         else:
             weight = mixing.piecewise(given) if isinstance(given, list) else given
         environments.append(
-            Environment(
+            PlannedEnvironment(
                 found,
                 weight,
                 rule,
@@ -364,13 +364,13 @@ def _setup_hint(error: Exception) -> str:
     )
 
 
-def held_out_tasks(environments: Sequence[Environment], count: int) -> list[Task]:
+def held_out_tasks(environments: Sequence[PlannedEnvironment], count: int) -> list[Task]:
     """`count` held-out tasks in total, split over the environments by their mean shares over the run."""
     counts = mixing.share_out(count, [env.share for env in environments])
     return [task for env, own in zip(environments, counts, strict=True) for task in env.held_out(own)]
 
 
-def held_out_notes(environments: Sequence[Environment], count: int) -> list[str]:
+def held_out_notes(environments: Sequence[PlannedEnvironment], count: int) -> list[str]:
     """A note for each environment that holds out fewer tasks, because its tasks are the same in both splits."""
     counts = mixing.share_out(count, [env.share for env in environments])
     found = [(env.alias or env.name, env.tasks_of_both(own)) for env, own in zip(environments, counts, strict=True)]
@@ -417,7 +417,9 @@ def chosen_tasks(text: str, tasks: Sequence[Task]) -> list[int]:
     return sorted(found)
 
 
-def few_held_out_notes(environments: Sequence[Environment], held_out: Sequence[Task], settings: Settings) -> list[str]:
+def few_held_out_notes(
+    environments: Sequence[PlannedEnvironment], held_out: Sequence[Task], settings: Settings
+) -> list[str]:
     """Notes if there are fewer held-out tasks than `--eval-tasks`. Of the default number, only the notes of
     `held_out_notes`: few people rely on it.
     """
@@ -445,7 +447,7 @@ def held_out_keys(held_out: Sequence[Task], alias: str) -> frozenset[str]:
 
 
 def task_buffer(
-    environments: Sequence[Environment],
+    environments: Sequence[PlannedEnvironment],
     held_out: Sequence[Task],
     tasks_per_step: int,
     sampler: Callable[..., TaskSampler] | None = None,
@@ -477,13 +479,13 @@ class Demonstration(NamedTuple):
     environment, and is the same in every epoch.
     """
 
-    env: Environment
+    env: PlannedEnvironment
     number: int
     messages: list[Message]
 
 
 def demonstrations(
-    environments: Sequence[Environment], held_out: Sequence[Task], per_step: int
+    environments: Sequence[PlannedEnvironment], held_out: Sequence[Task], per_step: int
 ) -> Iterator[Demonstration]:
     """Expert conversations without end, mixed by the environments' weights at the step that trains on it.
 
@@ -500,7 +502,7 @@ def demonstrations(
         yield next(streams[mixing.pick(shares, environments[0].seed, number)])
 
 
-def _without_end(env: Environment, prompts: HeldOutPrompts) -> Iterator[Demonstration]:
+def _without_end(env: PlannedEnvironment, prompts: HeldOutPrompts) -> Iterator[Demonstration]:
     """The demonstrations of one environment, epoch after epoch."""
     known: list[Demonstration] = []
     skipped = 0

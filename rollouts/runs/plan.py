@@ -51,7 +51,7 @@ from rollouts.runs.components import (
     with_data,
 )
 from rollouts.runs.earlier_run import differing_notes, evaluated, find_checkpoint, flattened, is_of_run, run_of
-from rollouts.runs.environments import Environment, held_out_tasks, plan_environments
+from rollouts.runs.environments import PlannedEnvironment, held_out_tasks, plan_environments
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
 from rollouts.runs.opponents import PlannedOpponent, plan_lora_roles, plan_opponents
@@ -86,7 +86,7 @@ class Plan(NamedTuple):
 
     resolved: Resolved
     chosen: dict[str, list[Chosen]]
-    environments: tuple[Environment, ...]
+    environments: tuple[PlannedEnvironment, ...]
     rewards: tuple[RewardTerm, ...]
     filters: tuple[Filter, ...]
     schedule: tuple[Stage, ...]
@@ -152,11 +152,6 @@ class Plan(NamedTuple):
     def config(self) -> str:
         """The content of config.toml."""
         return config_text(self.resolved)
-
-    @property
-    def config_of_ranks(self) -> str:
-        """The content of config.toml with secrets, for this run's own ranks."""
-        return config_text(self.resolved, with_secrets=True)
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -280,9 +275,10 @@ def make_plan(
     are keys whose components another phase of the run uses. Raises a UserError that says what to type.
     """
     resolved = with_rows(resolved)
-    settings, source = resolved.settings, resolved.source
+    settings, source, model = resolved.settings, resolved.source, resolved.settings.model
     _check_settings(settings, needs_environment and not resolved.components["env"])
-    is_evaluation, given = settings.mode == "eval", settings.model
+    # 1. Every component is found, imported, and given its settings.
+    is_evaluation = settings.mode == "eval"
     keys = [key for key in resolved.components if key in EVAL or not is_evaluation]
     manager = manager_for(resolved, keys)
     workers = Workers(resolved, manager)
@@ -290,45 +286,41 @@ def make_plan(
     own = {key: resolved.components[key] for key in keys}
     with naming_copies(Path(source.path).parent if source.path else next(iter(settings.from_run), None)):
         chosen = choose(manager, own, source, workers=workers, may_be_absent=may_be_absent)
-    (inference,) = chosen["inference"]
-    _check_parser(chosen["tool_parser"][0], inference)
+    _check_engine(chosen, resolved)
+    # 2. The algorithm of each stage, and the models.
     if is_evaluation:
-        settings, notes = evaluated(settings, inference)
-        composed = Composed((), (), (), None, notes)
+        settings, of_models = evaluated(settings, chosen["inference"][0])
+        composed = Composed((), (), (), None, ())
     else:
-        _check_trainable(inference, chosen["training"][0], resolved)
-        settings, notes = _models_of_runs(settings)
+        settings, of_models = _models_of_runs(settings)
         with_models = resolved._replace(settings=settings)
         composed = compose(manager, with_models, chosen, _critic_lr(settings), has_torch=not may_be_absent)
         settings = dataclasses.replace(settings, schedule=composed.schedule)
+    # 3. The environments, with what the run gives to each of them, and the rewards.
     components = {**resolved.components, **completed(own, chosen)}
-    run = run_of(given)
-    # Several environments share the held-out tasks by their mean weights over the steps of the run.
-    shared = (
-        settings
-        if run is None or not is_evaluation
-        else dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
-    )
+    run = _run_of(model, is_evaluation=is_evaluation)
+    shared = settings
+    if is_evaluation and run is not None:  # several share the held-out tasks by their mean weights over that run
+        shared = dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     environments = _of_run(environments, chosen, settings)
+    components["env"] = _with_curricula(components["env"], environments)
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
-    notes = composed.notes if is_evaluation else (*notes, *composed.notes)
-    resolved = resolved._replace(settings=settings, components=components)
-    notes += differing_notes(run, resolved) if run is not None else ()
-    if is_evaluation and run is not None:
-        used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
-        notes += tuple(changed_code(Path(run.source.path).parent, code_files(used, source)))
     rewards = reward_terms(components["reward"], chosen["reward"])
-    notes += (*_dropped_rewards(environments, rewards), *unread_notes(resolved))
-    mode = "rl" if takes_rows(settings.mode, chosen) else settings.mode  # of the environments
-    notes += _tools_of_demonstrations(environments) if mode == "sft" else ()
+    resolved = resolved._replace(settings=settings, components=components)
     refuse_env_of_rewards(environments, rewards)
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
-    _check_environments(environments, chosen["tool"], rewards if judges else None, mode)
-    components["env"] = _with_curricula(components["env"], environments)
+    demonstrates = settings.mode == "sft" and not takes_rows(settings.mode, chosen)
+    _check_environments(environments, chosen["tool"], rewards if judges else None, demonstrates=demonstrates)
+    # 4. Notes.
     parts = (chosen, *composed.stages_chosen) if composed.stages else ()
     whole = Whole(settings, chosen, composed.stages, parts, environments, filters)
-    notes += tuple(unused(whole, (*used_elsewhere, *(() if needs_environment else _OF_TALKS))))
+    notes = [*of_models, *composed.notes, *(differing_notes(run, resolved) if run is not None else ())]
+    if is_evaluation and run is not None:
+        used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
+        notes += changed_code(Path(run.source.path).parent, code_files(used, source))
+    notes += [*_dropped_rewards(environments, rewards), *unread_notes(resolved)]
+    notes += unused(whole, (*used_elsewhere, *(() if needs_environment else _OF_TALKS)))
     plan = Plan(
         resolved,
         chosen,
@@ -338,7 +330,7 @@ def make_plan(
         composed.stages,
         composed.stages_chosen,
         composed.auxiliary_models,
-        notes,
+        tuple(notes),
         manager,
         None if is_evaluation else chosen_optimizer(chosen),
         plan_opponents(manager, settings, environments, source),
@@ -348,13 +340,29 @@ def make_plan(
     return plan
 
 
+def _run_of(model: str, *, is_evaluation: bool) -> Resolved | None:
+    """The run that wrote the model. Raises ConfigError if an evaluation cannot read its settings."""
+    try:
+        return run_of(model)
+    except ConfigError:
+        if is_evaluation:
+            raise
+        return None
+
+
 def _run_checks(plan: Plan, may_be_absent: bool) -> None:
     """Let the backends and the rewards check their settings. Raises ConfigError, and MissingExtraError for an
     evaluation without the packages of its engine.
     """
     check_pinned(plan.chosen.get("eval_inference", ()), plan.settings)
-    if plan.settings.mode == "eval" and not may_be_absent:
-        _require_packages(plan.one("inference"))
+    if plan.settings.mode == "eval" and not may_be_absent and not plan.is_chat:
+        engine = plan.one("inference")
+        require_packages(  # a tokenizer for token ids, and torch for an engine of this process
+            f"the engine {engine.name}",
+            MODEL_PACKAGES if how_estimated(engine.component) == "embedded" else ("transformers",),
+            otherwise="or evaluate a model behind a server, which needs no such package: "
+            "--inference openai --inference.url URL",
+        )
     if plan.settings.mode != "eval":
         training = plan.one("training")
         run_check(training.component, plan.training_arguments(), training.settings)
@@ -366,8 +374,8 @@ def _run_checks(plan: Plan, may_be_absent: bool) -> None:
 
 
 def _of_run(
-    environments: Sequence[Environment], chosen: Mapping[str, list[Chosen]], settings: Settings
-) -> tuple[Environment, ...]:
+    environments: Sequence[PlannedEnvironment], chosen: Mapping[str, list[Chosen]], settings: Settings
+) -> tuple[PlannedEnvironment, ...]:
     """The environments with what the run gives to each of them. Raises UserError."""
     keeps_all = bool(settings.out) and is_older(Path(settings.out))  # what it evaluates is never trained
     text_only, tools = not is_evaluation_only(chosen["inference"][0].component), added_tools(chosen["tool"])
@@ -377,7 +385,7 @@ def _of_run(
     )
 
 
-def _with_curricula(components: Sequence[Component], environments: Sequence[Environment]) -> list[Component]:
+def _with_curricula(components: Sequence[Component], environments: Sequence[PlannedEnvironment]) -> list[Component]:
     """The chosen environments with every setting of their curricula."""
     return [
         each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
@@ -386,14 +394,18 @@ def _with_curricula(components: Sequence[Component], environments: Sequence[Envi
 
 
 def _check_environments(
-    environments: Sequence[Environment], tools: Sequence[Chosen], rewards: Sequence[RewardTerm] | None, mode: str
+    environments: Sequence[PlannedEnvironment],
+    tools: Sequence[Chosen],
+    rewards: Sequence[RewardTerm] | None,
+    *,
+    demonstrates: bool,
 ) -> None:
     """Raise EnvironmentDefinitionError for the first mistake of an environment, and ConfigError if an added tool has
     the name of one of its own. `rewards` None: nothing is judged.
     """
     for env in environments:
         made = env.make_checked()
-        if mode == "sft":
+        if demonstrates:
             env.require_demonstrations(made)
         check_environment(made, rewards)
         if env.system and (roles := roles_of(made)):
@@ -417,7 +429,7 @@ def reward_terms(components: Sequence[Component], chosen: Sequence[Chosen]) -> t
     return tuple(terms)
 
 
-def _dropped_rewards(environments: Sequence[Environment], rewards: Sequence[RewardTerm]) -> tuple[str, ...]:
+def _dropped_rewards(environments: Sequence[PlannedEnvironment], rewards: Sequence[RewardTerm]) -> tuple[str, ...]:
     """A note if the chosen rewards replace those of an environment, because users usually want both."""
     if not rewards or any(term.function is None for term in rewards):
         return ()
@@ -426,16 +438,6 @@ def _dropped_rewards(environments: Sequence[Environment], rewards: Sequence[Rewa
         return ()
     named, left_out = ", ".join(term.alias for term in rewards), ", ".join(own)
     return (f"--reward {named} replaces the environment's own reward ({left_out}); to keep it, add --reward env:1",)
-
-
-def _tools_of_demonstrations(environments: Sequence[Environment]) -> tuple[str, ...]:
-    """A note for each environment whose tasks have tools of their own, which its demonstrations do not show."""
-    return tuple(
-        f"the demonstrations of {env.name} belong to no task, so they show the model the tools that its class marks "
-        f"({', '.join(tool.name for tool in env.all_tools()) or 'none'}), not those of tools(task)"
-        for env in environments
-        if env.chooses_tools
-    )
 
 
 def _filters(chosen: Sequence[Chosen]) -> tuple[Filter, ...]:
@@ -453,48 +455,34 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
     """The settings with the newest checkpoint in place of each folder of a run, and a note for each. Raises
     ConfigError, and ModelError for a critic or a teacher that is a path without a model.
     """
-    given = {name: getattr(settings, name) for name in ("model", "critic", "teacher")}
-    found = {name: find_checkpoint(folder) for name, folder in given.items() if is_of_run(folder)}
-    notes = tuple(
-        ("" if name == "model" else f"--{name} ")
-        + f"{given[name]} is a run's folder: its newest checkpoint is used, {path.name}"
-        for name, path in found.items()
-    )
-    for name in ("critic", "teacher"):
-        if given[name] not in ("", "head") and name not in found:
+    notes, changes = [], dict[str, Any]()
+    for name in ("model", "critic", "teacher"):
+        given: str = getattr(settings, name)
+        if is_of_run(given):
+            path = find_checkpoint(given)
+            changes[name], flag = str(path), "" if name == "model" else f"--{name} "
+            notes.append(f"{flag}{given} is a run's folder: its newest checkpoint is used, {path.name}")
+        elif name != "model" and given not in ("", "head"):
             with said_of(f"--{name}"):
-                resolve_model_name(given[name])
-    changes: dict[str, Any] = {name: str(path) for name, path in found.items()}
-    return dataclasses.replace(settings, **changes), notes
+                resolve_model_name(given)
+    return dataclasses.replace(settings, **changes), tuple(notes)
 
 
-def _require_packages(inference: Chosen) -> None:
-    """Raise MissingExtraError if the engine of an evaluation needs packages that are not installed: a tokenizer if it
-    takes token ids, and torch if it runs in this process.
+def _check_engine(chosen: Mapping[str, list[Chosen]], resolved: Resolved) -> None:
+    """Raise ConfigError if the engine takes messages, and the run trains or has a tool parser; or if ranks would not
+    find a component.
     """
-    if not is_evaluation_only(inference.component):
-        is_embedded = how_estimated(inference.component) == "embedded"
-        require_packages(
-            f"the engine {inference.name}",
-            MODEL_PACKAGES if is_embedded else ("transformers",),
-            otherwise="or evaluate a model behind a server, which needs no such package: "
-            "--inference openai --inference.url URL",
-        )
-
-
-def _check_parser(parser: Chosen, inference: Chosen) -> None:
-    """Raise ConfigError if a tool parser is chosen for an engine that takes messages."""
-    if parser.component is not None and is_evaluation_only(inference.component):
+    (inference,), (parser,) = chosen["inference"], chosen["tool_parser"]
+    takes_messages = is_evaluation_only(inference.component)
+    if parser.component is not None and takes_messages:
         raise ConfigError(
             f"--tool-parser {parser.name}: with --inference {inference.name} the server reads the calls itself\n"
             "leave --tool-parser out"
         )
-
-
-def _check_trainable(inference: Chosen, training: Chosen, resolved: Resolved) -> None:
-    """Raise ConfigError if the engine is marked as only for evaluation, or if ranks would not find a component."""
-    refuse_ranks(resolved, training)
-    if is_evaluation_only(inference.component):
+    if resolved.settings.mode == "eval":
+        return
+    refuse_ranks(resolved, chosen["training"][0])
+    if takes_messages:
         raise ConfigError(
             f"--inference {inference.name}: it takes messages and returns no token ids with logprobs, so a run "
             "cannot train on its replies\ntype: --inference hf to train, or `rollouts eval` to evaluate with it"

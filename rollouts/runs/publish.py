@@ -19,7 +19,7 @@ from rollouts.config.resolving import EXPORTED, Resolved, resolve, run_settings_
 from rollouts.errors import ConfigError, RunError, UserError, counted, named
 from rollouts.models.folders import is_adapter, read_adapter_config
 from rollouts.models.loading import BUNDLED
-from rollouts.runs.folder import PHASES, SUMMARY, holds_run, load_config, read_json
+from rollouts.runs.folder import PHASES, SUMMARY, holds_run, read_config, read_json
 from rollouts.runs.manifest import MANIFEST
 from rollouts.runs.usage import is_on_hub, models_before, usage_lines
 
@@ -144,7 +144,7 @@ def _before_sft(run: Path, sft: Path | None) -> dict[str, Any] | None:
     """The evaluation before the supervised phase; None if there is none, or if it was of other tasks."""
     if sft is None:
         return None
-    of_tasks = [{key: load_config(each)[0].get(key) for key in ("env", "eval_tasks")} for each in (run, sft)]
+    of_tasks = [{key: read_config(each)[0].get(key) for key in ("env", "eval_tasks")} for each in (run, sft)]
     found: dict[str, Any] | None = (read_json(sft / SUMMARY).get("evaluation") or {}).get("before")
     return found if of_tasks[0] == of_tasks[1] else None
 

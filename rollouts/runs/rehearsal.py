@@ -32,7 +32,7 @@ from rollouts.inference.base import Capabilities, GenerateRequest, Generation, H
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.models.loading import adapters_beneath, load_tokenizer
 from rollouts.runs.components import takes_rows
-from rollouts.runs.environments import Environment
+from rollouts.runs.environments import PlannedEnvironment
 from rollouts.runs.jobs.chat_data import demonstration_samples, tried_rows
 from rollouts.runs.plan import Plan
 from rollouts.runs.session import Player, episode_limits, load_chat
@@ -118,7 +118,7 @@ def _chat_of(plan: Plan) -> tuple[ChatFormat | None, str]:
     return load_chat(plan.settings, plan.environments, tokenizer, plan.tool_parser), ""
 
 
-def _a_task(env: Environment, held_out: Sequence[Task]) -> Task | None:
+def _a_task(env: PlannedEnvironment, held_out: Sequence[Task]) -> Task | None:
     """A held-out task of the environment, else a training task; None for an environment that is never played."""
     tasks = [task for task in held_out if task.env == env.alias]
     if tasks or env.share == 0:
@@ -229,7 +229,7 @@ def _ids_of(message: Message, schemas: Sequence[dict[str, Any]], chat: ChatForma
     return [token for token, weight in zip(row.tokens, row.loss_mask, strict=True) if weight > 0]
 
 
-async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | None) -> list[Group]:
+async def _play(plan: Plan, env: PlannedEnvironment, task: Task, chat: ChatFormat | None) -> list[Group]:
     """Two scripted rollouts of the task as a group of each role, so that group rewards can compare them."""
     settings = plan.settings
     schemas = await _schemas_of(env, task, settings)
@@ -250,7 +250,7 @@ async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | Non
     return groups
 
 
-async def _schemas_of(env: Environment, task: Task, settings: Settings) -> list[dict[str, Any]]:
+async def _schemas_of(env: PlannedEnvironment, task: Task, settings: Settings) -> list[dict[str, Any]]:
     """The schemas of the tools that the model has in this task. If the environment fails, those of the marked tools:
     the episode then fails too, and is reported.
     """
@@ -277,7 +277,7 @@ async def _play_script(player: Player, task: Task, engine: ScriptedEngine) -> li
     return role_groups(Group(0, task, tuple(episodes)))
 
 
-def _check_played(env: Environment, episode: Episode) -> None:
+def _check_played(env: PlannedEnvironment, episode: Episode) -> None:
     """Raise an error if the environment failed or a reward raised. A reward may return None (it cannot judge)."""
     begin = f"{env.alias or env.name}: a test episode with scripted replies"
     if episode.status.is_infrastructure:
@@ -287,7 +287,7 @@ def _check_played(env: Environment, episode: Episode) -> None:
             raise ConfigError(f"{begin.replace(': a', ': in a')}, the reward {why}")
 
 
-def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat | None) -> Iterator[str]:
+def _episode_lines(plan: Plan, env: PlannedEnvironment, group: Group, chat: ChatFormat | None) -> Iterator[str]:
     """The messages, calls and rewards of a scripted episode, as lines."""
     episode = group.episodes[0]
     trajectory = episode.trajectory
@@ -386,7 +386,7 @@ def _tried_conversations(plan: Plan, held_out: Sequence[Task], chat: ChatFormat)
 # --- a demonstration --------------------------------------------------------------------------------------------------
 
 
-def _replay(plan: Plan, env: Environment, held_out: Sequence[Task], found: Rehearsal) -> None:
+def _replay(plan: Plan, env: PlannedEnvironment, held_out: Sequence[Task], found: Rehearsal) -> None:
     """Repeat the replies of a demonstration, with the real tools and `reply`. Adds to what was `found`."""
     made = env.make()
     if not hasattr(made, "demonstrations"):
@@ -423,7 +423,7 @@ def _replay(plan: Plan, env: Environment, held_out: Sequence[Task], found: Rehea
     found.lines.extend([f"  not judged: {not_judged}"] if not_judged else _score_lines(episode))
 
 
-def _demonstration(env: Environment, held_out: Sequence[Task]) -> tuple[Task, str, list[Message]]:
+def _demonstration(env: PlannedEnvironment, held_out: Sequence[Task]) -> tuple[Task, str, list[Message]]:
     """A demonstration as its task, the reason why rewards cannot judge it ("" if they can), and the messages after the
     prompt. The task is the only one of the environment with this prompt; the same task may come again. If no task has
     an answer or `info`, the prompt is enough.
@@ -440,7 +440,9 @@ def _demonstration(env: Environment, held_out: Sequence[Task]) -> tuple[Task, st
     return Task(prompt, env=env.alias), why, rest
 
 
-def with_tasks(env: Environment, tasks: Sequence[Task]) -> Iterator[tuple[list[Task], list[Message], list[Message]]]:
+def with_tasks(
+    env: PlannedEnvironment, tasks: Sequence[Task]
+) -> Iterator[tuple[list[Task], list[Message], list[Message]]]:
     """Each demonstration of the environment as the different tasks with its prompt, the prompt, and the messages after
     it. Raises EnvironmentDefinitionError if there is no demonstration.
     """
@@ -452,7 +454,7 @@ def with_tasks(env: Environment, tasks: Sequence[Task]) -> Iterator[tuple[list[T
         yield list(by_prompt.get(encode(messages[:count]), {}).values()), messages[:count], messages[count:]
 
 
-def first_tasks(env: Environment, held_out: Sequence[Task]) -> list[Task]:
+def first_tasks(env: PlannedEnvironment, held_out: Sequence[Task]) -> list[Task]:
     """The held-out tasks of the environment, and its first training tasks."""
     source = env.training_source()
     drawn = itertools.islice(source(0) if callable(source) else source, TASKS_MAX)

@@ -45,7 +45,7 @@ from rollouts.models.loading import BUNDLED, load_tokenizer
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import Chosen, make_component
-from rollouts.runs.environments import Environment
+from rollouts.runs.environments import PlannedEnvironment
 from rollouts.runs.folder import PARTS, SUMMARY, MakeFolder, RunFolder
 from rollouts.runs.loggers import LOGGERS_SECONDS, LOGGERS_SECONDS_INTERRUPTED, Loggers
 from rollouts.runs.observer import EngineState, Observer
@@ -62,7 +62,7 @@ STUCK_SECONDS = 2.0
 """A run that has not ended this long after the first Ctrl-C ends at the next one, even within trio."""
 
 
-class Job(Protocol):
+class SessionJob(Protocol):
     """What a session runs. It fills `summary`, which becomes summary.json."""
 
     summary: dict[str, Any]
@@ -90,7 +90,7 @@ class Session:
     def __init__(self, observer: Observer, started: Start, manager: PluginManager | None = None) -> None:
         self.observer = observer
         self.loggers = Loggers(observer.note)
-        self.job: Job | None = None
+        self.job: SessionJob | None = None
         self.backends: list[tuple[Chosen, object]] = []  # an unknown error that passed through one is its own
         self._started, self._manager = started, manager
         self._folder: RunFolder | None = None
@@ -114,7 +114,7 @@ class Session:
         self.resources.callback(self._folder.close)
         return self._folder
 
-    def begin(self, job: Job, title: str, total: int, notes: Sequence[str], settings: Mapping[str, Any]) -> None:
+    def begin(self, job: SessionJob, title: str, total: int, notes: Sequence[str], settings: Mapping[str, Any]) -> None:
         """Announce the job to the observer and the hooks. From here on, the folder is kept."""
         self.job = job
         log = ErrorLog(self.folder.path / ERRORS, self.observer.note, self.folder.shown / ERRORS)
@@ -146,7 +146,7 @@ class Session:
         if failure is not None and failure is not error:
             raise failure from failure.__cause__
 
-    def _end(self, job: Job, failure: BaseException | None) -> BaseException | None:
+    def _end(self, job: SessionJob, failure: BaseException | None) -> BaseException | None:
         """End the job. Returns the error to raise: the first one that occurred, or None."""
         failure = failure and self._named_failure(failure)
         if isinstance(failure, KeyboardInterrupt):
@@ -226,7 +226,7 @@ def model_words(model: str) -> str:
 
 def load_chat(
     settings: Settings,
-    environments: Sequence[Environment],
+    environments: Sequence[PlannedEnvironment],
     tokenizer: Any = None,
     tool_parser: ToolParser | None = None,
 ) -> ChatFormat:
@@ -240,7 +240,7 @@ def load_chat(
     return chat
 
 
-def _check_tools(chat: ChatFormat, environments: Sequence[Environment], settings: Settings) -> None:
+def _check_tools(chat: ChatFormat, environments: Sequence[PlannedEnvironment], settings: Settings) -> None:
     """Raise ModelError if an environment has tools, and the chat template cannot show their calls, or calls cannot be
     read out of the replies of this run.
     """
@@ -265,7 +265,7 @@ def chat_notes(chat: ChatFormat) -> list[str]:
 
 
 def make_inference(
-    chosen: Chosen, available: Mapping[str, Any], environments: Sequence[Environment], *, must_train: bool
+    chosen: Chosen, available: Mapping[str, Any], environments: Sequence[PlannedEnvironment], *, must_train: bool
 ) -> InferenceBackend:
     """The engine, not entered. It is checked if it has a `check`. Raises UserError if it cannot be used; with
     `must_train`, also if its replies cannot be trained on.
@@ -305,7 +305,7 @@ class Player(NamedTuple):
     """
 
     settings: Settings
-    environments: Sequence[Environment]
+    environments: Sequence[PlannedEnvironment]
     rewards: Sequence[RewardTerm]
     chat: ChatFormat | None
     opponents: Mapping[str, Opponent] = NO_OPPONENTS

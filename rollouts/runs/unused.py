@@ -14,7 +14,7 @@ from rollouts.config.convert import unflagged
 from rollouts.config.settings import AUTO, OWN, Settings
 from rollouts.runs.algorithms import asked_names, from_step
 from rollouts.runs.components import Chosen, takes_rows
-from rollouts.runs.environments import Environment
+from rollouts.runs.environments import PlannedEnvironment
 from rollouts.training.algorithms import checks
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, active_terms, function_label, needs, requests
 from rollouts.training.algorithms.checks import CRITIC_NAMES, TEACHER_NAMES
@@ -28,7 +28,7 @@ class Whole(NamedTuple):
     chosen: Mapping[str, list[Chosen]]
     stages: Sequence[Stage]
     parts: Sequence[Mapping[str, list[Chosen]]]
-    environments: Sequence[Environment]
+    environments: Sequence[PlannedEnvironment]
     filters: Sequence[Filter]
 
     @property

@@ -11,7 +11,7 @@ import msgspec
 
 from rollouts.encoding import encode
 from rollouts.errors import ConfigError, OutputError, UserError
-from rollouts.runs.folder import CONFIG, load_config
+from rollouts.runs.folder import CONFIG, read_config
 from rollouts.version import __version__
 from rollouts_view.catalog import Catalog
 from rollouts_view.comparing import compare
@@ -130,7 +130,7 @@ class ViewAPI:
         query.only()
         info = self.catalog.info(run)
         try:
-            settings: dict[str, Any] | None = load_config(self.catalog.folder(run))[0]
+            settings: dict[str, Any] | None = read_config(self.catalog.folder(run))[0]
         except ConfigError:
             settings = None  # `problem` of the run says why
         return {

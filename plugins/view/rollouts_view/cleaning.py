@@ -16,9 +16,9 @@ from rollouts.models.folders import all_checkpoints
 from rollouts.runs.folder import (
     RunFolder,
     holds_run,
-    load_config,
     note_removed,
     phases_of,
+    read_config,
     removed_steps,
     step_of_file,
     writer_of,
@@ -116,7 +116,7 @@ def _named_elsewhere(runs: Iterable[Path]) -> Iterator[Path]:
     """The runs and checkpoints that the settings of these runs name, such as `model` and `teacher`."""
     for run in runs:
         try:
-            settings = load_config(run)[0]
+            settings = read_config(run)[0]
         except ConfigError:
             continue  # a damaged run names nothing
         for text in _texts(settings):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rollouts.errors import ConfigError, UserError, first_line
 from rollouts.reducers import Reducer, stderr
 from rollouts.runs.comparing import Evaluation, evaluations_of, paired_difference
-from rollouts.runs.folder import load_config
+from rollouts.runs.folder import read_config
 
 if TYPE_CHECKING:
     from rollouts_view.catalog import Catalog
@@ -29,7 +29,7 @@ def differing_settings(folders: Sequence[Path]) -> dict[str, list[Any]]:
 
     Modes have different settings. So if the modes differ, a setting counts only if runs that have it differ in it.
     """
-    flat = [dict(_flat(load_config(folder)[0])) for folder in folders]
+    flat = [dict(_flat(read_config(folder)[0])) for folder in folders]
     is_one_mode = len({settings.get("mode") for settings in flat}) == 1
     names = dict.fromkeys(name for settings in flat for name in settings if name not in _OWN_TO_A_RUN)
     found = {}

@@ -16,7 +16,7 @@ import msgspec
 from rollouts.disk import open_regular, read_regular, write_whole
 from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, OutputError, UserError, in_lines, suggestion
-from rollouts.runs.folder import CONFIG, METRICS, SUMMARY, holds_run, load_config, phases_of, read_json, writer_of
+from rollouts.runs.folder import CONFIG, METRICS, SUMMARY, holds_run, phases_of, read_config, read_json, writer_of
 from rollouts.runs.manifest import MANIFEST
 
 LABELS = "labels.json"
@@ -109,7 +109,7 @@ def read_run(folder: Path) -> RunInfo:
     size = sum(size_of(folder))
     run = RunInfo(str(folder), "damaged", bytes=size, started=started, tags=labels.tags, note=labels.note)
     try:
-        settings = load_config(folder)[0]
+        settings = read_config(folder)[0]
     except ConfigError as error:
         return msgspec.structs.replace(run, problem=str(error))
     state, problem = _state(folder, summary)

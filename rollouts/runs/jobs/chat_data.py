@@ -19,7 +19,7 @@ from rollouts.data.loaders import NotARow
 from rollouts.data.source import Row, RowSettings, choose_loader, open_rows
 from rollouts.errors import ConfigError, ModelError, counted
 from rollouts.runs.components import takes_rows
-from rollouts.runs.environments import Environment, HeldOutPrompts, demonstrations
+from rollouts.runs.environments import HeldOutPrompts, PlannedEnvironment, demonstrations
 from rollouts.runs.plan import Plan
 from rollouts.training.datasets.chat_rows import ChatOptions, supervised_rows
 from rollouts.training.datasets.prepared import Preparer, ShuffledSamples, divided, prepare
@@ -151,7 +151,7 @@ def chat_options(plan: Plan, rows: RowSettings) -> ChatOptions:
 
 
 def demonstration_samples(
-    environments: Sequence[Environment], held_out: Sequence[Task], settings: Settings, chat: ChatFormat
+    environments: Sequence[PlannedEnvironment], held_out: Sequence[Task], settings: Settings, chat: ChatFormat
 ) -> list[Sample]:
     """Rows of the environments' expert conversations, in the order in which the run trains on them, as many as the run
     can use. The assistant's tokens are live. Demonstrations of held-out tasks are left out.

@@ -25,7 +25,7 @@ from rollouts.loggers.jsonl import read_lines
 from rollouts.runs.components import make_component
 from rollouts.runs.folder import EVALUATED, METRICS, episode_records
 from rollouts.runs.jobs.saving import ranking_of
-from rollouts.runs.plan import Plan
+from rollouts.runs.plan import Plan, config_text
 from rollouts.runs.resume import RunState
 from rollouts.runs.sample_rows import EVAL_SAMPLES, held_out_rollouts
 from rollouts.runs.session import Player, Session, make_inference
@@ -336,7 +336,7 @@ def make_training(plan: Plan, watch: Callable[[str], None] = lambda name: None) 
     """
     settings, chosen = plan.settings, plan.one("training")
     watch(f"loading {Path(settings.model).name}")
-    available = plan.training_arguments() | {"config": plan.config_of_ranks}
+    available = plan.training_arguments() | {"config": config_text(plan.resolved, with_secrets=True)}
     backend: TrainingBackend | RankServer = make_component("training backend", chosen, available)
     if isinstance(backend, RankServer):
         return backend

@@ -28,7 +28,7 @@ from rollouts.env.mixing import RewardTerm
 from rollouts.errors import ConfigError, PluginError, counted
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose
-from rollouts.runs.environments import Environment, plan_environments
+from rollouts.runs.environments import PlannedEnvironment, plan_environments
 from rollouts.runs.plan import reward_terms
 from rollouts.runs.workers import Workers, pools_of, refuse_env_of_rewards, with_sandboxes
 from rollouts.types import Message, Task
@@ -61,7 +61,7 @@ class Subject:
 
     found: Found
     resolved: Resolved
-    environment: Environment
+    environment: PlannedEnvironment
     rewards: tuple[RewardTerm, ...]
     scratch: Path
     seed: int = 0
