@@ -64,29 +64,24 @@ def dry_run(resolved: Resolved, *more: str) -> str:
 
 
 class Described(NamedTuple):
-    """The description of a plan. `warnings` are what the trial found that is probably a mistake. `data` says how many
-    conversations were tried; empty if all. `is_partial`: what needs torch or transformers was left out.
+    """The description of a plan. `data` says how many conversations were tried; empty if all. `is_partial`: what needs
+    torch or transformers was left out.
     """
 
     text: str
-    warnings: list[str]
     data: str
     is_partial: bool
 
 
 def _verdict(found: Described, mode: str, absent: Sequence[str]) -> list[str]:
     """The last lines of a dry run."""
-    lines = [f"warning: {words}" for words in found.warnings]
-    ok = f"ok, with {counted(len(lines), 'warning')}" if lines else "ok"
     if found.is_partial:
         left_out = "the model and the chat template" if mode == "eval" else "the model, the loss and the chat template"
         missing = f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed"
-        ok = f"{ok}, but not everything: {missing}, so {left_out} were not tried; to install:"
-        return [*lines, ok, INSTALL_TORCH]
-    everything = "everything else" if lines else "everything"
+        return [f"ok, but not everything: {missing}, so {left_out} were not tried; to install:", INSTALL_TORCH]
     data = f", and of the data {found.data}" if found.data else ""
     not_done = "the model was not asked" if mode == "eval" else "no model was loaded"
-    return [*lines, f"{ok}: {everything} was checked{data}; {not_done}, and nothing was written"]
+    return [f"ok: everything was checked{data}; {not_done}, and nothing was written"]
 
 
 def _describe_phases(resolved: Resolved, absent: Sequence[str]) -> Described:
@@ -103,9 +98,7 @@ def _describe_phases(resolved: Resolved, absent: Sequence[str]) -> Described:
         f"# The supervised phase, in OUT/{SFT}\n{first.text}\n\n# Reinforcement, in OUT/{RL}; its model is the last "
         f"checkpoint of the supervised phase\n{second.text}"
     )
-    return second._replace(
-        text=text, warnings=list(dict.fromkeys([*first.warnings, *second.warnings])), data=first.data
-    )
+    return second._replace(text=text, data=first.data)
 
 
 def describe(plan: Plan, absent: Sequence[str] = ()) -> Described:
@@ -127,7 +120,7 @@ def describe(plan: Plan, absent: Sequence[str] = ()) -> Described:
     elif trains and not takes_rows(settings.mode, plan.chosen):
         next(demonstrations(plan.environments, held_out, settings.prompts_per_step))
     is_partial = bool(absent) and not plan.is_chat
-    tried = rehearse(plan, held_out, without_model=is_partial)
+    tried, of_data = rehearse(plan, held_out, without_model=is_partial)
     size = None if absent or plan.is_chat else _known_size(settings.model)
     lines = [
         to_toml(plan.resolved.without_secrets()).rstrip(),
@@ -140,9 +133,9 @@ def describe(plan: Plan, absent: Sequence[str] = ()) -> Described:
         *(f"note: {note}" for note in (*plan.notes, *few_held_out_notes(plan.environments, held_out, settings))),
         "",
         "# Tried out",
-        *tried.lines,
+        *tried,
     ]
-    return Described("\n".join(lines), tried.warnings, tried.data, is_partial)
+    return Described("\n".join(lines), of_data, is_partial)
 
 
 def _component_lines(plan: Plan) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The trial of `--dry-run`, without the run's model: scripted episodes, and one small training step.
 
 A script replaces the model in the episode: it calls each of the environment's tools with arguments made from its
-schema, then replies with text. If the environment has demonstrations, a second episode repeats the replies of one.
+schema, then replies with text. (`rollouts check` replays demonstrations.)
 Episode, tools, rewards, metrics and filters run as in a real run. So does the training step, which trains the toy model
 of the package on invented tokens. Not here: everything that needs the run's model.
 """
@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import trio
 
@@ -53,43 +53,31 @@ _LOGPROB = -6.0  # the logprob of each scripted or invented token, similar to th
 _EXAMPLES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
-class Rehearsal(NamedTuple):
-    """The results of a trial as lines, and what is probably a mistake although nothing failed. `data` says how many
-    conversations were tried; empty if all.
-    """
-
-    lines: list[str]
-    warnings: list[str]
-    data: str = ""
-
-
-def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = False) -> Rehearsal:
-    """Try the plan. `without_model`: torch or transformers is not installed, so episodes use messages only, and no
-    training step is tried. Raises UserError, with file and line, if a component fails.
+def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = False) -> tuple[list[str], str]:
+    """Try the plan. Returns lines, and how many conversations of the data were tried ("" if all). `without_model`:
+    torch or transformers is not installed, so episodes use messages only, and no training step is tried. Raises
+    UserError, with file and line, if a component fails.
     """
     settings = plan.settings
     chat, missing = (None, "") if without_model else _chat_of(plan)
     plan = plan._replace(filters=()) if without_model else plan  # a filter may see rewards as tensors
-    found = Rehearsal([missing] if missing else [], [])
-    found.lines.extend(sandbox_lines(plan.one("sandbox").name, plan.environments))
-    score = Score(1.0)
+    lines, tried, score = [missing] if missing else [], "", Score(1.0)
+    lines += sandbox_lines(plan.one("sandbox").name, plan.environments)
     for env in plan.environments if settings.mode != "sft" or (held_out and plan.rewards) else ():
         if task := _a_task(env, held_out):
             with _users_mistake(env.alias):
                 groups = trio.run(_play, plan, env, task, chat)
             score = groups[0].episodes[0].score
-            found.lines.extend(line for group in groups for line in _episode_lines(plan, env, group, chat))
-            _replay(plan, env, held_out, found)
+            lines += [line for group in groups for line in _episode_lines(plan, env, group, chat)]
     if settings.mode == "sft" and chat is not None:
-        words, data = _tried_conversations(plan, held_out, chat)
-        found.lines.append(words)
-        found = found._replace(data=data)
+        words, tried = _tried_conversations(plan, held_out, chat)
+        lines.append(words)
     elif settings.mode == "sft" and settings.data not in ("", *plan.resolved.source.objects.rows):
         require_file(settings.data)  # without the model's tokenizer, no conversation is read
     if settings.mode != "eval" and not without_model:
         with _users_mistake():
-            found.lines.extend(trio.run(_train, plan, score))
-    return found
+            lines += trio.run(_train, plan, score)
+    return lines, tried
 
 
 @contextlib.contextmanager
@@ -244,7 +232,14 @@ async def _play(plan: Plan, env: PlannedEnvironment, task: Task, chat: ChatForma
         max_turns=settings.max_turns + max(0, len(schemas) - 1),
         max_tokens=settings.max_tokens + engine.more_tokens,
     )
-    groups = await _play_script(Player(limits, plan.environments, plan.rewards, chat), task, engine)
+    player = Player(limits, plan.environments, plan.rewards, chat)
+    jobs = [Job(task, (0, rollout)) for rollout in range(min(2, settings.samples_per_prompt))]
+    play = player.at(settings.temperature, settings.seed)
+    episodes: Sequence[Episode] = await run_episodes(jobs, play, engine, concurrency=settings.concurrency)
+    score = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
+    if score is not None:
+        (episodes,) = await score([episodes])
+    groups = role_groups(Group(0, task, tuple(episodes)))
     for group in groups:
         _check_played(env, group.episodes[0])
     return groups
@@ -261,20 +256,6 @@ async def _schemas_of(env: PlannedEnvironment, task: Task, settings: Settings) -
             tools = await tools_of_task(task, env.make, engine, limits, *places, tools=env.tools)
             return [schema_of(tool) for tool in tools]
     return env.schemas()
-
-
-async def _play_script(player: Player, task: Task, engine: ScriptedEngine) -> list[Group]:
-    """Two rollouts of the task with this engine, judged; one if the run samples one per prompt. With roles, a group of
-    each.
-    """
-    settings = player.settings
-    play = player.at(settings.temperature, settings.seed)
-    jobs = [Job(task, (0, rollout)) for rollout in range(min(2, settings.samples_per_prompt))]
-    episodes: Sequence[Episode] = await run_episodes(jobs, play, engine, concurrency=settings.concurrency)
-    score = group_scorer(player.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
-    if score is not None:
-        (episodes,) = await score([episodes])
-    return role_groups(Group(0, task, tuple(episodes)))
 
 
 def _check_played(env: PlannedEnvironment, episode: Episode) -> None:
@@ -383,61 +364,7 @@ def _tried_conversations(plan: Plan, held_out: Sequence[Task], chat: ChatFormat)
     return f"{of}: {counted(tokens, 'token')}, {live} of them trained", limited if total > count else ""
 
 
-# --- a demonstration --------------------------------------------------------------------------------------------------
-
-
-def _replay(plan: Plan, env: PlannedEnvironment, held_out: Sequence[Task], found: Rehearsal) -> None:
-    """Repeat the replies of a demonstration, with the real tools and `reply`. Adds to what was `found`."""
-    made = env.make()
-    if not hasattr(made, "demonstrations"):
-        return
-    if roles_of(made):
-        found.lines.append("no demonstration is replayed: each is the conversation of one role")
-        return
-    try:
-        task, not_judged, rest = _demonstration(env, held_out)
-    except (ConfigError, EnvironmentDefinitionError) as none:  # mode rl needs no demonstration
-        found.lines.append(f"no demonstration is replayed: {none}")
-        return
-    replies = [message for message in rest if message.role == "assistant"]
-    settings = dataclasses.replace(plan.settings, max_turns=len(replies), max_tokens=CONTEXT_TOKENS)
-    player = Player(settings, plan.environments, () if not_judged else plan.rewards, None)
-    (group,) = trio.run(_play_script, player, task, ScriptedEngine(replies))
-    episode = group.episodes[0]
-    if not not_judged:
-        _check_played(env, episode)
-    trajectory, of = episode.trajectory, f" of {env.alias}" if env.alias else ""
-    ended = f"{counted(len(trajectory.messages), 'message')}, {trajectory.status.value}"
-    found.lines.extend([f"a demonstration{of}, replayed: {ended}", *_message_lines(trajectory)])
-    if trajectory.error and trajectory.status.is_infrastructure:
-        found.lines.append(f"  {trajectory.error}")
-        found.warnings.append(f"the replay of a demonstration{of} failed as {trajectory.status.value}")
-    if failures := _failures(episode):
-        found.lines.append(f"  a tool failed ({failures}) with the arguments of the demonstration")
-        found.warnings.append(f"a tool failed ({failures}) with the arguments of a demonstration{of}")
-    if differences := list(_differences(rest, trajectory.messages[len(task.messages) :])):
-        found.lines.extend(differences)
-        found.warnings.append(f"the replay of a demonstration{of} differs from it")
-    elif len(rest) > 1:
-        found.lines.append("  its tools and users said the same as in the demonstration")
-    found.lines.extend([f"  not judged: {not_judged}"] if not_judged else _score_lines(episode))
-
-
-def _demonstration(env: PlannedEnvironment, held_out: Sequence[Task]) -> tuple[Task, str, list[Message]]:
-    """A demonstration as its task, the reason why rewards cannot judge it ("" if they can), and the messages after the
-    prompt. The task is the only one of the environment with this prompt; the same task may come again. If no task has
-    an answer or `info`, the prompt is enough.
-    """
-    tasks = first_tasks(env, held_out)
-    found = list(itertools.islice(with_tasks(env, tasks), DEMONSTRATIONS_MAX))
-    # One whose task is known, else the first with any task, else the first.
-    same, prompt, rest = min(found, key=lambda each: (len(each[0]) != 1, not each[0]))
-    if same:
-        many = f"{len(same)} tasks have this prompt, so the rewards are not shown: give tasks different prompts"
-        return same[0], many if len(same) > 1 else "", rest
-    is_whole = all(task.answer is None and not task.info for task in tasks)
-    why = "" if is_whole else f"none of the first {TASKS_MAX} tasks has the prompt of this demonstration"
-    return Task(prompt, env=env.alias), why, rest
+# --- demonstrations ---
 
 
 def with_tasks(
@@ -459,20 +386,6 @@ def first_tasks(env: PlannedEnvironment, held_out: Sequence[Task]) -> list[Task]
     source = env.training_source()
     drawn = itertools.islice(source(0) if callable(source) else source, TASKS_MAX)
     return [*(task for task in held_out if task.env == env.alias), *drawn]
-
-
-def _differences(wanted: Sequence[Message], played: Sequence[Message]) -> Iterator[str]:
-    """A line for each tool result and user text that differs from the demonstration's; the last one if the roles
-    differ, because then the conversations cannot be compared.
-    """
-    for theirs, ours in itertools.zip_longest(wanted, played):
-        if theirs is None or ours is None or theirs.role != ours.role:
-            here, there = (f"{each.role} {shown(each.text)}" if each else "its end" for each in (ours, theirs))
-            yield f"  differs: here comes {here}, in the demonstration {there}"
-            return
-        if ours.role != "assistant" and ours.text != theirs.text:
-            who = f"the tool {ours.name}" if ours.name else "the environment"
-            yield f"  differs: {who} says {shown(ours.text)}, in the demonstration {shown(theirs.text)}"
 
 
 # --- the training step ------------------------------------------------------------------------------------------------

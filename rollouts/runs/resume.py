@@ -328,7 +328,8 @@ def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajec
     itself.
     """
     notes, wanted = [], set(range(steps))
-    there = {name: set(lines) for name, lines in logged.items()}
+    absent = wanted - _steps_with_own_logger(folder.path, steps)
+    there = {name: set(lines) | absent for name, lines in logged.items()}
     if with_trajectories:
         files = [path for path in (folder.path / "trajectories").glob("*.jsonl") if path.stat().st_size]
         kept = {step for path in files if (step := step_of_file(path)) is not None}
@@ -343,6 +344,21 @@ def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajec
         for name, has_steps in there.items()
         if (lost := wanted - has_steps)
     ]
+
+
+def _steps_with_own_logger(folder: Path, steps: int) -> set[int]:
+    """Those of the first `steps` steps of the run that its manifest says were logged by its own logger: an earlier
+    version left it out if another logger was chosen.
+    """
+    manifest, (own,) = read_json(folder / MANIFEST), Settings.logger
+    found = set[int]()
+    for begun in ({**manifest, "step": 0}, *manifest.get("resumed", ())):
+        components = begun.get("components")
+        later = set(range(begun["step"], steps))
+        found -= later
+        if components is None or any((each["kind"], each["name"]) == ("loggers", own) for each in components):
+            found |= later
+    return found
 
 
 def _instead(folder: Path, earlier: Path | None, *, is_other: bool) -> str:
