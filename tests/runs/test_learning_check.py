@@ -18,9 +18,11 @@ from rollouts.runs.jobs.learning import (
     failing_calls,
     note_after_sft,
     why_flat,
+    why_nothing,
 )
+from rollouts.training.algorithms.recipes import DPO, GRPO, RFT
 from rollouts.training.rollout_gen.groups import Group
-from rollouts.types import Episode, Message, Score, Status, Task, ToolCall, Trajectory
+from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
 PARTS = '''\
 import itertools
@@ -159,8 +161,13 @@ def run(arguments, capsys, code=0):
     return capsys.readouterr().out.splitlines(), json.loads(Path("r/summary.json").read_text()).get("warnings", [])
 
 
+IN_CI = (PRODUCTS, "--env ./parts.py:Refusing --prompts-per-step 8")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", CAUSES)
+@pytest.mark.parametrize(
+    "arguments", [pytest.param(each, marks=[] if each in IN_CI else [pytest.mark.nightly]) for each in CAUSES]
+)
 def test_the_cause_is_named_within_ten_steps_and_at_the_end(arguments, capsys):
     lines, warnings = run(arguments, capsys)
     about = [
@@ -216,6 +223,44 @@ def test_what_is_flat():
     assert why_flat([group(0.5, None, 0.5)]) and why_flat([group(0.1 + 0.2, 0.3)])
     assert not why_flat([]) and not why_flat([group(None)]) and not why_flat([group(0.5, 0.5), group(0.0, 1.0)])
     assert why_flat([group(0.0, 0.0, why="right: KeyError: 'a'\nmore")]).endswith("(right: KeyError: 'a')")
+
+
+def cut(group, tokens):
+    """The group with replies of so many tokens, which were cut off."""
+    segment = Segment([1] * tokens, [1.0] * tokens, [-1.0] * tokens, [0] * tokens)
+
+    def episode(each):
+        trajectory = each.trajectory
+        short = Trajectory(group.task, trajectory.messages, [segment], Status.TRUNCATED)
+        return each._replace(trajectories=[short])
+
+    return group._replace(episodes=tuple(map(episode, group.episodes)))
+
+
+SKIPPED = {"optim/grad_norm": 0.0, "optim/skipped": 1.0}
+MIXED = group(0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("words", "groups", "advantages", "metrics", "algorithm", "settings"),
+    [
+        ("", [MIXED], [1.0, -1.0], {}, GRPO, {}),
+        ("the learning rate is 0", [MIXED], [1.0], {"optim/lr": 0.0}, GRPO, {}),
+        ("the filters dropped every group (dull)", [MIXED._replace(dropped="dull")], [], SKIPPED, GRPO, {}),
+        ("in every rollout, and the filters dropped", [group(1.0, 1.0)._replace(dropped="x")], [], SKIPPED, GRPO, {}),
+        ("cut off at --max-tokens 3: raise it", [cut(MIXED, 3)], [0.0, 0.0], SKIPPED, GRPO, {"max_tokens": 3}),
+        ("all replies were cut off: cut off", [cut(MIXED, 3)], [0.0, 0.0], SKIPPED, GRPO, {}),
+        ("one sample per prompt", [group(1.0)], [0.0], SKIPPED, GRPO, {"samples_per_prompt": 1}),
+        ("the reward is flat: it is 1.000", [group(1.0, 1.0)], [0.0, 0.0], SKIPPED, GRPO, {}),
+        ("older than --staleness 2", [MIXED], [0.0], SKIPPED | {"staleness/dropped": 1.0}, GRPO, {"staleness": 2}),
+        ("--select reward_at_least chose no rollout", [MIXED], [0.0], SKIPPED, RFT, {}),
+        ("--pairs best_worst found nothing to compare", [MIXED], [], SKIPPED, DPO, {}),
+        ("all advantages of group_norm are 0", [MIXED], [0.0, 0.0], SKIPPED, GRPO, {}),
+    ],
+)
+def test_why_a_step_taught_nothing(words, groups, advantages, metrics, algorithm, settings):
+    found = why_nothing(groups, advantages, metrics, algorithm, Settings(**settings))
+    assert words in found and bool(words) is bool(found)
 
 
 SEARCH = ToolCall("search")
