@@ -373,7 +373,7 @@ def test_other_environments_cannot_go_on_with_it(here, capsys):
     assert "env.Echo.weight: 1.0 -> 0.0" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_phases(here):
     text = 'mode = "sft+rl"\n[[env]]\nname = "calculator"\nalias = "easy"\n[[env]]\nname = "./parts.py:Echo"\n'
     (here / "run.toml").write_text(text + "[sft]\nsteps = 2\n[sft.env.Echo]\nwords = 7\n")
