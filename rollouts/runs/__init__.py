@@ -2,7 +2,7 @@
 
 plan.py          every component found, imported, checked and given its settings; no model is loaded
 components.py    one component: found, and given its settings
-earlier_run.py   the run that wrote the model: its checkpoint, its held-out tasks, which of its settings are not used
+earlier_run.py   the run that wrote the model: its checkpoint, and which of its settings differ
 environments.py  the chosen environments: tasks, demonstrations, shares
 workers.py       which environments run in workers, and the classes in their place; the sandboxes of a run
 connectors.py    what starts workers

@@ -2,7 +2,8 @@
 
 components.py chooses components, algorithms.py composes algorithms, environments.py composes environments. No model is
 loaded. Every mistake that can be found before a model loads is raised here. An evaluation has a plan too, without the
-parts of training.
+parts of training. What was chosen and has no effect gets a note, with what would give it one: the run is as it was
+asked. What is refused, because the run cannot be what was asked, is in `algorithms` and `training.algorithms.checks`.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ import contextlib
 import dataclasses
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from rollouts.config.convert import unflagged
 from rollouts.config.merging import Component, component_tables
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import Resolved
 from rollouts.config.secrets import tree_without_secrets
-from rollouts.config.settings import EVAL, OWN, Settings, without_secrets
+from rollouts.config.settings import AUTO, EVAL, OWN, Settings, without_secrets
 from rollouts.env.advice import warn_about
 from rollouts.env.authoring import rewards_of, roles_of
 from rollouts.env.checks import check_environment, reward_term
@@ -36,7 +38,7 @@ from rollouts.plugins.checks import run_check
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.loading import MODEL_PACKAGES, require_packages
 from rollouts.plugins.manager import PluginManager
-from rollouts.runs.algorithms import Composed, compose
+from rollouts.runs.algorithms import Composed, asked_names, compose, from_step
 from rollouts.runs.components import (
     Chosen,
     added_tools,
@@ -56,9 +58,10 @@ from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, 
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
 from rollouts.runs.opponents import PlannedOpponent, plan_lora_roles, plan_opponents
 from rollouts.runs.session import model_words
-from rollouts.runs.unused import Whole, unused
 from rollouts.runs.workers import Workers, refuse_env_of_rewards, with_sandboxes
-from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
+from rollouts.training.algorithms import checks
+from rollouts.training.algorithms.algorithm import Algorithm, Stage, active_terms, function_label, needs, requests
+from rollouts.training.algorithms.checks import CRITIC_NAMES, TEACHER_NAMES
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
 from rollouts.training.rollout_gen.groups import Filter
 from rollouts.types import Task
@@ -122,6 +125,21 @@ class Plan(NamedTuple):
     def needs(self) -> list[str]:
         """The inputs of the losses of all stages, without those of a correction that may not be used."""
         return sorted({name for stage in self.schedule for name in needs(stage.inside().algorithm)})
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The inputs that the algorithms of all stages need from the run."""
+        return frozenset(name for stage in self.schedule for name in asked_names(stage.algorithm))
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether held-out tasks are played."""
+        return self.settings.eval_tasks > 0 and bool(self.environments)
+
+    @property
+    def plays(self) -> bool:
+        """Whether any episode is played."""
+        return self.settings.samples or self.evaluates
 
     @property
     def is_chat(self) -> bool:
@@ -313,14 +331,11 @@ def make_plan(
     demonstrates = settings.mode == "sft" and not takes_rows(settings.mode, chosen)
     _check_environments(environments, chosen["tool"], rewards if judges else None, demonstrates=demonstrates)
     # 4. Notes.
-    parts = (chosen, *composed.stages_chosen) if composed.stages else ()
-    whole = Whole(settings, chosen, composed.stages, parts, environments, filters)
     notes = [*of_models, *composed.notes, *(differing_notes(run, resolved) if run is not None else ())]
     if is_evaluation and run is not None:
         used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
         notes += changed_code(Path(run.source.path).parent, code_files(used, source))
     notes += [*_dropped_rewards(environments, rewards), *unread_notes(resolved)]
-    notes += unused(whole, (*used_elsewhere, *(() if needs_environment else _OF_TALKS)))
     plan = Plan(
         resolved,
         chosen,
@@ -337,7 +352,7 @@ def make_plan(
         plan_lora_roles(settings, chosen, environments),
     )
     _run_checks(plan, may_be_absent)
-    return plan
+    return plan._replace(notes=(*notes, *_unused(plan, (*used_elsewhere, *(() if needs_environment else _OF_TALKS)))))
 
 
 def _run_of(model: str, *, is_evaluation: bool) -> Resolved | None:
@@ -531,3 +546,203 @@ def _check_settings(settings: Settings, lacks_environment: bool) -> None:
                 f"--system {system}: this is the text of a system prompt, and {system} is a file\n"
                 f'type: --system "$(cat {shlex.quote(system)})"'
             )
+
+
+# --- what was chosen and has no effect ------------------------------------------------------------------------------
+# The tables have a rule for every key that names components: it says why nothing uses such a component, or "". A key
+# without a rule fails in every run, so that a new key gets one.
+
+
+def _unused(plan: Plan, used_elsewhere: Sequence[str] = ()) -> list[str]:
+    """A note for each component and setting that was given and has no effect. `used_elsewhere` are keys whose
+    components another phase of the run uses.
+    """
+    notes = [
+        f"--{key.replace('_', '-')} {each.name} is not used: {why}"
+        for key, several in plan.chosen.items()
+        if key not in used_elsewhere and key not in _OF_STAGE
+        for each in several
+        if _is_named(key, each) and (why := _OF_RUN[key](plan, each))
+    ]
+    before: Mapping[str, list[Chosen]] = {}
+    stages = zip(plan.schedule, (plan.chosen, *plan.stages_chosen), strict=True) if plan.schedule else ()
+    for stage, parts in stages:
+        place = f"{from_step(stage.step)}: " if stage.step else ""
+        notes += [
+            f"{place}--{key} {each.name} is not used: {why}"
+            for key, rule in _OF_STAGE.items()
+            for each in parts[key]
+            if _is_named(key, each) and (why := rule(plan, stage.algorithm))
+        ]
+        if before and all(_same(parts[key], before[key]) for key in _OF_STAGE):
+            notes.append(f"{place}it changes nothing; write other settings, or leave it out")
+        before = parts
+    return [*notes, *_unused_settings(plan)]
+
+
+def _is_named(key: str, component: Chosen) -> bool:
+    """Whether the user chose it: it is neither a default nor a part of the algorithm."""
+    is_default = component.name in ("", OWN, AUTO, getattr(Settings, key))
+    return component.component is not None and not is_default
+
+
+def _same(ours: Sequence[Chosen], theirs: Sequence[Chosen]) -> bool:
+    return [(e.name, e.alias, e.settings) for e in ours] == [(e.name, e.alias, e.settings) for e in theirs]
+
+
+# --- components of the whole run ------------------------------------------------------------------------------------
+
+
+def _if_played(plan: Plan, component: Chosen) -> str:
+    how = "type --eval-tasks 64 to evaluate" if plan.environments else "name an --env"
+    return "" if plan.plays or plan.settings.from_run else f"no episode is played; {how}"
+
+
+def _env(plan: Plan, component: Chosen) -> str:
+    if not plan.plays and takes_rows(plan.settings.mode, plan.chosen):
+        return "the conversations are those of --data, and nothing is evaluated; type --eval-tasks 64 to evaluate"
+    share = next(env.share for env in plan.environments if env.alias == component.alias)
+    return "" if share else f"its weight is 0 in all steps; type --env {component.alias}={component.name}:1"
+
+
+def _tool(plan: Plan, component: Chosen) -> str:
+    is_demonstrated = plan.settings.mode == "sft" and not takes_rows(plan.settings.mode, plan.chosen)
+    return "" if is_demonstrated else _if_played(plan, component)
+
+
+def _tool_parser(plan: Plan, component: Chosen) -> str:
+    offers = any(e.all_tools() or e.chooses_tools or hasattr(e.make_checked(), "rollout") for e in plan.environments)
+    is_used = plan.settings.mode == "sft" or offers or not plan.environments
+    return "" if is_used else "no environment has a tool; type --tool NAME to add one"
+
+
+def _sandbox(plan: Plan, component: Chosen) -> str:
+    is_used = any(env.sandboxes is not None for env in plan.environments)
+    return "" if is_used else "no environment asks for one with `def setup(self, task, sandbox)`"
+
+
+def _reward(plan: Plan, component: Chosen) -> str:
+    if not plan.settings.from_run:
+        return _if_played(plan, component)
+    again = f"to judge again: rollouts rescore {plan.settings.from_run[0]} --reward ..."
+    evaluates = ", and only evaluations ask it" if plan.evaluates else ""
+    return f"--from trains on the rewards that were saved{evaluates}; {again}"
+
+
+def _sampler(plan: Plan, component: Chosen) -> str:
+    return "" if plan.settings.samples else "it chooses tasks to sample, and this run samples none; leave it out"
+
+
+def _reference(plan: Plan, component: Chosen) -> str:
+    return "" if "ref_logprobs" in plan.asked else "nothing names `ref_logprobs`; --kl rk3_loss would"
+
+
+def _eval_inference(plan: Plan, component: Chosen) -> str:
+    lacks = "--eval-every 10" if not plan.settings.eval_every else "" if plan.evaluates else "--eval-tasks 64"
+    return f"it is for evaluations between steps; type {lacks}" if lacks else ""
+
+
+def _always(*_: object) -> str:
+    return ""
+
+
+_OF_RUN: Mapping[str, Callable[[Plan, Chosen], str]] = {
+    "env": _env,
+    "tool": _tool,
+    "tool_parser": _tool_parser,
+    "sandbox": _sandbox,
+    "reward": _reward,
+    "sampler": _sampler,
+    "reference": _reference,
+    "inference": _if_played,
+    "eval_inference": _eval_inference,
+    **dict.fromkeys(("data", "filter", "training", "optimizer", "logger"), _always),
+}
+
+# --- components of one stage ----------------------------------------------------------------------------------------
+
+
+def _uses_advantages(algorithm: Algorithm) -> bool:
+    return algorithm.pairs is None and bool({"advantages", "returns"} & needs(algorithm))
+
+
+def _if_rewarded(plan: Plan, algorithm: Algorithm) -> str:
+    """Whether the rewards decide on anything after they are mixed and shaped."""
+    of_advantage = {"rewards", "turn_rewards"} & set(requests(algorithm.advantage, "advantages"))
+    reads = plan.filters or algorithm.select or algorithm.pairs or "rewards" in needs(algorithm)
+    is_used = reads or (_uses_advantages(algorithm) and of_advantage)
+    return "" if is_used else "nothing that is trained depends on the rewards"
+
+
+def _advantage(plan: Plan, algorithm: Algorithm) -> str:
+    if algorithm.pairs is not None:
+        return "pairs are compared"
+    names = " + ".join(function_label(term.function) for term in active_terms(algorithm))
+    return "" if _uses_advantages(algorithm) else f"the loss {names} names neither `advantages` nor `returns`"
+
+
+def _kl(plan: Plan, algorithm: Algorithm) -> str:
+    is_used = any(stage.algorithm.kl is not None for stage in plan.schedule)  # a later stage may turn it off
+    return "" if is_used else "its coefficient is 0; type --kl.coef 0.01"
+
+
+def _correction(plan: Plan, algorithm: Algorithm) -> str:
+    return "" if checks.is_weighed(algorithm) else "the loss has no value a token that it would weigh"
+
+
+_OF_STAGE: Mapping[str, Callable[[Plan, Algorithm], str]] = {
+    "advantage": _advantage,
+    "kl": _kl,
+    "correction": _correction,
+    "mix": _if_rewarded,
+    "shaping": _if_rewarded,
+    **dict.fromkeys(("loss", "aggregation", "select", "pairs"), _always),  # pairs: refused if the loss compares none
+}
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+def _unused_settings(plan: Plan) -> Iterator[str]:
+    """Notes about settings without the component that they belong to."""
+    settings, asked, critic = plan.settings, plan.asked, plan.settings.critic
+    if len(plan.environments) == 1 and (plan.environments[0].curriculum or plan.environments[0].weight != 1.0):
+        yield f"--env {plan.environments[0].name}: its weight is not used, because it is the only environment"
+    if settings.mode == "eval":
+        return
+    of_backend = unflagged(plan.chosen["training"][0].settings)
+    has_lora, alpha = bool(settings.lora_rank), of_backend.get("lora_alpha")
+    lacks_lora = "every weight is trained; type --lora-rank 16"
+    of_critic = "nothing names `values`, `old_values` or `returns`; --loss ppo would"
+    of_teacher = "nothing names `teacher_logprobs` or `teacher_topk_logprobs`; --loss opd or --loss opd_topk would"
+    of_filter = "there is no filter; type --filter nonzero_std"
+    top_k = settings.teacher_top_k if settings.teacher_top_k != Settings.teacher_top_k else 0
+    has_k = asked & (TEACHER_NAMES - {"teacher_logprobs"})
+    has_tasks, targets = bool(plan.environments), of_backend.get("lora_targets", "all-linear")
+    table = (  # what was typed, whether it was, whether it is used, and why it is not
+        ("eval-tasks", settings.eval_tasks, has_tasks, "conversations alone have no tasks; name an --env"),
+        ("critic", critic, asked & CRITIC_NAMES, of_critic),
+        ("teacher", settings.teacher, asked & TEACHER_NAMES, of_teacher),
+        ("critic-lr", settings.critic_lr, critic, "there is no critic"),
+        ("teacher-top-k", top_k, has_k, "nothing names `topk_logprobs`; --loss opd_topk would"),
+        ("refill", settings.refill, plan.filters, of_filter),
+        ("training.lora-alpha", alpha not in (None, "none"), has_lora, lacks_lora),
+        ("training.lora-targets", targets != "all-linear", has_lora, lacks_lora),
+    )
+    for flag, was_typed, is_used, why in table:
+        if was_typed and not is_used:
+            value = f" {was_typed}" if not isinstance(was_typed, bool) else ""
+            yield f"--{flag}{value} is not used: {why}"
+    if (
+        critic not in ("", "head")
+        and asked & CRITIC_NAMES
+        and not any(_uses_values(s.algorithm) for s in plan.schedule)
+    ):
+        yield f"--critic {critic} is trained, and nothing uses its values; type --advantage gae"
+
+
+def _uses_values(algorithm: Algorithm) -> bool:
+    """Whether the policy depends on what the critic predicts: by an advantage, or by a term of the policy."""
+    readers = [set(requests(term.function)) for term in active_terms(algorithm)]
+    readers = [names for names in readers if {"logprobs", "advantages"} & names]
+    readers += [set(requests(algorithm.advantage, "advantages"))] if _uses_advantages(algorithm) else []
+    return any({"values", "old_values"} & names for names in readers)
