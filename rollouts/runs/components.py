@@ -121,19 +121,16 @@ def choose(
     """
     chosen: dict[str, list[Chosen]] = {}
     for key in sorted(components, key=lambda key: key != "loss"):  # the loss first: others may be its own
-        (loss,) = chosen.get("loss", (None,))
-        place = (places or {}).get(key, (key,))
-        chosen[key] = []
+        (loss,), place, chosen[key] = chosen.get("loss", (None,)), (places or {}).get(key, (key,)), []
         for each in components[key]:
+            path = (*place, each.alias) if each.alias else place
             try:
-                path = (*place, each.alias) if each.alias else place
-                found = _choose(manager, key, each, loss, source, path, workers)
+                chosen[key].append(_choose(manager, key, each, loss, source, path, workers))
             except MissingExtraError:
                 if not may_be_absent or key not in ("training", "optimizer"):
                     raise
-                ref = _find(manager, key, each)
-                found = Chosen(each.name, _absent, dict(each.settings), ref, each.alias, is_absent=True)
-            chosen[key].append(found)
+                absent = Chosen(each.name, _absent, dict(each.settings), _find(manager, key, each), each.alias, True)
+                chosen[key].append(absent)
     return {key: chosen[key] for key in components}
 
 
@@ -145,17 +142,15 @@ def added_tools(chosen: Sequence[Chosen]) -> tuple[AddedTool, ...]:
     """The tools that a run adds to those of its environments. Raises EnvironmentDefinitionError for one without a
     schema, and for a mistake in a class of tools.
     """
+    from rollouts.env.task_tools import added_tool
+
     tools: list[AddedTool] = []
     for each in chosen:
         if is_toolset(each.component):
-            toolset = Toolset(each.alias, each.component, each.settings)
-            check_toolset(toolset)
+            check_toolset(toolset := Toolset(each.alias, each.component, each.settings))
             tools.append(toolset)
         else:
-            from rollouts.env.task_tools import added_tool
-
-            tool = added_tool(each.alias, each.component, each.settings)
-            check_tool(tool)
+            check_tool(tool := added_tool(each.alias, each.component, each.settings))
             tools.append(tool)
     return tuple(tools)
 

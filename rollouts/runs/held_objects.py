@@ -52,14 +52,13 @@ def refuse_lost(resolved: Resolved, keys: Iterable[str]) -> None:
 
 def _call(resolved: Resolved, held: Mapping[str, list[str]]) -> str:
     """The call that gives these objects again."""
-    settings, file = resolved.settings, os.path.relpath(resolved.source.path or os.curdir)
-    folder = Path(file).parent
-    if settings.mode == "eval":
-        model = folder if Path(file).name == CONFIG else settings.model
-        return f'rollouts.run("{file}", mode="eval", model="{model}", {_arguments(held)})'
+    settings, file = resolved.settings, Path(os.path.relpath(resolved.source.path or os.curdir))
     out = Path(settings.out or os.devnull).absolute()
-    if folder.absolute() in (out, out.parent):
-        return f'rollouts.resume("{folder}", {_arguments(held)})'
+    if settings.mode == "eval":
+        model = file.parent if file.name == CONFIG else settings.model
+        return f'rollouts.run("{file}", mode="eval", model="{model}", {_arguments(held)})'
+    if file.parent.absolute() in (out, out.parent):
+        return f'rollouts.resume("{file.parent}", {_arguments(held)})'
     return f'rollouts.run("{file}", {_arguments(held)})'
 
 

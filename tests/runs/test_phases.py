@@ -225,7 +225,7 @@ def test_lora_begins_with_the_merged_model(here):
     assert greedy[0]["after"]["greedy_mean"] == greedy[1]["before"]["greedy_mean"]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_an_adapter_after_full_training_and_the_other_way(here):
     run(steps=1, lora_rank=2, sft={"steps": 1, "lora_rank": 0})
     assert (here / "out/sft/checkpoints/step_000001/model.safetensors").exists()
@@ -237,13 +237,16 @@ def test_an_adapter_after_full_training_and_the_other_way(here):
 
 @pytest.mark.slow
 def test_it_is_two_runs_one_after_the_other(here):
-    """The same as `rollouts sft` and then `rollouts run --model`; and the config of a phase repeats it."""
+    """The same as `rollouts sft` and then `rollouts run --model`; and its config repeats it."""
     run(sft={"steps": 3})
     single = {name: value for name, value in SMALL.items() if name != "mode"}
     rollouts.run(**single | {"mode": "sft", "steps": 3, "out": "one"})
     rollouts.run(**single | {"model": "one/checkpoints/step_000003", "lr": 3e-4, "out": "two"})
     assert lines_of("out/sft") == lines_of("one") and len(lines_of("out/sft")) == 3
     assert lines_of("out/rl") == lines_of("two") and len(lines_of("out/rl")) == 2
+    rollouts.run("out/config.toml", out="again")
+    assert lines_of("again/rl") == lines_of("out/rl")
+    assert Path("again/config.toml").read_text() == Path("out/config.toml").read_text()
     rollouts.run("out/rl/config.toml", out="rl_again")
     assert lines_of("rl_again") == lines_of("out/rl")
 
@@ -326,21 +329,6 @@ def test_a_launcher_is_told(monkeypatch):
 # --- going on -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def begin(made_run):
-    """Makes the run that a test goes on with; it stopped as the step `stop` was logged."""
-
-    def make(*arguments, stop=""):
-        own = flags(**{name: value for name, value in SMALL.items() if name not in ("logger", "out")})
-        if stop:
-            Path("stop").write_text(stop)
-        loggers = ["--logger", "jsonl", "--logger", "./parts.py:Stop", "--checkpoint-every", "1"]
-        made_run(["run", *own, *loggers, *arguments], "out", code=1 if stop else 0)
-        Path("stop").unlink(missing_ok=True)
-
-    return make
-
-
 def stopped(at, **settings):
     Path("stop").write_text(at)
     with pytest.raises(RunError) as caught:
@@ -362,7 +350,7 @@ def unbroken(request, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "at", ["sft 2", *(pytest.param(at, marks=pytest.mark.nightly) for at in ("sft 0", "rl 0", "rl 1"))]
+    "at", [*(pytest.param(at, marks=pytest.mark.nightly) for at in ("sft 0", "rl 0")), "sft 2", "rl 1"]
 )
 def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
     rank, whole = unbroken
@@ -384,26 +372,26 @@ def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_moved_goes_on(here, unbroken, begin):
-    rank, whole = unbroken
-    begin("--sft.steps", "3", "--lora-rank", str(rank), stop="rl 1")
+def test_a_run_that_was_moved_goes_on(here):
+    stopped("rl 1", lora_rank=2)
     (here / "out").rename(here / "elsewhere")
     assert main(["resume", "elsewhere"]) == 0
-    assert lines_of("elsewhere/rl") == lines_of(whole / "rl")
+    run(checkpoint_every=1, sft={"steps": 3}, lora_rank=2, out="whole")
+    assert lines_of("elsewhere/rl") == lines_of("whole/rl")
 
 
 @pytest.mark.slow
-def test_a_copy_of_a_run_goes_on(begin):
+def test_a_copy_of_a_run_goes_on(here):
     """Its model is the checkpoint of its own first phase, though that of the first run is there still."""
-    begin("--sft.steps", "3", "--lora-rank", "2", stop="rl 1")
+    stopped("rl 1", lora_rank=2)
     shutil.copytree("out", "copy")
     assert main(["resume", "copy"]) == 0
     assert main(["resume", "out"]) == 0
     assert lines_of("copy/rl") == lines_of("out/rl")
 
 
-def test_another_first_phase_is_another_model(capsys, begin):
-    begin("--sft.steps", "3", stop="rl 1")
+def test_another_first_phase_is_another_model(here, capsys):
+    stopped("rl 1")
     assert main(["resume", "out/sft", "--steps", "4"]) == 0
     capsys.readouterr()
     assert main(["resume", "out/rl"]) == 0, "its config says which"
@@ -416,9 +404,9 @@ def test_another_first_phase_is_another_model(capsys, begin):
     assert "was written by a run of the model" in error and "copy/sft/checkpoints/step_000004" in error
 
 
-def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys, begin):
+def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys):
     """Then the whole is not finished either."""
-    begin("--sft.steps", "1")
+    run(checkpoint_every=1, sft={"steps": 1})
     before = lines_of("out/rl")
 
     class Killed(BaseException):
@@ -445,18 +433,18 @@ def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["sft", pytest.param("rl", marks=pytest.mark.nightly), "between"])
-def test_resume_auto_falls_back_in_either_phase(phase, capsys, begin):
+@pytest.mark.parametrize("phase", ["sft", "rl", "between"])
+def test_resume_auto_falls_back_in_either_phase(phase, capsys):
     """Also where the first is over, with a checkpoint that is damaged, and the second has not begun with it."""
     steps = "3"
     if phase == "between":
         steps = "2"
-        begin("--steps", "0", "--sft.steps", "2")
+        run(steps=0, checkpoint_every=1, sft={"steps": 2})
         shutil.rmtree("out/rl")
         Path("out/summary.json").unlink()
         phase = "sft"
     else:
-        begin("--steps", "3", "--sft.steps", "3", stop=f"{phase} 2")
+        stopped(f"{phase} 2", steps=3)
     weights = Path(f"out/{phase}/checkpoints/step_000002/model.safetensors")
     data = weights.read_bytes()
     weights.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -467,31 +455,30 @@ def test_resume_auto_falls_back_in_either_phase(phase, capsys, begin):
     assert summary_of("out")["status"] == "done"
 
 
-def test_it_is_made_longer(begin):
-    begin("--sft.steps", "1")
+def test_it_is_made_longer(here):
+    run(sft={"steps": 1})
     assert main(["resume", "out", "--steps", "3"]) == 0
     assert (summary_of("out/sft")["steps"], summary_of("out/rl")["steps"]) == (1, 3)
     assert "steps = 3\n" in Path("out/config.toml").read_text()
 
 
-def test_it_goes_back_to_a_checkpoint(begin):
-    begin("--sft.steps", "1")
+def test_it_goes_back_to_a_checkpoint(here):
+    run(checkpoint_every=1, sft={"steps": 1})
     before = lines_of("out/rl")
     assert main(["resume", "out", "--checkpoint", "step_000001"]) == 0
     assert summary_of("out/rl")["resumed_from"] == 1 and lines_of("out/rl") == before
     assert "resumed_from" not in summary_of("out/sft")
 
 
-def test_resume_auto(capsys, begin):
-    begin("--sft.steps", "3", stop="rl 0")
-    capsys.readouterr()
+def test_resume_auto(here, capsys):
+    stopped("rl 0")
     command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "3")
     assert summary_of("out")["status"] == "done"
     assert "writing to out/sft" not in capsys.readouterr().out
 
 
-def test_the_phase_that_is_over_stays_as_it_was(here, capsys, begin):
-    begin("--sft.steps", "3", stop="rl 0")
+def test_the_phase_that_is_over_stays_as_it_was(here, capsys):
+    stopped("rl 0")
     command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "4", code=2)
     assert "sft.steps: 3 -> 4" in capsys.readouterr().err
     shutil.rmtree(here / "out" / "rl")
@@ -518,8 +505,8 @@ def test_a_second_phase_that_cannot_begin_says_how_to_go_on(here, monkeypatch):
     assert summary_of("out")["status"] == "done"
 
 
-def test_a_resume_that_a_logger_refuses_changes_nothing(here, begin):
-    begin("--sft.steps", "1")
+def test_a_resume_that_a_logger_refuses_changes_nothing(here):
+    run()
     before = {path: path.read_bytes() for path in here.glob("out/**/*") if path.is_file() and path.name != ".lock"}
     assert main(["resume", "out", "--steps", "3", "--logger.Stop.refuses", "true"]) == 2
     after = {path: path.read_bytes() for path in here.glob("out/**/*") if path.is_file() and path.name != ".lock"}
@@ -527,6 +514,6 @@ def test_a_resume_that_a_logger_refuses_changes_nothing(here, begin):
 
 
 def test_another_run_s_folder_is_refused(here, capsys):
-    RunFolder(here / "out").write_text("config.toml", 'mode = "sft"\n')
+    rollouts.run(**SMALL | {"mode": "sft", "steps": 1})
     command("--resume", "auto", code=2)
     assert "holds a run of mode sft" in capsys.readouterr().err
