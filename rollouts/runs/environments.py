@@ -370,20 +370,6 @@ def held_out_tasks(environments: Sequence[PlannedEnvironment], count: int) -> li
     return [task for env, own in zip(environments, counts, strict=True) for task in env.held_out(own)]
 
 
-def held_out_notes(environments: Sequence[PlannedEnvironment], count: int) -> list[str]:
-    """A note for each environment that holds out fewer tasks, because its tasks are the same in both splits."""
-    counts = mixing.share_out(count, [env.share for env in environments])
-    found = [(env.alias or env.name, env.tasks_of_both(own)) for env, own in zip(environments, counts, strict=True)]
-    return [
-        f"{name} has {number} tasks, the same for training and evaluation, so at most a fifth of them is held out: "
-        f"{max(1, number // HELD_OUT_PART)}; to choose them, let tasks(split, rng) look at `split`"
-        if number > 1
-        else f"{name} has one task, so none is held out, and nothing is evaluated"
-        for name, number in found
-        if number
-    ]
-
-
 def chosen_tasks(text: str, tasks: Sequence[Task]) -> list[int]:
     """The numbers of the tasks that `--tasks` chooses, in their order: numbers from 0, ranges with both ends, and ids,
     separated by commas. An id may look like a number or a range. An empty text chooses all. Raises ConfigError.
@@ -420,16 +406,28 @@ def chosen_tasks(text: str, tasks: Sequence[Task]) -> list[int]:
 def few_held_out_notes(
     environments: Sequence[PlannedEnvironment], held_out: Sequence[Task], settings: Settings
 ) -> list[str]:
-    """Notes if there are fewer held-out tasks than `--eval-tasks`. Of the default number, only the notes of
-    `held_out_notes`: few people rely on it.
+    """Notes if there are fewer held-out tasks than `--eval-tasks`: for each environment whose tasks are the same in
+    both splits; else one, but not of the default number, for few people rely on it.
     """
-    count = settings.eval_tasks
-    notes = held_out_notes(environments, count) if len(held_out) < count else []
-    if not environments or len(held_out) >= count or notes or count == Settings.eval_tasks:
-        return notes
-    one = len(held_out) == 1
-    there = "there is one different held-out task," if one else f"there are {len(held_out)} different held-out tasks,"
-    return [f"{there} --eval-tasks asked for {count}"]
+    count, notes = settings.eval_tasks, []
+    if not environments or len(held_out) >= count:
+        return []
+    counts = mixing.share_out(count, [env.share for env in environments])
+    for env, own in zip(environments, counts, strict=True):
+        number, name = env.tasks_of_both(own), env.alias or env.name
+        if number == 1:
+            notes.append(f"{name} has one task, so none is held out, and nothing is evaluated")
+        elif number:
+            notes.append(
+                f"{name} has {number} tasks, the same for training and evaluation, so at most a fifth of them is held "
+                f"out: {max(1, number // HELD_OUT_PART)}; to choose them, let tasks(split, rng) look at `split`"
+            )
+    if not notes and count != Settings.eval_tasks:
+        there = (
+            "is one different held-out task" if len(held_out) == 1 else f"are {len(held_out)} different held-out tasks"
+        )
+        notes.append(f"there {there}, --eval-tasks asked for {count}")
+    return notes
 
 
 def task_identity(task: Task) -> str:

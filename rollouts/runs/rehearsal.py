@@ -61,13 +61,13 @@ def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = Fals
     settings = plan.settings
     chat, missing = (None, "") if without_model else _chat_of(plan)
     plan = plan._replace(filters=()) if without_model else plan  # a filter may see rewards as tensors
-    lines, tried, score = [missing] if missing else [], "", Score(1.0)
+    lines, tried, scores = [missing] if missing else [], "", list[Score]()
     lines += sandbox_lines(plan.one("sandbox").name, plan.environments)
     for env in plan.environments if settings.mode != "sft" or (held_out and plan.rewards) else ():
         if task := _a_task(env, held_out):
             with _users_mistake(env.alias):
                 groups = trio.run(_play, plan, env, task, chat)
-            score = groups[0].episodes[0].score
+            scores.append(groups[0].episodes[0].score)
             lines += [line for group in groups for line in _episode_lines(plan, env, group, chat)]
     if settings.mode == "sft" and chat is not None:
         words, tried = _tried_conversations(plan, held_out, chat)
@@ -76,7 +76,7 @@ def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = Fals
         require_file(settings.data)  # without the model's tokenizer, no conversation is read
     if settings.mode != "eval" and not without_model:
         with _users_mistake():
-            lines += trio.run(_train, plan, score)
+            lines += trio.run(_train, plan, next(iter(scores), Score(1.0)))
     return lines, tried
 
 

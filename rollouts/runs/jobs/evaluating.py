@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,6 +50,11 @@ class HeldOutTasks:
     player: Player
     score_groups: GroupScorer | None
     failures: Failures
+
+    @property
+    def plays(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return bool(self.tasks and self.player.rewards)
 
     async def play(self, when: str, done: int, inference: InferenceBackend, *, shows: bool = True) -> dict[str, Any]:
         """The results of an evaluation after `done` steps, in the form of summary.json. The episodes are kept in
@@ -124,31 +129,44 @@ class Finished(NamedTuple):
     evaluation: dict[str, Any]
 
 
-class PinnedEvaluations:
-    """Evaluations with an engine of their own, while training goes on. Use `entered` first.
+class Evaluator:
+    """Evaluates a training run before its first step, between steps, and after its last one. With a second engine, the
+    evaluations between steps play while training goes on, one at a time. Use `entered` first.
 
-    `pending` is the number of steps of the evaluation that plays, or whose results were not taken yet; 0: there is
-    none.
+    `results` are those before and after. `late` are the metrics of evaluations beside training that ended after their
+    step was logged. `pending` is the number of steps of the one that plays, or whose results were not taken yet; 0:
+    there is none.
     """
 
     def __init__(
-        self,
-        engine: InferenceBackend,
-        evaluate: Callable[[int, InferenceBackend], Awaitable[dict[str, Any]]],
-        *,
-        temperature: float,
+        self, own: HeldOutTasks, loss: HeldOutLoss, backend: TrainingBackend, engines: Sequence[InferenceBackend]
     ) -> None:
-        self._engine, self._evaluate = engine, evaluate
-        self._syncing = WeightSyncManager([engine], temperature=temperature)
-        self._nursery: trio.Nursery | None = None
-        self._finished: list[Finished] = []
-        self._ended = trio.Event()
+        self.own, self.loss, self._backend = own, loss, backend
+        self._engine, *beside = engines
+        self._beside = next(iter(beside), None)
+        self._syncing = WeightSyncManager(beside, temperature=own.player.settings.temperature)
+        self.results: dict[str, dict[str, Any] | None] = {"before": None, "after": None}
+        self.late: dict[str, float] = {}
         self.pending = 0
+        self._last: Finished | None = None
+        self._finished: Finished | None = None
+        self._ended = trio.Event()
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether evaluations between steps play while training goes on."""
+        return self._beside is not None
 
     @contextlib.asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
-        """Start the engine. The end of the block waits for the evaluation that plays; an error ends it."""
-        async with self._engine:
+        """Start the second engine, if there is one. The end of the block waits for the evaluation that plays; an error
+        ends it.
+        """
+        if self._beside is None:
+            yield
+            return
+        async with self._beside:
             try:
                 async with trio.open_nursery() as self._nursery:
                     yield
@@ -156,79 +174,12 @@ class PinnedEvaluations:
                 cause = cause_of(group)
                 raise cause from cause.__cause__
 
-    async def start(self, backend: TrainingBackend, done: int) -> dict[str, float]:
-        """Give the engine the weights after `done` steps, and begin to evaluate them. No other evaluation may play.
-        Returns `time/` metrics. Raises InferenceError.
-        """
-        assert self._nursery is not None and not self.pending, f"the evaluation after step {self.pending} is pending"
-        synced = await self._syncing.sync(backend)
-        self.pending, self._ended = done, trio.Event()
-        self._nursery.start_soon(self._run, done)
-        return {"time/eval_sync": synced["sync/seconds"]}
-
-    async def wait(self) -> float:
-        """Wait until the evaluation that plays has ended, if there is one. Returns the seconds."""
-        began = time.perf_counter()
-        if self.pending:
-            await self._ended.wait()
-        return time.perf_counter() - began
-
-    def take(self) -> Finished | None:
-        """The results of the evaluation that has ended; None if there are no new ones."""
-        if not self._finished:
-            return None
-        self.pending = 0
-        return self._finished.pop()
-
-    async def _run(self, done: int) -> None:
-        self._finished.append(Finished(done, await self._evaluate(done, self._engine)))
-        self._ended.set()
-
-
-class Evaluator:
-    """Evaluates a training run before its first step, between steps, and after its last one. `results` are those before
-    and after, `late` the metrics of evaluations beside training that ended after their step was logged.
-    """
-
-    def __init__(
-        self, own: HeldOutTasks, loss: HeldOutLoss, backend: TrainingBackend, engines: Sequence[InferenceBackend]
-    ) -> None:
-        self.own, self.loss, self._backend = own, loss, backend
-        self._engine, *pinned = engines
-        self.results: dict[str, dict[str, Any] | None] = {"before": None, "after": None}
-        self.late: dict[str, float] = {}
-        self._last: Finished | None = None
-
-        def play(done: int, engine: InferenceBackend) -> Awaitable[dict[str, Any]]:
-            return own.play(f"step {done}", done, engine, shows=False)
-
-        temperature = own.player.settings.temperature
-        self._beside = [PinnedEvaluations(engine, play, temperature=temperature) for engine in pinned]
-
-    @property
-    def is_beside(self) -> bool:
-        """Whether evaluations between steps play while training goes on."""
-        return bool(self._beside)
-
-    @property
-    def pending(self) -> int:
-        """The number of steps of the evaluation beside training that has no results yet; 0: there is none."""
-        return sum(each.pending for each in self._beside)
-
-    @contextlib.asynccontextmanager
-    async def entered(self) -> AsyncIterator[None]:
-        """Start the engine of evaluations beside training, if there is one."""
-        async with contextlib.AsyncExitStack() as stack:
-            for each in self._beside:
-                await stack.enter_async_context(each.entered())
-            yield
-
     async def evaluate(self, when: str, done: int) -> dict[str, float]:
         """Evaluate the held-out tasks after `done` steps, once per temperature. Returns the `eval/` metrics; empty if
         there are no held-out tasks.
         """
         loss = await self.loss.measure(done, self.own.player.settings.prompts_per_step)
-        if not self.own.tasks or not self.own.player.rewards:
+        if not self.own.plays:
             return loss
         # These weights may have been evaluated just before the run stopped.
         if when != "after" or not done or self._last is None or self._last.done != done:
@@ -243,34 +194,50 @@ class Evaluator:
         """Evaluate between two steps. Beside training, it begins after the evaluation before has ended, and only
         metrics of this step are returned.
         """
-        if not self._beside:
+        if self._beside is None:
             return await self.evaluate(f"step {done}", done)
-        (beside,) = self._beside
-        waited = await beside.wait()
+        waited = await self.wait()
         self.take()
         loss = await self.loss.measure(done, self.own.player.settings.prompts_per_step)
-        if not self.own.tasks or not self.own.player.rewards:
-            return loss
-        return {**loss, "time/eval_wait": waited, **await beside.start(self._backend, done)}
+        return {**loss, "time/eval_wait": waited, **await self._start(done)} if self.own.plays else loss
 
-    async def wait(self) -> None:
-        """Wait until the evaluation beside training has ended, if there is one."""
-        for beside in self._beside:
-            await beside.wait()
+    async def _start(self, done: int) -> dict[str, float]:
+        """Give the second engine the weights after `done` steps, and begin to evaluate them. Returns `time/` metrics.
+        Raises InferenceError.
+        """
+        assert self._nursery is not None and not self.pending, f"the evaluation after step {self.pending} is pending"
+        synced = await self._syncing.sync(self._backend)
+        self.pending, self._ended = done, trio.Event()
+        self._nursery.start_soon(self._play_beside, done)
+        return {"time/eval_sync": synced["sync/seconds"]}
+
+    async def _play_beside(self, done: int) -> None:
+        assert self._beside is not None, "started without a second engine"
+        self._finished = Finished(done, await self.own.play(f"step {done}", done, self._beside, shows=False))
+        self._ended.set()
+
+    async def wait(self) -> float:
+        """Wait until the evaluation that plays beside training has ended, if there is one. Returns the seconds."""
+        began = time.perf_counter()
+        if self.pending:
+            await self._ended.wait()
+        return time.perf_counter() - began
 
     def take(self) -> None:
         """Log the results of an evaluation beside training that has ended under its step, and rank its checkpoint by
         them.
         """
-        for found in filter(None, (beside.take() for beside in self._beside)):
-            self._last, metrics, session = found, evaluation_metrics(found.evaluation), self.own.session
-            self.late |= metrics
-            session.observer.evaluation(f"step {found.done}", found.evaluation)
-            session.loggers.add(metrics, found.done - 1)
-            path = session.folder.checkpoint_path(found.done)
-            ranked = ranking_of(self.own.player.settings, evaluates=True).value(metrics)
-            if ranked is not None and path.exists():
-                write_metric(path, ranked)
+        if (found := self._finished) is None:
+            return
+        self._last, self._finished, self.pending = found, None, 0
+        metrics, session = evaluation_metrics(found.evaluation), self.own.session
+        self.late |= metrics
+        session.observer.evaluation(f"step {found.done}", found.evaluation)
+        session.loggers.add(metrics, found.done - 1)
+        path = session.folder.checkpoint_path(found.done)
+        ranked = ranking_of(self.own.player.settings, evaluates=True).value(metrics)
+        if ranked is not None and path.exists():
+            write_metric(path, ranked)
 
     async def resume(self, state: RunState) -> None:
         """Begin again with the evaluation that was pending when a checkpoint was written, if it has these weights. Else
@@ -279,13 +246,11 @@ class Evaluator:
         self.results["before"], session = state.evaluation.get("before"), self.own.session
         if not state.evaluating:
             return
-        if self._beside and state.evaluating == state.step:
-            await self._beside[0].start(self._backend, state.step)
+        if self._beside is not None and state.evaluating == state.step:
+            await self._start(state.step)
             return
-        lines = read_lines(session.folder.path / METRICS)
-        if not any(
-            step == state.evaluating - 1 and any(n.startswith("eval/") for n in line) for step, line, _ in lines
-        ):
+        lines = (line for step, line, _ in read_lines(session.folder.path / METRICS) if step == state.evaluating - 1)
+        if not any(name.startswith("eval/") for line in lines for name in line):
             session.observer.note(f"the evaluation after step {state.evaluating} was not finished, and is left out")
 
 

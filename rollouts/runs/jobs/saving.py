@@ -108,6 +108,7 @@ class Saver:
         weights are being evaluated may become the best. Raises OutputError, CheckpointError.
         """
         folder, keep, path = self.folder, self.settings.keep_checkpoints, self.folder.checkpoint_path(done)
+        self.saved = done
         now = {"checkpoint": folder.relative(path)}
         for note in update_manifest(folder, lambda before: with_revisions(before) | now):
             self.warn(note)
@@ -115,7 +116,7 @@ class Saver:
             prune_checkpoints(folder.checkpoints, keep, folder.checkpoint_path(pending) if pending else None)
         elif self.by_clock is not None and self.by_clock != path and self.by_clock.exists():
             remove_checkpoint(self.by_clock)
-        self.by_clock, self.saved = path if occasion == "clock" else None, done
+        self.by_clock = path if occasion == "clock" else None
         self.bytes_each = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         self._saved_at = time.monotonic()
 
