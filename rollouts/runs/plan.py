@@ -331,10 +331,7 @@ def make_plan(
     demonstrates = settings.mode == "sft" and not takes_rows(settings.mode, chosen)
     _check_environments(environments, chosen["tool"], rewards if judges else None, demonstrates=demonstrates)
     # 4. Notes.
-    notes = [*of_models, *composed.notes, *(differing_notes(run, resolved) if run is not None else ())]
-    if is_evaluation and run is not None:
-        used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
-        notes += changed_code(Path(run.source.path).parent, code_files(used, source))
+    notes = [*of_models, *composed.notes, *_notes_of_run(run, resolved, chosen)]
     notes += [*_dropped_rewards(environments, rewards), *unread_notes(resolved)]
     plan = Plan(
         resolved,
@@ -353,6 +350,17 @@ def make_plan(
     )
     _run_checks(plan, may_be_absent)
     return plan._replace(notes=(*notes, *_unused(plan, (*used_elsewhere, *(() if needs_environment else _OF_TALKS)))))
+
+
+def _notes_of_run(run: Resolved | None, resolved: Resolved, chosen: Mapping[str, list[Chosen]]) -> list[str]:
+    """Notes about the run that wrote the model: settings that differ, and for an evaluation, files that changed."""
+    if run is None:
+        return []
+    notes = list(differing_notes(run, resolved))
+    if resolved.settings.mode == "eval":
+        used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
+        notes += changed_code(Path(run.source.path).parent, code_files(used, resolved.source))
+    return notes
 
 
 def _run_of(model: str, *, is_evaluation: bool) -> Resolved | None:

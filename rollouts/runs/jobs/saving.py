@@ -49,7 +49,7 @@ class Saver:
     evaluates: bool
     warn: Callable[[str], None]
     _saved_at: float = field(default_factory=time.monotonic)
-    _full: set[str] = field(default_factory=set)  # what the disk has no room for, and the user was told
+    _full: set[str] = field(default_factory=set)  # what the disk has no room for, after the warning
     _steps: int = 0
     _step_bytes: int = 0
 
