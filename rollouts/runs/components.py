@@ -21,13 +21,7 @@ from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_K
 from rollouts.env.authoring import tools_of
 from rollouts.env.schema import check_tool
 from rollouts.env.toolsets import AddedTool, Toolset, check_toolset, is_toolset
-from rollouts.errors import (
-    ConfigError,
-    MissingExtraError,
-    SignatureError,
-    UnknownComponentError,
-    said_of,
-)
+from rollouts.errors import ConfigError, MissingExtraError, SignatureError, UnknownComponentError, said_of
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager

@@ -28,16 +28,7 @@ from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.config.settings import Settings
 from rollouts.env.mixing import RewardTerm
 from rollouts.error_log import ERRORS, ErrorLog, fault_of
-from rollouts.errors import (
-    ConfigError,
-    ModelError,
-    RolloutsError,
-    RunError,
-    cause_of,
-    in_lines,
-    leaves_of,
-    words_of,
-)
+from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, in_lines, leaves_of, words_of
 from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
 from rollouts.inference.chatting import CanChat
 from rollouts.inference.suspend import SuspendableEngine

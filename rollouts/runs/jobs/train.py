@@ -43,15 +43,7 @@ from rollouts.runs.opponents import entered, make_opponents
 from rollouts.runs.plan import Plan, title
 from rollouts.runs.resume import REVISION, Resumed, RunState, logged_steps, restore, take_back
 from rollouts.runs.sample_rows import SAMPLES, step_rollouts
-from rollouts.runs.session import (
-    Interrupts,
-    Player,
-    Session,
-    Watching,
-    chat_notes,
-    load_chat,
-    second_interrupt_at_once,
-)
+from rollouts.runs.session import Interrupts, Player, Session, Watching, chat_notes, load_chat, second_interrupt_at_once
 from rollouts.runs.times import Start
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.algorithms.algorithm import stage_at
