@@ -153,8 +153,8 @@ def _hint(folder: Path) -> str:
     """A hint for a folder without a run: the run that it is inside, or the runs inside it."""
     path = Path(os.path.abspath(folder))
     run = next((above for above in (folder.parent, folder.parent.parent) if holds_run(above)), None)
-    if run is not None and path.is_dir():
-        is_checkpoint = path.parent.name == "checkpoints"
+    if run is not None and path.exists():
+        is_checkpoint = path.parent.name == "checkpoints" and path.is_dir()
         what = "it is a checkpoint of one" if is_checkpoint else "it is inside the folder of one"
         return f", {what}\ntype: {resume_command(run, folder if is_checkpoint else None)}"
     if run is not None and path.parent.name == "checkpoints":
