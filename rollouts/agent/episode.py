@@ -26,8 +26,8 @@ from rollouts.agent.records import EpisodeOver
 from rollouts.author_code import message_of, shown
 from rollouts.env import calls
 from rollouts.env.authoring import (
-    Remote,
     ToolMethod,
+    WorkerEnvironment,
     environment_name,
     of_role,
     roles_of,
@@ -73,7 +73,7 @@ from rollouts.types import (
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
-    from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+    from rollouts.env.workers.proxy import RemoteSandboxes
     from rollouts.sandboxes.base import Sandboxes
 
 
@@ -307,7 +307,7 @@ class EpisodeRun:
 
     def _new_lease(self) -> Any:
         """What opens the sandbox of this episode; None if `setup` names none."""
-        if isinstance(self.env, Remote):
+        if isinstance(self.env, WorkerEnvironment):
             return self.env.remote_lease(self.sandboxes)
         if not names_input(self.env, "setup", "sandbox"):
             return None

@@ -72,45 +72,28 @@ class JudgeMethod(NamedTuple):
     per: Per = "rollout"
 
 
-class Remote:
+class WorkerEnvironment:
     """The base class of environments whose code runs in another process. They say themselves what they have."""
 
-    def remote_tools(self) -> list[ToolMethod]:
-        """The environment's own tools."""
-        raise NotImplementedError
-
-    @classmethod
-    def remote_rewards(cls, env: Any) -> list[JudgeMethod]:
-        """The rewards of `env`, which is this class or an object of it."""
-        raise NotImplementedError
-
-    @classmethod
-    def remote_metrics(cls, env: Any) -> list[JudgeMethod]:
-        """The metrics of `env`, which is this class or an object of it."""
-        raise NotImplementedError
-
-    def remote_check(self) -> None:
-        """Raise the error of `check_environment` in the other process."""
-        raise NotImplementedError
-
-    def remote_check_data(self) -> None:
-        """Raise ConfigError if the environment reads rows that are not there."""
-        raise NotImplementedError
-
-    def remote_warnings(self) -> list[tuple[str, int, str]]:
-        """The warnings of `advice` in the other process: file, line, words."""
-        raise NotImplementedError
-
-    def remote_lease(self, sandboxes: Any) -> Any:
-        """The sandbox of an episode in the other process, with the methods of `rollouts.sandboxes.opening.Lease`; None
-        if `setup` names none. `sandboxes` are those that the run has for this environment.
-        """
-        raise NotImplementedError
+    remote_tools: Callable[[], list[ToolMethod]]
+    remote_rewards: Callable[[Any], list[JudgeMethod]]
+    """The rewards of an argument that is this class or an object of it."""
+    remote_metrics: Callable[[Any], list[JudgeMethod]]
+    remote_check: Callable[[], None]
+    """Raise the error of `check_environment` in the other process."""
+    remote_check_data: Callable[[], None]
+    """Raise ConfigError if the environment reads rows that are not there."""
+    remote_warnings: Callable[[], list[tuple[str, int, str]]]
+    """The warnings of `advice` in the other process: file, line, words."""
+    remote_lease: Callable[[Any], Any]
+    """The sandbox of an episode in the other process, with the methods of `rollouts.sandboxes.opening.Lease`; None if
+    `setup` names none. The argument is what the run has for this environment.
+    """
 
 
-def _remote_class(env: Any) -> type[Remote] | None:
+def _remote_class(env: Any) -> type[WorkerEnvironment] | None:
     owner = env if inspect.isclass(env) else type(env)
-    return owner if issubclass(owner, Remote) else None
+    return owner if issubclass(owner, WorkerEnvironment) else None
 
 
 @overload
@@ -235,7 +218,7 @@ def tools_of(env: Any) -> list[ToolMethod]:
     The most derived definition of a method counts: a method without `@tool` that overrides a tool removes it. Raises
     EnvironmentDefinitionError if two tools have one name, or if another process could not find an isolated tool.
     """
-    if isinstance(env, Remote):
+    if isinstance(env, WorkerEnvironment):
         return env.remote_tools()
     tools: dict[str, ToolMethod] = {}
     for attribute, function, (name, timeout_seconds, isolate, role) in _marked(env, TOOL_MARK):

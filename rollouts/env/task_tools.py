@@ -20,8 +20,8 @@ from rollouts.author_code import shown, why_no_list
 from rollouts.env.authoring import (
     TIMEOUT_SECONDS,
     TOOL_MARK,
-    Remote,
     ToolMethod,
+    WorkerEnvironment,
     environment_name,
     mark_of,
     roles_of,
@@ -84,7 +84,7 @@ def read_tools(env: Any, returned: Any) -> list[ToolMethod]:
     """What the `tools` of an environment object returned, as tools. Raises EnvironmentDefinitionError for a value that
     is no tool, and if two tools have one name.
     """
-    if isinstance(env, Remote):  # the process that runs its code has read them
+    if isinstance(env, WorkerEnvironment):  # the process that runs its code has read them
         return list(returned)
     label = f"{environment_name(env)}.tools(task)"
     if inspect.iscoroutine(returned):

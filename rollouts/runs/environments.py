@@ -27,7 +27,7 @@ from rollouts.author_code import authors_code, shown
 from rollouts.config.files import Source
 from rollouts.config.merging import Component
 from rollouts.config.settings import Settings
-from rollouts.env.authoring import Remote, ToolMethod, of_role, roles_of, tools_of
+from rollouts.env.authoring import ToolMethod, WorkerEnvironment, of_role, roles_of, tools_of
 from rollouts.env.checks import check_source, check_text
 from rollouts.env.methods import as_conversation, as_task, inputs_of, with_inputs
 from rollouts.env.schema import schema_of
@@ -53,8 +53,7 @@ from rollouts.training.datasets.buffer import HELD_OUT_PART, SKIPPED_MAX, DataBu
 from rollouts.types import Message, Task
 
 if TYPE_CHECKING:
-    from rollouts.env.workers.proxy import RemoteEnvironment
-    from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+    from rollouts.env.workers.proxy import RemoteEnvironment, RemoteSandboxes
     from rollouts.plugins.protocols import TaskSampler
     from rollouts.sandboxes.base import Sandboxes
 
@@ -97,7 +96,7 @@ class Environment(NamedTuple):
     def remote(self) -> type[RemoteEnvironment] | None:
         """The class in place of the environment's, in this process, if it runs in workers."""
         component = self.chosen.component
-        is_remote = inspect.isclass(component) and issubclass(component, Remote)
+        is_remote = inspect.isclass(component) and issubclass(component, WorkerEnvironment)
         return cast("type[RemoteEnvironment]", component) if is_remote else None
 
     @property

@@ -29,8 +29,8 @@ from rollouts.runs.folder import PARTS, MakeFolder, RunFolder
 from rollouts.runs.session import Session
 
 if TYPE_CHECKING:
-    from rollouts.env.workers.describe import SandboxSent
     from rollouts.env.workers.pool import WorkerPool
+    from rollouts.env.workers.protocol import SandboxSent
     from rollouts.env.workers.proxy import RemoteEnvironment
     from rollouts.sandboxes.base import Sandboxes
 
@@ -183,7 +183,7 @@ def with_sandboxes(chosen: Chosen, environments: Sequence[Environment], concurre
     found = []
     for env in environments:
         if env.alias in asking and env.remote is not None:
-            from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+            from rollouts.env.workers.proxy import RemoteSandboxes
 
             env = env._replace(sandboxes=RemoteSandboxes(env.remote.pool, _as_sent(chosen, concurrency)))
         elif env.alias in asking:
@@ -196,7 +196,8 @@ def with_sandboxes(chosen: Chosen, environments: Sequence[Environment], concurre
 
 
 def _as_sent(chosen: Chosen, concurrency: int) -> SandboxSent:
-    from rollouts.env.workers.describe import SandboxSent, settings_as_sent
+    from rollouts.env.workers.library import settings_as_sent
+    from rollouts.env.workers.protocol import SandboxSent
 
     if chosen.ref is not None and HELD.fullmatch(chosen.ref.value):
         raise ConfigError(
@@ -215,7 +216,7 @@ def sandbox_lines(name: str, environments: Sequence[Environment]) -> Iterator[st
     """Open a sandbox of each kind that the environments have, run `true` in it, and say what it is and what it does not
     stop. Raises ConfigError.
     """
-    from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+    from rollouts.env.workers.proxy import RemoteSandboxes
     from rollouts.sandboxes.opening import try_sandbox
 
     for sandboxes in dict.fromkeys(env.sandboxes for env in environments if env.sandboxes is not None):

@@ -22,8 +22,8 @@ from comparing import ENVS, SHORT, both, episodes_of, workers
 
 import rollouts
 from rollouts.config.resolving import resolve
-from rollouts.env.workers.describe import SandboxSent
-from rollouts.env.workers.sandboxing import OpenSandboxes
+from rollouts.env.workers.library import OpenSandboxes
+from rollouts.env.workers.protocol import SandboxSent
 from rollouts.errors import ConfigError, UnknownComponentError, WorkerError
 from rollouts.runs.dry_run import dry_run
 from rollouts.runs.plan import make_plan

@@ -15,30 +15,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import trio
 
 from rollouts.author_code import message_of, printable, shown
+from rollouts.env.workers import protocol
 from rollouts.env.workers.channel import ChannelClosedError, Connection, Connector
-from rollouts.env.workers.protocol import (
-    VERSION,
-    Answer,
-    Ask,
-    Cancel,
-    Error,
-    Failure,
-    Hello,
-    Log,
-    Ping,
-    ProtocolError,
-    Report,
-    Request,
-    encode_value,
-    error_received,
-    read_from_worker,
-)
 from rollouts.error_log import report_fault
 from rollouts.errors import RunError, WorkerError
 from rollouts.version import __version__
@@ -53,7 +37,7 @@ BEATS = 4  # pings within the time of silence that a worker is allowed
 LAST_LINES, LAST_CHARACTERS = 8, 2_000  # of a dead worker's log, in error messages
 KEPT_BYTES_MAX = 1 << 20  # of a log that has no file yet
 
-Ended = Answer | Failure | RunError
+Ended = protocol.Answer | protocol.Failure | RunError
 """How a call ends: with an answer, or because its worker was lost."""
 
 
@@ -66,7 +50,7 @@ class Call:
     method: str
     arguments: msgspec.Raw
     seconds: float
-    deliver: Callable[[Ended | Ask | Cancel | Report], None]
+    deliver: Callable[[Ended | protocol.Ask | protocol.Cancel | protocol.Report], None]
     session: int = 0
     number: int = 0
     overdue: float = math.inf
@@ -171,14 +155,14 @@ class Worker:
         call.overdue = trio.current_time() + call.seconds + MARGIN_SECONDS
         self._calls[call.number] = call
         seconds = None if math.isinf(call.seconds) else call.seconds
-        self.send(Request(call.number, call.method, call.session, call.arguments, seconds))
+        self.send(protocol.Request(call.number, call.method, call.session, call.arguments, seconds))
 
     def cancel(self, call: Call) -> None:
         """Ask for the early end of a request. If it does not come, the worker is killed."""
         if call.number in self._calls and not call.is_cancelled:
             call.is_cancelled = True
             call.overdue = trio.current_time() + GRACE_SECONDS
-            self.send(Cancel(call.number))
+            self.send(protocol.Cancel(call.number))
 
     def send(self, message: Any) -> None:
         """Send a message after those that are waiting."""
@@ -215,26 +199,26 @@ class Worker:
     async def _read(self) -> None:
         while True:
             try:
-                message = read_from_worker(await self._connection.channel.receive())
+                message = protocol.read_from_worker(await self._connection.channel.receive())
             except ChannelClosedError:
                 return self.kill("")
-            except ProtocolError as error:
+            except protocol.ProtocolError as error:
                 return self.kill(f"sent something that is no message: {message_of(error)}")
             self._heard = trio.current_time()
             self._take(message)
 
     def _take(self, message: Any) -> None:
-        if isinstance(message, Answer | Failure):
+        if isinstance(message, protocol.Answer | protocol.Failure):
             if (call := self._calls.pop(message.number, None)) is not None:
                 call.deliver(message)
-        elif isinstance(message, Ask | Report) and message.request in self._calls:
+        elif isinstance(message, protocol.Ask | protocol.Report) and message.request in self._calls:
             self._calls[message.request].deliver(message)
-        elif isinstance(message, Cancel):
+        elif isinstance(message, protocol.Cancel):
             for call in self._calls.values():
                 call.deliver(message)  # only one of them has asked
-        elif isinstance(message, Report):
+        elif isinstance(message, protocol.Report):
             report_fault(message.fault, message.label, is_noted=message.is_noted)
-        elif isinstance(message, Log):
+        elif isinstance(message, protocol.Log):
             self._log.write(message.text.encode())
 
     async def _beat(self) -> None:
@@ -246,7 +230,7 @@ class Worker:
             idle_since = now if self._calls or self.sessions else idle_since
             if now - idle_since > IDLE_SECONDS:
                 self.kill(IDLE)
-            self.send(Ping(number))
+            self.send(protocol.Ping(number))
             if now - self._heard > self._silent:
                 why = await self._connection.words_of_silence()
                 self.kill(f"was silent for {self._silent:g} seconds (worker.silent_seconds): {why}")
@@ -266,18 +250,18 @@ async def connect(name: str, connector: Connector, log: WorkerLog, silent_second
     problem = f"said nothing for {START_SECONDS:g} seconds"
     with trio.move_on_after(START_SECONDS):
         try:
-            hello = read_from_worker(await connection.channel.receive())
-            if isinstance(hello, Hello) and hello.protocol == VERSION:
+            hello = protocol.read_from_worker(await connection.channel.receive())
+            if isinstance(hello, protocol.Hello) and hello.protocol == protocol.VERSION:
                 return Worker(name, connection, log, silent_seconds)
             problem = f"begins with {shown(type(hello).__name__)} instead of hello"
-            if isinstance(hello, Hello):
+            if isinstance(hello, protocol.Hello):
                 problem = (
-                    f"has rollouts {hello.rollouts}, whose protocol has the version {hello.protocol}; this is rollouts "
-                    f"{__version__} with version {VERSION}: install the same version of rollouts in both places"
+                    f"has rollouts {hello.rollouts}, whose protocol has the version {hello.protocol}; this is "
+                    f"rollouts {__version__} with version {protocol.VERSION}: install the same version in both places"
                 )
         except ChannelClosedError:
             problem = ""
-        except ProtocolError as error:
+        except protocol.ProtocolError as error:
             problem = f"is no worker of rollouts: it said {message_of(error)}"
     how = await connection.end()
     raise WorkerError(_in_words(name, problem or f"ended before it said hello ({how})", log))
@@ -290,137 +274,114 @@ def _in_words(name: str, reason: str, log: WorkerLog) -> str:
 
 # --- callers ----------------------------------------------------------------------------------------------------------
 
-Begin = Callable[[Call], None]
-"""Gives a call to a worker. It is called in the loop of the workers."""
-
-Serve = Callable[[Ask], Awaitable[Any]]
+Serve = Callable[[protocol.Ask], Awaitable[Any]]
 """Answers an ask of a worker."""
 
 
-def request(begin: Begin, cancel: Begin, call: Call, name: str) -> Answer:
-    """Make a call from code that is not async, and wait for its answer. Ctrl-C cancels it. Raises its error."""
+class Line(NamedTuple):
+    """The way of a call to a worker. `begin`, `cancel` and `send` are called in the loop of the workers: they hand a
+    call to a worker, ask for its early end, and send the worker a message. `worker` is a name for errors.
+    """
+
+    worker: str
+    begin: Callable[[Call], None]
+    cancel: Callable[[Call], None]
+    send: Callable[[Any], None]
+
+
+def request(line: Line, call: Call) -> msgspec.Raw:
+    """Make a call from code that is not async, and wait for its result. Ctrl-C cancels it. Raises its error."""
     events: queue.SimpleQueue[Any] = queue.SimpleQueue()
     call.deliver = events.put
-    background.soon(begin, call)
+    background.soon(line.begin, call)
     try:
-        while True:
-            event = events.get()
-            if isinstance(event, Ended):
-                return _result(event, {}, name)
+        while not isinstance(event := events.get(), Ended):
             _note(event)
+        return _result(event, {}, line.worker)
     except KeyboardInterrupt:
-        background.soon(cancel, call)
+        background.soon(line.cancel, call)
         raise
 
 
-async def request_async(
-    begin: Begin, cancel: Begin, send: Callable[[Any], None], call: Call, name: str, serve: Serve | None = None
-) -> Answer:
-    """Make a call from a trio task, and wait for its answer. The asks of the worker are served in this task's nursery.
+async def request_async(line: Line, call: Call, serve: Serve | None = None) -> msgspec.Raw:
+    """Make a call from a trio task, and wait for its result. The asks of the worker are served in this task's nursery.
     A cancellation cancels the call, and waits until the worker has ended it or was killed. Raises the call's error.
     """
     token = trio.lowlevel.current_trio_token()
-    events = _Events()
+    to_here, events = trio.open_memory_channel[Any](math.inf)
 
     def deliver(event: Any) -> None:
         with contextlib.suppress(trio.RunFinishedError):
-            token.run_sync_soon(events.put, event)
+            token.run_sync_soon(to_here.send_nowait, event)
 
     call.deliver = deliver
-    background.soon(begin, call)
-    failed: dict[int, Exception] = {}
-    if serve is None:
-        ended = await _wait(events, call, cancel)
-    else:
-        async with trio.open_nursery() as nursery:
-            asks = _Asks(nursery, serve, send, failed)
-            ended = await _wait(events, call, cancel, asks.take)
+    background.soon(line.begin, call)
+    async with contextlib.nullcontext() if serve is None else trio.open_nursery() as nursery:
+        asks = _Asks(nursery, serve, line.send)
+        try:
+            ended = await _wait(events, asks)
+        except trio.Cancelled:
+            background.soon(line.cancel, call)
+            with trio.CancelScope(shield=True):
+                await _wait(events, asks)
+            raise
+        if nursery is not None:
             nursery.cancel_scope.cancel()
-    return _result(ended, failed, name)
+    return _result(ended, asks.failed, line.worker)
 
 
-async def _wait(events: _Events, call: Call, cancel: Begin, take: Callable[[Any], None] = lambda event: None) -> Ended:
+async def _wait(events: trio.MemoryReceiveChannel[Any], asks: _Asks) -> Ended:
     """The end of the call."""
-    try:
-        while not isinstance(event := await events.get(), Ended):
-            _note(event)
-            take(event)
-        return event
-    except trio.Cancelled:
-        background.soon(cancel, call)
-        with trio.CancelScope(shield=True):
-            while not isinstance(event := await events.get(), Ended):
-                _note(event)
-                take(event)
-        raise
-
-
-class _Events:
-    """The events of a call, for the one task that waits for them."""
-
-    def __init__(self) -> None:
-        self._events: deque[Any] = deque()
-        self._waiting: trio.lowlevel.Task | None = None
-
-    def put(self, event: Any) -> None:
-        self._events.append(event)
-        if self._waiting is not None:
-            task, self._waiting = self._waiting, None
-            trio.lowlevel.reschedule(task)
-
-    async def get(self) -> Any:
-        await trio.lowlevel.checkpoint_if_cancelled()
-        if not self._events:
-            self._waiting = trio.lowlevel.current_task()
-            await trio.lowlevel.wait_task_rescheduled(self._give_up)
-        return self._events.popleft()
-
-    def _give_up(self, _: Any) -> trio.lowlevel.Abort:
-        self._waiting = None
-        return trio.lowlevel.Abort.SUCCEEDED
+    while not isinstance(event := await events.receive(), Ended):
+        _note(event)
+        asks.take(event)
+    return event
 
 
 @dataclass(eq=False)
 class _Asks:
-    """What a worker asks while it handles one request."""
+    """What a worker asks while it handles one request. Without `serve`, it asks nothing."""
 
-    nursery: trio.Nursery
-    serve: Serve
+    nursery: trio.Nursery | None
+    serve: Serve | None
     send: Callable[[Any], None]
-    failed: dict[int, Exception]
+    failed: dict[int, Exception] = field(default_factory=dict)
     scopes: dict[int, trio.CancelScope] = field(default_factory=dict)
 
     def take(self, event: Any) -> None:
-        if isinstance(event, Ask):
+        if isinstance(event, protocol.Ask) and self.nursery is not None:
             self.scopes[event.number] = trio.CancelScope()
             self.nursery.start_soon(self._answer, event)
-        elif isinstance(event, Cancel) and event.number in self.scopes:
+        elif isinstance(event, protocol.Cancel) and event.number in self.scopes:
             self.scopes[event.number].cancel()
 
-    async def _answer(self, ask: Ask) -> None:
-        answer: Answer | Failure = Failure(ask.number, Error("cancelled"))
+    async def _answer(self, ask: protocol.Ask) -> None:
+        assert self.serve is not None, "the request has somebody who answers"
+        answer: protocol.Answer | protocol.Failure = protocol.Failure(ask.number, protocol.Error("cancelled"))
         try:
             with self.scopes[ask.number]:
-                answer = Answer(ask.number, encode_value(await self.serve(ask), f"the answer of model.{ask.method}"))
+                value = protocol.encode_value(await self.serve(ask), f"the answer of model.{ask.method}")
+                answer = protocol.Answer(ask.number, value)
         except Exception as error:  # the rollout ends with it, and then the caller of the request gets it
             self.failed[ask.number] = error
-            answer = Failure(ask.number, Error("ours", type(error).__name__, message_of(error)))
+            refused = protocol.Error("ours", type(error).__name__, message_of(error))
+            answer = protocol.Failure(ask.number, refused)
         finally:
             background.soon(self.send, answer)
 
 
 def _note(event: Any) -> None:
     """Write an error that failed nothing to the errors.log of the caller's run."""
-    if isinstance(event, Report):
+    if isinstance(event, protocol.Report):
         report_fault(event.fault, event.label, is_noted=event.is_noted)
 
 
-def _result(ended: Ended, failed: dict[int, Exception], name: str) -> Answer:
+def _result(ended: Ended, failed: dict[int, Exception], worker: str) -> msgspec.Raw:
     if isinstance(ended, RunError):
         raise type(ended)(str(ended))  # several calls fail with it
-    if isinstance(ended, Answer):
-        return ended
+    if isinstance(ended, protocol.Answer):
+        return ended.value
     asked = [failed[number] for number in ended.error.asks if number in failed]
     if ended.error.kind == "asks" and asked:
         raise asked[0] if len(asked) == 1 else ExceptionGroup("several calls of the model failed", asked)
-    raise error_received(ended.error, f"the worker {name}")
+    raise protocol.error_received(ended.error, f"the worker {worker}")

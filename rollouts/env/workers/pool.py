@@ -27,6 +27,7 @@ from rollouts.env.workers.client import (
     CLOSED,
     IDLE,
     Call,
+    Line,
     Serve,
     Worker,
     WorkerLog,
@@ -35,8 +36,9 @@ from rollouts.env.workers.client import (
     request,
     request_async,
 )
-from rollouts.env.workers.protocol import Answer, Error, Failure, decode_value, encode_value
+from rollouts.env.workers.protocol import REQUESTS, Answer, Error, Failure, decode_value, encode_value
 from rollouts.errors import RunError, WorkerError, WorkersLostError
+from rollouts.types import Task
 
 DEATHS_MAX = 10  # workers that die one after another, without an answer of an environment object in between
 CLOSE_SECONDS = 25.0
@@ -88,41 +90,40 @@ class WorkerPool:
         self._open = 0  # slots with a task
         self._all_closed: list[threading.Event] = []
 
-    def call(self, method: str, arguments: Any = None, *, kind: Any = Any, lease: WorkerLease | None = None) -> Any:
-        """Make a request and wait for its result, which is of this type. Do not call it in a trio task.
+    def call(self, method: str, arguments: Any = None, *, lease: WorkerLease | None = None) -> Any:
+        """Make a request and wait for its result. Do not call it in a trio task.
 
         `lease` None: a request of no environment object. Raises WorkerError, WorkersLostError, and what the worker
         raised.
         """
-        sent = encode_value(arguments, f"the arguments of {method}")
-        begin, cancel = functools.partial(self._begin, lease), functools.partial(self._cancel, lease)
-        try:
-            answer = request(begin, cancel, Call(method, sent, math.inf, deliver=lambda _: None), self.name)
-        except WorkerError:
-            if method not in REPEATED:
-                raise
-            answer = request(begin, cancel, Call(method, sent, math.inf, deliver=lambda _: None), self.name)
-        return decode_value(answer.value, kind)
+        for is_last in (method not in REPEATED, True):
+            try:
+                answer = request(self._line(lease), _call(method, arguments))
+            except WorkerError:
+                if is_last:
+                    raise
+            else:
+                break
+        return decode_value(answer, REQUESTS[method][1])
 
     async def call_async(
         self,
         method: str,
         arguments: Any = None,
         *,
-        kind: Any = Any,
         lease: WorkerLease | None = None,
         seconds: float = math.inf,
-        whose: str = "",
         serve: Serve | None = None,
     ) -> Any:
-        """Like `call`, from a trio task. `seconds` is a deadline, `whose` names the arguments in an error, and `serve`
-        answers what the worker asks. Raises CallTimeoutError too.
+        """Like `call`, from a trio task. `seconds` is a deadline, and `serve` answers what the worker asks. Raises
+        CallTimeoutError too.
         """
-        sent = encode_value(arguments, whose or f"the arguments of {method}")
-        call = Call(method, sent, seconds, deliver=lambda _: None)
-        cancel, send = functools.partial(self._cancel, lease), functools.partial(_send, lease)
-        answer = await request_async(functools.partial(self._begin, lease), cancel, send, call, self.name, serve)
-        return decode_value(answer.value, kind)
+        answer = await request_async(self._line(lease), _call(method, arguments, seconds), serve)
+        return decode_value(answer, REQUESTS[method][1])
+
+    def _line(self, lease: WorkerLease | None) -> Line:
+        begin, cancel = functools.partial(self._begin, lease), functools.partial(self._cancel, lease)
+        return Line(self.name, begin, cancel, functools.partial(_send, lease))
 
     def new_deaths(self) -> int:
         """How many workers have died since the last call of this method."""
@@ -267,7 +268,7 @@ class WorkerPool:
 
     def _forget(self, lease: WorkerLease) -> None:
         if lease.worker is not None and lease.worker.lost is None and not lease.is_closed:
-            lease.worker.begin(Call("forget", encode_value(None), math.inf, lambda _: None, lease.session))
+            lease.worker.begin(_call("forget", session=lease.session))
         self._release(lease)
 
     def _log_to(self, folder: Path, name: str) -> None:
@@ -281,6 +282,11 @@ class WorkerPool:
                 slot.worker.kill(CLOSED)
         self._open += 1
         self._ended()
+
+
+def _call(method: str, arguments: Any = None, seconds: float = math.inf, session: int = 0) -> Call:
+    whose = "the task" if isinstance(arguments, Task) else f"the arguments of {method}"
+    return Call(method, encode_value(arguments, whose), seconds, lambda _: None, session)
 
 
 def _send(lease: WorkerLease | None, message: Any) -> None:

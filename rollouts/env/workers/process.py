@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 import trio
 
-from rollouts.env.workers.channel import Channel, PipeChannel
-from rollouts.env.workers.describe import SandboxSent
+from rollouts.env.workers.channel import MessageChannel, PipeChannel
+from rollouts.env.workers.protocol import SandboxSent
 from rollouts.errors import WorkerError, words_of_exit
 from rollouts.supervisor import supervised
 
@@ -44,8 +44,7 @@ class Options(msgspec.Struct, omit_defaults=True):
 def main(given: str) -> None:
     """Answer the requests on standard input until it is closed. `given` are Options as JSON."""
     from rollouts.env.shared import shared_values
-    from rollouts.env.workers.describe import Library
-    from rollouts.env.workers.sandboxing import OpenSandboxes
+    from rollouts.env.workers.library import Library, OpenSandboxes
     from rollouts.env.workers.server import serve
 
     options = msgspec.json.decode(given, type=Options)
@@ -136,7 +135,7 @@ class ProcessConnector:
 class _Process:
     def __init__(self, process: trio.Process, log: Callable[[bytes], None], options: Options) -> None:
         assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
-        self.channel: Channel = PipeChannel(process.stdin, process.stdout)
+        self.channel: MessageChannel = PipeChannel(process.stdin, process.stdout)
         self._process, self._log, self._drained = process, log, trio.Event()
         self._options = options
         trio.lowlevel.spawn_system_task(self._drain)

@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from rollouts.env.workers import channel as limits
-from rollouts.env.workers.channel import Channel, ChannelClosedError
+from rollouts.env.workers.channel import ChannelClosedError, MessageChannel
 from rollouts.env.workers.process import ProcessConnector
 from rollouts.env.workers.protocol import Log
 from rollouts.env.workers.websocket import CONNECT_SECONDS, ReaderNursery, WebSocketChannel, library
@@ -217,7 +217,7 @@ class _Server:
         return f"its worker ended ({how})"
 
 
-async def _pass_on(source: Channel, target: Channel, scope: trio.CancelScope) -> None:
+async def _pass_on(source: MessageChannel, target: MessageChannel, scope: trio.CancelScope) -> None:
     try:
         while True:
             await target.send(await source.receive())
@@ -225,7 +225,7 @@ async def _pass_on(source: Channel, target: Channel, scope: trio.CancelScope) ->
         scope.cancel()
 
 
-async def _pass_on_printed(chunks: trio.MemoryReceiveChannel[bytes], run: Channel) -> None:
+async def _pass_on_printed(chunks: trio.MemoryReceiveChannel[bytes], run: MessageChannel) -> None:
     """Send what the environment's code prints to the run."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     with contextlib.suppress(ChannelClosedError):

@@ -1,7 +1,7 @@
 """The worker's side: one environment object, and what a run asks of it.
 
-Each method of `EnvironmentSession` whose name is in `METHODS` handles the requests of that name. The environment's code
-runs as in a run without a worker, by the same functions, so that its results, messages and deadlines are the same.
+The methods of `EnvironmentSession` have the names of the requests that they handle. The environment's code runs as in a
+run without a worker, by the same functions, so that its results, messages and deadlines are the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import trio
@@ -40,99 +40,15 @@ from rollouts.env.shared import shared_value
 from rollouts.env.task_tools import read_tools
 from rollouts.env.threads import AuthorThread
 from rollouts.env.tools import run_tool
-from rollouts.env.workers.describe import Loaded
-from rollouts.env.workers.model import ModelState, RemoteModel, Run
-from rollouts.env.workers.protocol import Error, encode_value, error_as_sent
+from rollouts.env.workers import protocol
+from rollouts.env.workers.library import Loaded
+from rollouts.env.workers.model import AskRun, RemoteModel
 from rollouts.errors import ConfigError, RewardError
 from rollouts.plugins.loading import install_hint
 from rollouts.sandboxes.base import Sandbox
-from rollouts.types import Message, Role, Score, Task, ToolCall, Trajectory
+from rollouts.types import Message, Score, Task, Trajectory
 
 BATCH_SECONDS = 0.05  # tasks that come within this time are sent together
-BATCH_MAX = 256
-
-
-class ToolSent(NamedTuple):
-    """A tool of an environment, with its schema."""
-
-    name: str
-    timeout_seconds: float
-    schema: dict[str, Any]
-    role: str | None = None
-
-
-class Shape(msgspec.Struct):
-    """What an environment object has: the methods that rollouts calls, its tools and roles, and warnings for its author
-    (file, line, words). `error` is its first mistake, if it has one; then there are no tools. `has_sandbox`: its
-    `setup` names one. `data_error`: why the rows that it reads are not there.
-    """
-
-    methods: list[str]
-    tools: list[ToolSent] = []
-    roles: list[Role] = []
-    warnings: list[tuple[str, int, str]] = []
-    error: Error | None = None
-    has_sandbox: bool = False
-    data_error: Error | None = None
-
-
-class StreamStart(msgspec.Struct):
-    """The kind of what `tasks` or `demonstrations` returned: `list`, another `sequence`, or an `iterator`. `count` is
-    the length of a sequence.
-    """
-
-    kind: str
-    count: int = 0
-
-
-class Batch(msgspec.Struct):
-    """Some values of a stream. `over`: there are no more. `error`: the author's code raised after these values."""
-
-    items: list[msgspec.Raw]
-    over: bool = False
-    error: Error | None = None
-
-
-class StreamRequest(msgspec.Struct):
-    """Arguments of `stream`: `tasks` or `demonstrations`, and the state of the random numbers (`random.getstate`).
-    `label` names the call in messages.
-    """
-
-    method: str
-    split: str
-    rng: list[Any]
-    label: str
-
-
-class ToolRequest(msgspec.Struct):
-    """Arguments of `tool`. `seconds_max` None: no other deadline than the tool's own."""
-
-    call: ToolCall
-    characters_max: int
-    seconds_max: float | None = None
-
-
-class JudgeRequest(msgspec.Struct):
-    """Arguments of `reward` and `metric`."""
-
-    name: str
-    trajectory: Trajectory
-
-
-class RolloutRequest(msgspec.Struct):
-    """Arguments of `rollout`: the task, and what the model and its roles say of themselves before the first reply."""
-
-    task: Task
-    models: dict[str, ModelState]
-
-
-class RolloutDone(msgspec.Struct):
-    """What `rollout` returned: the role and the place of a trajectory, None for anything else. `infos` are the `info`
-    of the trajectories, each with its role and place.
-    """
-
-    chosen: tuple[str, int] | None
-    infos: list[tuple[str, int, dict[str, Any]]]
 
 
 class EnvironmentSession:
@@ -162,12 +78,12 @@ class EnvironmentSession:
             return {}
         return {"shared": await shared_value(self._loaded.component, self._settings, self._new).get(seconds)}
 
-    def shape(self) -> Shape:
+    def shape(self) -> protocol.Shape:
         """What the object has. Its mistake is data here: the run raises it when it checks its environments."""
         methods = [name for name in CONTRACT if hasattr(self._env, name)]
         try:
             check_environment(self._env)
-            return Shape(
+            return protocol.Shape(
                 methods,
                 _as_sent(tools_of(self._env)),
                 list(roles_of(self._env)),
@@ -176,14 +92,14 @@ class EnvironmentSession:
                 data_error=self._data_error(),
             )
         except Exception as error:  # a descriptor of the author's class may raise anything
-            return Shape(methods, error=error_as_sent(error, hint=self.hint))
+            return protocol.Shape(methods, error=protocol.error_as_sent(error, hint=self.hint))
 
-    def _data_error(self) -> Error | None:
+    def _data_error(self) -> protocol.Error | None:
         try:
             if isinstance(self._env, Prompts):
                 self._env.check_data()
         except ConfigError as error:
-            return error_as_sent(error)
+            return protocol.error_as_sent(error)
         return None
 
     async def setup(self, task: Task, seconds: float, sandbox: dict[str, Sandbox]) -> None:
@@ -192,7 +108,7 @@ class EnvironmentSession:
         inputs = await self._inputs_of("setup", seconds) | sandbox
         await calls.call(*with_inputs(self._env.setup, [task], inputs), timeout_seconds=seconds)
 
-    async def tools(self, task: Task, seconds: float) -> list[ToolSent]:
+    async def tools(self, task: Task, seconds: float) -> list[protocol.ToolSent]:
         """The tools that the environment's `tools` returns for a task."""
         with line_of(self._env.tools):
             read = functools.partial(read_tools, self._env)
@@ -200,7 +116,7 @@ class EnvironmentSession:
         self._tools = {tool.name: tool for tool in found}
         return _as_sent(found)
 
-    async def tool(self, asked: ToolRequest, seconds: float) -> ToolOutcome:
+    async def tool(self, asked: protocol.ToolRequest, seconds: float) -> ToolOutcome:
         """Run a tool call of the model."""
         if self._tools is None:
             self._tools = {tool.name: tool for tool in tools_of(self._env)}
@@ -212,13 +128,13 @@ class EnvironmentSession:
         returned = await calls.call(self._env.reply, trajectory, timeout_seconds=seconds)
         return reply_messages(self._env, returned)
 
-    async def rollout(self, asked: RolloutRequest, run: Run) -> RolloutDone:
+    async def rollout(self, asked: protocol.RolloutRequest, run: AskRun) -> protocol.RolloutDone:
         """Run the environment's own `rollout`."""
         model = RemoteModel(run, asked.models)
         returned = await calls.call(self._env.rollout, asked.task, model, async_library="trio")
-        return RolloutDone(model.place_of(returned), model.infos)
+        return protocol.RolloutDone(model.place_of(returned), model.infos)
 
-    async def reward(self, asked: JudgeRequest, seconds: float) -> Score:
+    async def reward(self, asked: protocol.JudgeRequest, seconds: float) -> Score:
         """The verdict of one of the environment's rewards, with the reason if there is one."""
         method = _named(rewards_of(self._env), asked.name)
         try:
@@ -229,7 +145,7 @@ class EnvironmentSession:
         verdict = with_reason(verdict, method.function)
         return Score(verdict.value, dict(verdict.parts), verdict.why, {}, list(verdict.turns))
 
-    async def metric(self, asked: JudgeRequest, seconds: float) -> float:
+    async def metric(self, asked: protocol.JudgeRequest, seconds: float) -> float:
         """The number of one of the environment's metrics."""
         method = _named(metrics_of(self._env), asked.name)
         read = functools.partial(finite_metric, method)
@@ -244,7 +160,7 @@ class EnvironmentSession:
     def _available(self, trajectory: Trajectory) -> dict[str, Any]:
         return {"task": trajectory.task, "trajectory": trajectory, "env": self._env}
 
-    async def state(self, seconds: float) -> Any:
+    async def state(self, asked: None, seconds: float) -> Any:
         """The environment's state, as JSON data."""
         return plain_state(environment_name(self._env), await calls.call(self._env.state, timeout_seconds=seconds))
 
@@ -261,7 +177,7 @@ class EnvironmentSession:
 
     # --- tasks and demonstrations -----------------------------------------------------------------------------------
 
-    async def stream(self, asked: StreamRequest) -> StreamStart:
+    async def stream(self, asked: protocol.StreamRequest, seconds: float) -> protocol.StreamStart:
         """Begin to read `tasks` or `demonstrations`. One object has at most one stream of each."""
         version, numbers, gauss = asked.rng
         rng = random.Random()
@@ -272,13 +188,13 @@ class EnvironmentSession:
         self._streams[asked.method] = stream
         return await stream.begin()
 
-    async def more(self, method: str, first: int, count: int) -> Batch:
+    async def more(self, asked: protocol.More, seconds: float) -> protocol.Batch:
         """The values of a stream from `first` on, at most `count`. Those of an iterator before them are skipped."""
-        return await self._streams[method].more(first, count)
+        return await self._streams[asked.method].more(asked.first, asked.count)
 
 
-def _as_sent(tools: Sequence[ToolMethod]) -> list[ToolSent]:
-    return [ToolSent(tool.name, tool.timeout_seconds, schema_of(tool), tool.role) for tool in tools]
+def _as_sent(tools: Sequence[ToolMethod]) -> list[protocol.ToolSent]:
+    return [protocol.ToolSent(tool.name, tool.timeout_seconds, schema_of(tool), tool.role) for tool in tools]
 
 
 def _named(methods: Sequence[JudgeMethod], name: str) -> JudgeMethod:
@@ -288,14 +204,16 @@ def _named(methods: Sequence[JudgeMethod], name: str) -> JudgeMethod:
 class _Stream:
     """The values of `tasks` or `demonstrations`, read in a thread of their own."""
 
-    def __init__(self, method: Callable[..., Any], asked: StreamRequest, hint: Callable[[BaseException], str]) -> None:
+    def __init__(
+        self, method: Callable[..., Any], asked: protocol.StreamRequest, hint: Callable[[BaseException], str]
+    ) -> None:
         self._method, self._asked, self._hint = method, asked, hint
         self._thread = AuthorThread()
         self._values: Any = None
         self._iterator: Iterator[Any] = iter(())
         self._drawn = 0
 
-    async def begin(self) -> StreamStart:
+    async def begin(self) -> protocol.StreamStart:
         """Call the method, and look at what it returns."""
         label, is_tasks = self._asked.label, self._asked.method == "tasks"
         values = await self._in_thread(self._method)
@@ -303,16 +221,18 @@ class _Stream:
         self._values = values
         if isinstance(values, Sequence):
             kind = "list" if isinstance(values, list | tuple) else "sequence"
-            return StreamStart(kind, await self._in_thread(lambda: len(values)))
+            return protocol.StreamStart(kind, await self._in_thread(lambda: len(values)))
         self._iterator = await self._in_thread(lambda: iter(values))
-        return StreamStart("iterator")
+        return protocol.StreamStart("iterator")
 
-    async def more(self, first: int, count: int) -> Batch:
+    async def more(self, first: int, count: int) -> protocol.Batch:
         """At most `count` values. It stops earlier if they come slowly."""
-        batch: Batch = await self._in_thread(functools.partial(self._draw, first, min(count, BATCH_MAX)))
+        batch: protocol.Batch = await self._in_thread(
+            functools.partial(self._draw, first, min(count, protocol.BATCH_MAX))
+        )
         return batch
 
-    def _draw(self, first: int, count: int) -> Batch:
+    def _draw(self, first: int, count: int) -> protocol.Batch:
         items: list[msgspec.Raw] = []
         begun, values = time.monotonic(), self._iterator
         if isinstance(self._values, Sequence):
@@ -325,19 +245,19 @@ class _Stream:
                 self._drawn += 1
                 items.append(self._as_sent(value))
                 if time.monotonic() - begun > BATCH_SECONDS:
-                    return Batch(items)
+                    return protocol.Batch(items)
         except StopIteration:  # it ended earlier than before
-            return Batch(items, over=True)
+            return protocol.Batch(items, over=True)
         except Exception as error:  # the author's code may raise anything; the values before it count
-            return Batch(items, error=error_as_sent(error, hint=self._hint))
-        return Batch(items, over=len(items) < count)
+            return protocol.Batch(items, error=protocol.error_as_sent(error, hint=self._hint))
+        return protocol.Batch(items, over=len(items) < count)
 
     def _as_sent(self, value: Any) -> msgspec.Raw:
         label = self._asked.label
         if self._asked.method == "tasks":
             task = as_task(value)
-            return encode_value(task, f"{label} gave a task that")
-        return encode_value(as_conversation(value, label), f"{label} gave a demonstration that")
+            return protocol.encode_value(task, f"{label} gave a task that")
+        return protocol.encode_value(as_conversation(value, label), f"{label} gave a demonstration that")
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
         """Call it in the stream's thread. The run stops waiting at its own deadline."""

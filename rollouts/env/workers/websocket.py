@@ -16,7 +16,7 @@ import trio
 
 from rollouts.author_code import shown
 from rollouts.env.workers import channel as limits
-from rollouts.env.workers.channel import Channel, ChannelClosedError
+from rollouts.env.workers.channel import ChannelClosedError, MessageChannel
 from rollouts.errors import UserError, WorkerError
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ class _UnreachableError(WorkerError):
 class _Socket:
     """A connection to a worker at an address."""
 
-    channel: Channel
+    channel: MessageChannel
 
     def __init__(self, url: str, stream: trio.abc.Stream) -> None:
         self._url, self._stream = url, stream
