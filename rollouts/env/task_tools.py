@@ -22,12 +22,12 @@ from rollouts.env.authoring import (
     TOOL_MARK,
     ToolMethod,
     WorkerEnvironment,
+    check_reference,
     environment_name,
     mark_of,
     roles_of,
     tools_of,
 )
-from rollouts.env.isolated import check_reference
 from rollouts.env.schema import check_tool, plain_parameters
 from rollouts.errors import EnvironmentDefinitionError, near_misses
 from rollouts.plugins.signature import keywords_of

@@ -21,13 +21,12 @@ import pytest
 import trio
 
 from rollouts.env import processes, tool
-from rollouts.env.authoring import tools_of
+from rollouts.env.authoring import ToolReference, reference_of, tools_of
 from rollouts.env.calls import CallTimeoutError
-from rollouts.env.isolated import Reference, find_function, reference_of
 from rollouts.env.results import ToolOutcome
 from rollouts.env.schema import tool_schema
 from rollouts.env.tools import run_tool
-from rollouts.env.worker import answer
+from rollouts.env.worker import answer, find_function
 from rollouts.errors import EnvironmentDefinitionError
 from rollouts.types import ToolCall
 
@@ -409,9 +408,9 @@ def test_the_worker_answers_in_words():
     assert answer({"load": reference})["outcome"] == ToolOutcome("")
     assert answer(request | {"arguments": {"n": 4}})["outcome"] == ToolOutcome("8")
     assert answer(request | {"arguments": {}})["outcome"].failure == "bad_arguments"
-    missing = Reference("isolated_tools", "nobody")
+    missing = ToolReference("isolated_tools", "nobody")
     assert "no attribute 'nobody'" in answer({"load": missing})["outcome"].text
-    assert answer({"load": Reference("no_such_module", "f", "/nowhere.py")})["outcome"].failure == "exception"
+    assert answer({"load": ToolReference("no_such_module", "f", "/nowhere.py")})["outcome"].failure == "exception"
 
 
 def test_a_deadline_of_the_tools_own_is_no_deadline_of_ours():
