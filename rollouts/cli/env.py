@@ -162,7 +162,7 @@ def serve(
       rollouts run --env calculator --loss grpo --worker ws://127.0.0.1:8100 --worker.token-file token
     """
     from rollouts.env.workers.process import Options
-    from rollouts.env.workers.serving import Address, check_exposure, read_token, tls_context
+    from rollouts.env.workers.websocket import Address, check_exposure, read_token, tls_context
     from rollouts.runs.env_serving import serve_until_signal, served_sandbox
 
     has_token, has_tls = token_file is not None, certificate is not None

@@ -17,25 +17,13 @@ import msgspec
 from rollouts.bounds import call_arguments, excess
 from rollouts.types import Message, ToolCall
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "function": "tool",
-    "ipython": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function_response": "tool",
+_NAMES_OF_ROLES = {
+    "system": "system developer",
+    "user": "user human",
+    "assistant": "assistant gpt chatgpt model bot function_call tool_call",
+    "tool": "tool function ipython observation tool_response function_response",
 }
+ROLES = {name: role for role, names in _NAMES_OF_ROLES.items() for name in names.split()}
 """The roles of data sets, and the role of each in a Message."""
 
 TABLE = (dict, Mapping)  # `dict` first, because checking `Mapping` is slow

@@ -6,8 +6,9 @@ condition (`; python_version < "3.12"`) does not hold in the running Python.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -92,20 +93,25 @@ def _packages() -> list[_Package]:
             if each.install.environments and normalize(found.metadata["Name"] or "") == name:
                 own[name] = (each.install.environments[0], found.requires or [])
     return [
-        _Package(name, environment, _requirements(lines), name in here, name in own)
+        _Package(name, environment, _versions(lines), name in here, name in own)
         for name, (environment, lines) in sorted((own | here).items())
     ]
 
 
-def _requirements(lines: list[str]) -> dict[str, SpecifierSet]:
+def requirements_of(lines: Iterable[str]) -> Iterator[Requirement]:
+    """What a package requires here, without its extras."""
+    for line in lines:
+        with contextlib.suppress(InvalidRequirement):  # pip refuses such a package, so it was put there in another way
+            parsed = Requirement(line)
+            if parsed.marker is None or parsed.marker.evaluate({"extra": ""}):
+                yield parsed
+
+
+def _versions(lines: list[str]) -> dict[str, SpecifierSet]:
     """The versions of each package that can be compared. A package on several lines has the versions of all of them."""
     found: dict[str, SpecifierSet] = {}
-    for line in lines:
-        try:
-            parsed = Requirement(line)
-        except InvalidRequirement:  # pip refuses to install such a package, so it was put there in another way
-            continue
-        if parsed.url is None and (parsed.marker is None or parsed.marker.evaluate({"extra": ""})):
+    for parsed in requirements_of(lines):
+        if parsed.url is None:
             name = normalize(parsed.name)
             found[name] = found.get(name, SpecifierSet()) & parsed.specifier
     return found

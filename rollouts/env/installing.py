@@ -20,15 +20,17 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+from packaging.requirements import InvalidRequirement, Requirement
 
 from rollouts.config.names import normalize
 from rollouts.doors import HOMES
+from rollouts.env.clashes import requirements_of
 from rollouts.env.installs import (
     LOCK,
     VENV,
@@ -46,9 +48,13 @@ from rollouts.supervisor import supervised
 
 LAST_LINES = 12  # how many lines of an installer's output an error shows
 CONTRACT_GROUP = "rollouts.contract"
-
-_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
-_REQUIREMENT = re.compile(rf"({_NAME})\s*(\[[\w\s,.-]*\])?\s*($|[=<>!~;@(].*)")
+QUESTIONS = """\
+import json, platform
+from sysconfig import get_path as path
+from rollouts.plugins import PluginManager
+listed = [ref.name for ref in PluginManager().list("environments", hooks=True) if not ref.value]
+print(json.dumps([[path("purelib"), path("platlib")], platform.python_version(), listed]))
+"""
 
 
 class Index(NamedTuple):
@@ -122,17 +128,19 @@ def read_wanted(requested: str) -> Wanted:
         return Wanted(_name_of_folder(path), f"{path.resolve()}{extras}", folder=True)
     if os.sep in text and "@" not in text:
         raise PluginError(f"there is no folder {text!r} (the full path: {path.resolve()})")
-    if (match := _REQUIREMENT.fullmatch(requested.strip())) is None:
+    try:
+        name = normalize(Requirement(requested).name)
+    except InvalidRequirement:
         raise PluginError(
             f"{requested!r} is not a requirement, a wheel or a folder\n"
             "type one of: PACKAGE, PACKAGE==1.2, 'PACKAGE @ https://...', ./PACKAGE-1.2-py3-none-any.whl, ./FOLDER"
-        )
+        ) from None
     if (package := package_of(requested.strip())) and not is_installed(requested.strip()):
         raise PluginError(
             f"{requested} is the name of an environment; give the package that has it\n"
             f"type: rollouts env install {package}"
         )
-    return Wanted(normalize(match[1]), requested.strip())
+    return Wanted(name, requested.strip())
 
 
 def _name_of_folder(folder: Path) -> str:
@@ -235,11 +243,11 @@ def _last_lines(output: bytes, name: str) -> list[str]:
 
 def _read_venv(venv: Path, wanted: Wanted, requested: str) -> tuple[Install, str]:
     """The record of a virtual environment, and its lock. Raises PluginError if the package has no environment."""
-    path, python = _site_packages(venv)
+    path, python, listed = _asked(venv)
     packages = {normalize(each.metadata["Name"]): each for each in distributions(path=path)}
     own = packages[wanted.name]
     refs = [ref for ref in scan(path).components if normalize(ref.distribution) == wanted.name]
-    environments = [ref.name for ref in refs if ref.kind == "environments"] + _listed_by_hooks(venv)
+    environments = [ref.name for ref in refs if ref.kind == "environments"] + listed
     if not environments:
         others = ", ".join(sorted({ref.kind for ref in refs}))
         raise PluginError(
@@ -270,24 +278,15 @@ def _read_venv(venv: Path, wanted: Wanted, requested: str) -> tuple[Install, str
     return record, "\n".join(lock) + "\n"
 
 
-def _listed_by_hooks(venv: Path) -> list[str]:
-    """The environments that hook plugins in a virtual environment list, as `gym/CartPole-v1`. Raises PluginError."""
-    code = "import json; from rollouts.plugins import PluginManager; "
-    code += "found = PluginManager().list('environments', hooks=True); "
-    code += "print(json.dumps([ref.name for ref in found if not ref.value]))"
-    done = subprocess.run([python_of(venv), "-I", "-c", code], capture_output=True, text=True, check=False)
+def _asked(venv: Path) -> tuple[list[str], str, list[str]]:
+    """The folders of the packages in a virtual environment, the version of Python, and the environments that hook
+    plugins list there, as `gym/CartPole-v1`. Raises PluginError.
+    """
+    done = subprocess.run([python_of(venv), "-I", "-c", QUESTIONS], capture_output=True, text=True, check=False)
     if done.returncode:
         raise PluginError(in_lines("the hook plugins that it has cannot list their environments", done.stderr[-1000:]))
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=list[str])
-
-
-def _site_packages(venv: Path) -> tuple[list[str], str]:
-    """The folders of the installed packages, and the version of Python."""
-    code = "import json, platform; from sysconfig import get_path as path; "
-    code += "print(json.dumps([path('purelib'), path('platlib'), platform.python_version()]))"
-    done = subprocess.run([python_of(venv), "-I", "-c", code], capture_output=True, check=True)
-    pure, platform, version = msgspec.json.decode(done.stdout, type=tuple[str, str, str])
-    return list(dict.fromkeys((pure, platform))), version
+    folders, version, listed = msgspec.json.decode(done.stdout.splitlines()[-1], type=tuple[list[str], str, list[str]])
+    return list(dict.fromkeys(folders)), version, listed
 
 
 def _locked(package: Distribution, wanted: Wanted) -> str:
@@ -325,7 +324,7 @@ def base_wheel(folder: Path) -> Path:
 
 def dependency_wheels(folder: Path) -> None:
     """Write wheels of the packages that the base of rollouts depends on, if they are installed here."""
-    waiting, seen = list(_requirements(distribution(BASE))), set[str]()
+    waiting, seen = [BASE], set[str]()
     while waiting:
         name = normalize(waiting.pop())
         if name in seen:
@@ -335,16 +334,9 @@ def dependency_wheels(folder: Path) -> None:
             found = distribution(name)
         except PackageNotFoundError:  # a requirement of another system, such as colorama; the resolver says what lacks
             continue
-        waiting += _requirements(found)
-        _write_wheel(found, _recorded(found), folder)
-
-
-def _requirements(package: Distribution) -> Iterator[str]:
-    """The names of the packages that it requires without an extra."""
-    for line in package.requires or ():
-        requirement, _, marker = line.partition(";")
-        if not re.search(r"\bextra\b", marker):
-            yield re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0]
+        waiting += [each.name for each in requirements_of(found.requires or ())]
+        if name != BASE:
+            _write_wheel(found, _recorded(found), folder)
 
 
 def _recorded(package: Distribution) -> dict[str, Path]:

@@ -13,8 +13,7 @@ from rollouts.env.workers.library import read_sandbox, settings_as_sent
 from rollouts.env.workers.pool import WorkerPool
 from rollouts.env.workers.process import Options, ProcessConnector
 from rollouts.env.workers.protocol import Description, SandboxSent
-from rollouts.env.workers.serving import Address, serve_environment
-from rollouts.env.workers.websocket import library
+from rollouts.env.workers.websocket import Address, library, serve_environment
 from rollouts.errors import ConfigError, UnknownComponentError, WorkerError
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.connectors import own_connector, venv_connector

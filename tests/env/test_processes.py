@@ -33,6 +33,7 @@ from rollouts.types import ToolCall
 sys.path.insert(0, str(Path(__file__).parent))
 from isolated_tools import Isolated, at_the_top
 
+NIGHTLY = pytest.mark.nightly
 TOOLS = {each.name: each for each in tools_of(Isolated())}
 
 
@@ -66,9 +67,8 @@ def outcome(name, **arguments):
     return trio.run(functools.partial(ask, name, **arguments))
 
 
-@pytest.mark.parametrize("name", ["outside", "at_the_top", "double"])
+@pytest.mark.parametrize("name", ["outside", "double"])
 def test_a_result_comes_back(name):
-    name = "outside" if name == "at_the_top" else name
     assert outcome(name, n=21) == ("42", None)
 
 
@@ -84,7 +84,7 @@ def test_arguments_are_converted_there_and_results_are_json():
     assert failure == "bad_arguments" and "argument 'point' of add" in text
 
 
-@pytest.mark.parametrize("name", ["spin", "hold_the_gil", "deaf"])
+@pytest.mark.parametrize("name", ["spin", "deaf", pytest.param("hold_the_gil", marks=pytest.mark.nightly)])
 def test_the_deadline_kills_whatever_it_does(name):
     earlier = set(psutil.Process().children())  # of other tests
 
@@ -125,7 +125,9 @@ def test_a_call_gets_its_own_answer_after_a_tool_that_forked():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process can leave its group")
-@pytest.mark.parametrize(("name", "text"), [("daemonize", "begun"), ("daemonize_and_crash", "exit code 3")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("daemonize", "begun"), pytest.param("daemonize_and_crash", "exit code 3", marks=NIGHTLY)]
+)
 def test_a_daemon_that_a_tool_started_does_not_outlive_the_run(name, text, tmp_path):
     answered = outcome(name, file=str(tmp_path / "pid"))
     assert text in answered.text
@@ -155,7 +157,7 @@ def test_a_process_that_a_list_of_processes_misses_is_killed_all_the_same():
     ("name", "words"),
     [
         ("segfault", "exit code 139 = 128 + 11, probably SIGSEGV"),
-        ("vanish", "exit code 3"),
+        pytest.param("vanish", "exit code 3", marks=pytest.mark.nightly),
         ("garble", "exit code 137 = 128 + 9, probably SIGKILL"),
     ],
 )
@@ -317,7 +319,9 @@ def test_a_tool_of_a_file_and_of_the_script_itself(tmp_path):
     assert done.stdout.split() == ["6", "6"], done.stderr
 
 
-@pytest.mark.parametrize("name", ["spin", "hold_the_gil", "pid", "a fork"])
+@pytest.mark.parametrize(
+    "name", ["spin", "a fork", *(pytest.param(each, marks=NIGHTLY) for each in ("hold_the_gil", "pid"))]
+)
 def test_processes_end_when_their_owner_is_killed(name, tmp_path):
     script = textwrap.dedent(f"""
         import os
