@@ -52,6 +52,7 @@ TOP_LEVEL = {
     "rollouts.env.background": "trio",
     "rollouts.env.calls": "trio",
     "rollouts.env.clashes": "packaging",
+    "rollouts.env.installing": "packaging",
     "rollouts.env.processes": "trio",
     "rollouts.env.shared": "trio",
     "rollouts.env.threads": "outcome trio",

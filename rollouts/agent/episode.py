@@ -314,7 +314,7 @@ class EpisodeRun:
         from rollouts.sandboxes.base import Sandboxes
 
         assert isinstance(self.sandboxes, Sandboxes), f"no sandboxes were given for {environment_name(self.env)}"
-        from rollouts.sandboxes.opening import Lease
+        from rollouts.sandboxes.base import Lease
 
         return Lease(self.sandboxes)
 

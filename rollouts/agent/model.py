@@ -38,7 +38,7 @@ from rollouts.agent.records import (
     turn_seed,
 )
 from rollouts.author_code import shown
-from rollouts.encoding import plain
+from rollouts.encoding import plain_json
 from rollouts.env.authoring import ToolMethod, no_role
 from rollouts.env.checks import check_text
 from rollouts.env.results import AnswerAs, answers_of
@@ -185,7 +185,7 @@ class ChatModel:
         """
         if self._roles:
             raise self._mistake(f"the environment has roles: write model.role({next(iter(self._roles))!r}).chat(...)")
-        schemas = self._schemas if tools is None else plain(list(tools))
+        schemas = self._schemas if tools is None else plain_json(list(tools))
         given = self._copied(messages)
         conversation = self._longest(given) or self._begun(given)
         try:

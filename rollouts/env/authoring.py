@@ -89,7 +89,7 @@ class WorkerEnvironment:
     remote_warnings: Callable[[], list[tuple[str, int, str]]]
     """The warnings of `advice` in the other process: file, line, words."""
     remote_lease: Callable[[Any], Any]
-    """The sandbox of an episode in the other process, with the methods of `rollouts.sandboxes.opening.Lease`; None if
+    """The sandbox of an episode in the other process, with the methods of `rollouts.sandboxes.base.Lease`; None if
     `setup` names none. The argument is what the run has for this environment.
     """
 
@@ -105,11 +105,7 @@ def tool(fn: F) -> F: ...
 
 @overload
 def tool(
-    *,
-    timeout_seconds: float = ...,
-    name: str | None = ...,
-    isolate: Isolation | None = ...,
-    role: str | None = ...,
+    *, timeout_seconds: float = ..., name: str | None = ..., isolate: Isolation | None = ..., role: str | None = ...
 ) -> Callable[[F], F]: ...
 
 
@@ -390,10 +386,7 @@ def check_isolated(function: Any) -> None:
     if parameters and (isinstance(function, classmethod) or parameters[0].name in ("self", "cls")):
         line = f"def {plain.__name__}({', '.join(map(str, parameters[1:]))})"
         name = parameters[0].name
-        raise _not_isolated(
-            label,
-            f"names {name!r}, but its process has no such object; write it {INSTEAD}{line}: ...",
-        )
+        raise _not_isolated(label, f"names {name!r}, but its process has no such object; write it {INSTEAD}{line}: ...")
 
 
 def check_reference(function: Any) -> Callable[..., Any]:

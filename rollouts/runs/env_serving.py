@@ -17,7 +17,7 @@ from rollouts.env.workers.websocket import Address, library, serve_environment
 from rollouts.errors import ConfigError, UnknownComponentError, WorkerError
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.connectors import own_connector, venv_connector
-from rollouts.sandboxes.opening import make_sandboxes
+from rollouts.sandboxes.base import make_sandboxes
 
 
 def serve_until_signal(name: str, address: Address, options: Options, say: Callable[[str], None]) -> None:

@@ -187,7 +187,7 @@ def with_sandboxes(chosen: Chosen, environments: Sequence[Environment], concurre
 
             env = env._replace(sandboxes=RemoteSandboxes(env.remote.pool, _as_sent(chosen, concurrency)))
         elif env.alias in asking:
-            from rollouts.sandboxes.opening import make_sandboxes
+            from rollouts.sandboxes.base import make_sandboxes
 
             here = here or make_sandboxes(chosen.name, chosen.component, chosen.settings, concurrency)
             env = env._replace(sandboxes=here)
@@ -217,7 +217,7 @@ def sandbox_lines(name: str, environments: Sequence[Environment]) -> Iterator[st
     stop. Raises ConfigError.
     """
     from rollouts.env.workers.proxy import RemoteSandboxes
-    from rollouts.sandboxes.opening import try_sandbox
+    from rollouts.sandboxes.base import try_sandbox
 
     for sandboxes in dict.fromkeys(env.sandboxes for env in environments if env.sandboxes is not None):
         if isinstance(sandboxes, RemoteSandboxes):

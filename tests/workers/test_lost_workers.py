@@ -21,7 +21,7 @@ from comparing import workers as all_workers
 import rollouts
 from rollouts.config.resolving import resolve
 from rollouts.config.workers import WorkerSettings
-from rollouts.env.workers import client
+from rollouts.env.workers import pool as pools
 from rollouts.env.workers.pool import WorkerPool
 from rollouts.env.workers.process import ProcessConnector
 from rollouts.env.workers.protocol import VERSION, Hello
@@ -106,7 +106,7 @@ def test_a_worker_that_uses_all_its_cpu_time_is_named_and_started_again():
 
 
 def test_a_worker_that_does_not_end_a_cancelled_call_is_killed(monkeypatch):
-    monkeypatch.setattr(client, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(pools, "GRACE_SECONDS", 0.5)
 
     async def main() -> None:
         made = await env.make_env.call()

@@ -28,8 +28,7 @@ from rollouts.errors import ConfigError, UnknownComponentError
 from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import Signature, check_defaults, check_signature, converted, refuse_without_hint
-from rollouts.sandboxes.base import Sandbox, Sandboxes
-from rollouts.sandboxes.opening import Lease, make_sandboxes, try_sandbox
+from rollouts.sandboxes.base import Lease, Sandbox, Sandboxes, make_sandboxes, try_sandbox
 
 FLAG, TOML = "$flag", "$toml"
 

@@ -76,9 +76,7 @@ class RemoteModel:
         return self._state.turns_left
 
     async def chat(
-        self,
-        messages: str | Sequence[Message | Mapping[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
+        self, messages: str | Sequence[Message | Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None = None
     ) -> Message:
         """The model's reply."""
         given = [messages] if isinstance(messages, str) else messages

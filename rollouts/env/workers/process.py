@@ -45,7 +45,7 @@ def main(given: str) -> None:
     """Answer the requests on standard input until it is closed. `given` are Options as JSON."""
     from rollouts.env.shared import shared_values
     from rollouts.env.workers.library import Library, OpenSandboxes
-    from rollouts.env.workers.server import serve
+    from rollouts.env.workers.server import serve_worker
 
     options = msgspec.json.decode(given, type=Options)
     requests, answers = take_streams()
@@ -53,7 +53,7 @@ def main(given: str) -> None:
 
     async def run() -> None:
         streams = trio.lowlevel.FdStream(answers), trio.lowlevel.FdStream(requests)
-        await serve(PipeChannel(*streams), Library(options.only), OpenSandboxes(options.only, options.sandbox))
+        await serve_worker(PipeChannel(*streams), Library(options.only), OpenSandboxes(options.only, options.sandbox))
 
     with shared_values():
         trio.run(run)

@@ -25,7 +25,7 @@ import msgspec
 
 from rollouts import errors
 from rollouts.author_code import message_of, shown
-from rollouts.encoding import plain
+from rollouts.encoding import plain_json
 from rollouts.env.calls import AbandonedCallsError, CallTimeoutError
 from rollouts.env.results import AnswerAs, ToolOutcome
 from rollouts.error_log import Fault, fault_of
@@ -265,7 +265,7 @@ class ToolSent(NamedTuple):
     role: str | None = None
 
 
-class Shape(msgspec.Struct):
+class ObjectShape(msgspec.Struct):
     """What an environment object has: the methods that rollouts calls, its tools and roles, and warnings for its author
     (file, line, words). `error` is its first mistake, if it has one; then there are no tools. `has_sandbox`: its
     `setup` names one. `data_error`: why the rows that it reads are not there.
@@ -404,7 +404,7 @@ REQUESTS: Mapping[str, tuple[Any, Any]] = {
     "show_sandbox": (SandboxSent, SandboxShown),
     "try_sandbox": (SandboxSent, None),
     # of an environment object
-    "make": (Make, Shape | None),
+    "make": (Make, ObjectShape | None),
     "open_sandbox": (SandboxSent, None),
     "close_sandbox": (None, str),
     "stream": (StreamRequest, StreamStart),
@@ -438,7 +438,7 @@ def encode_value(value: Any, whose: str = "a value") -> msgspec.Raw:
         if b"null" in data and _is_special(value):  # msgspec writes these numbers as null
             data = msgspec.json.encode(_marked(msgspec.to_builtins(value)))
     except UnicodeEncodeError:  # half of a surrogate pair
-        return msgspec.Raw(msgspec.json.encode(plain(value)))
+        return msgspec.Raw(msgspec.json.encode(plain_json(value)))
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentDefinitionError(
             f"{whose} cannot be sent between a run and a worker ({error}); use plain data: numbers, text, lists, "

@@ -74,7 +74,7 @@ class RemoteEnvironment(WorkerEnvironment):
     description: protocol.Description
     pool: WorkerPool
     _name: str
-    _shapes: dict[bytes, protocol.Shape]
+    _shapes: dict[bytes, protocol.ObjectShape]
 
     def __init__(self, **settings: Any) -> None:
         self._begin(settings, is_episode=False)
@@ -101,12 +101,12 @@ class RemoteEnvironment(WorkerEnvironment):
     def _make_request(self) -> dict[str, Any]:
         return {"name": self._name, "settings": self._settings, "with_shape": self._key not in self._shapes}
 
-    def _keep(self, shape: protocol.Shape | None) -> None:
+    def _keep(self, shape: protocol.ObjectShape | None) -> None:
         if shape is not None:
             self._shapes[self._key] = shape
 
     @property
-    def _shape(self) -> protocol.Shape:
+    def _shape(self) -> protocol.ObjectShape:
         return self._shapes[self._key]
 
     # --- what the environment has -----------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ class RemoteSandboxes:
 
 
 class RemoteLease:
-    """The sandbox of one episode, in the worker that has its environment object; see `rollouts.sandboxes.opening`."""
+    """The sandbox of one episode, in the worker that has its environment object; see `rollouts.sandboxes.base`."""
 
     def __init__(self, env: RemoteEnvironment, sandboxes: RemoteSandboxes) -> None:
         self.lost = ""

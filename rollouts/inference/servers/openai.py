@@ -25,7 +25,7 @@ import trio
 from msgspec import Meta
 
 from rollouts.chat.tool_call_formats import read_call, typed
-from rollouts.data.messages import BadRowError, read_message
+from rollouts.data.conversations import BadRowError, read_message
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, Spending, WeightUpdate
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only

@@ -15,7 +15,7 @@ from rollouts.chat.shown import lost_words
 from rollouts.config.convert import unflagged
 from rollouts.data.conversations import BadRowError, add_unread, described, read_conversation, unread_words
 from rollouts.data.loaders import NotARow
-from rollouts.data.source import Row, RowSettings, choose_loader, open_rows
+from rollouts.data.source import DataRow, RowSettings, choose_loader, open_rows
 from rollouts.errors import ConfigError, ModelError, counted
 from rollouts.runs.components import takes_rows
 from rollouts.runs.environments import HeldOutPrompts
@@ -65,7 +65,7 @@ def chat_data(
     asked = HeldOutPrompts(held_out)
     answers = _Answers(found, asked) if held_out else None
     count = max(1, settings.steps * settings.prompts_per_step)
-    given: Iterable[Row] = answers or found
+    given: Iterable[DataRow] = answers or found
     if rows.streaming:
         given = itertools.islice(given, count)
     given = _watched(given, watch)
@@ -86,7 +86,7 @@ def chat_data(
     return ChatData(samples, own, notes, rows.patience)
 
 
-def _watched(rows: Iterable[Row], watch: Callable[[int], None]) -> Iterator[Row]:
+def _watched(rows: Iterable[DataRow], watch: Callable[[int], None]) -> Iterator[DataRow]:
     """The rows; `watch` is called with their number, now and then."""
     for count, row in enumerate(rows):
         if count % ROWS_BETWEEN == 0:
@@ -97,10 +97,10 @@ def _watched(rows: Iterable[Row], watch: Callable[[int], None]) -> Iterator[Row]
 class _Answers:
     """The rows that do not answer a held-out task; `count` counts the others."""
 
-    def __init__(self, rows: Iterator[Row], prompts: HeldOutPrompts) -> None:
+    def __init__(self, rows: Iterator[DataRow], prompts: HeldOutPrompts) -> None:
         self._rows, self._prompts, self.count = rows, prompts, 0
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[DataRow]:
         for row in self._rows:
             try:
                 answers = self._prompts.asks(read_conversation(row.value).messages)

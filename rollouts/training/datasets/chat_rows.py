@@ -24,8 +24,7 @@ from rollouts.chat.masks import (
     thoughts_apart,
     trained_turns,
 )
-from rollouts.data.conversations import BadRowError, Conversation
-from rollouts.data.messages import THOUGHT
+from rollouts.data.conversations import THOUGHT, BadRowError, WeightedConversation
 from rollouts.errors import ModelError
 from rollouts.types import Message
 
@@ -68,7 +67,7 @@ class Planned(NamedTuple):
 
 
 def supervised_rows(
-    conversation: Conversation, chat: ChatFormat, options: ChatOptions = _USUAL
+    conversation: WeightedConversation, chat: ChatFormat, options: ChatOptions = _USUAL
 ) -> tuple[list[SupervisedRow], Cut, list[str]]:
     """The rows of a conversation with their weights [L], what was cut, and the fields of messages that are in no row.
     The list of rows is empty if all was cut.
@@ -86,7 +85,7 @@ def supervised_rows(
     return [row.masked(planned.weights) for row in rows], cut, lost
 
 
-def plan_rows(conversation: Conversation, chat: ChatFormat, options: ChatOptions = _USUAL) -> Planned:
+def plan_rows(conversation: WeightedConversation, chat: ChatFormat, options: ChatOptions = _USUAL) -> Planned:
     """The texts of a conversation's rows, and the weights of its messages. Raises as `supervised_rows` does."""
     messages, given = conversation.messages, conversation.weights
     if options.system and messages[0].role != "system":

@@ -37,14 +37,14 @@ from rollouts.chat.template_style import probe_call
 from rollouts.chat.tool_parsers import ToolParser
 from rollouts.data.conversations import (
     BadRowError,
-    Conversation,
+    WeightedConversation,
     add_unread,
     described,
     read_conversation,
     unread_words,
 )
 from rollouts.data.loaders import NotARow
-from rollouts.data.source import Row
+from rollouts.data.source import DataRow
 from rollouts.disk import partial_name
 from rollouts.errors import ConfigError, ModelError, RunError, counted, first_line, in_lines
 from rollouts.training.datasets.chat_rows import ChatOptions, Cut, Planned, cut_rows, plan_rows
@@ -137,7 +137,7 @@ class Preparer:
     ) -> Iterator[tuple[Planned, list[TurnsRow], msgspec.Raw]]:
         """The conversations of a batch with their rows, encoded at once. Bad rows are added to the report."""
         assert self.chat is not None
-        found: list[tuple[int, Planned, Conversation, msgspec.Raw]] = []
+        found: list[tuple[int, Planned, WeightedConversation, msgspec.Raw]] = []
 
         def bad(number: int, error: Exception, raw: msgspec.Raw) -> None:
             report.bad.append((number, str(error), bytes(raw)[:_SAMPLE_CHARACTERS].decode(errors="replace")))
@@ -184,7 +184,7 @@ class Piece(NamedTuple):
     places: list[str]
 
 
-def pieces(rows: Iterable[Row], bad: list[tuple[str, str, str]]) -> Iterator[Piece]:
+def pieces(rows: Iterable[DataRow], bad: list[tuple[str, str, str]]) -> Iterator[Piece]:
     """The rows in pieces. Rows that are none are added to `bad`: place, reason, sample."""
     held: list[bytes] = []
     places: list[str] = []
@@ -285,7 +285,7 @@ def bad_words(bad: tuple[str, str, str]) -> str:
 
 
 def prepare(
-    rows: Iterable[Row],
+    rows: Iterable[DataRow],
     preparer: Preparer,
     *,
     processes: int = 0,
