@@ -10,7 +10,7 @@ import click
 from rollouts.cli.app import NamedGroup
 
 if TYPE_CHECKING:
-    from rollouts.env.installs import Installed
+    from rollouts.env.installing import Installed
 
 
 @click.group("env", cls=NamedGroup, no_args_is_help=True)
@@ -57,9 +57,8 @@ def install(
       rollouts env install ./my-env --with rollouts-bubblewrap
       rollouts run --env my-env --loss grpo --worker venv
     """
-    from rollouts.env.installing import Index
+    from rollouts.env.installing import NAMES_MAX, Index
     from rollouts.env.installing import install as install_package
-    from rollouts.env.installs import NAMES_MAX
 
     index = Index(index_url, find_links, no_index, lock)
     installed = install_package(name, index, more=more, python=python, note=lambda line: click.echo(line, err=True))
@@ -76,7 +75,7 @@ def list_() -> int:
     `contract` is the version of the environment contract that the package states.
     """
     from rollouts.cli.plugins import table
-    from rollouts.env.installs import all_installed, envs_folder
+    from rollouts.env.installing import all_installed, envs_folder
 
     found = all_installed()
     if not found:
@@ -88,7 +87,7 @@ def list_() -> int:
 
 
 def _row(each: Installed) -> tuple[str, ...]:
-    from rollouts.env.installs import shown_names
+    from rollouts.env.installing import shown_names
 
     install = each.install
     names, size = shown_names(install.environments), f"{install.bytes / 1e6:.0f} MB"
@@ -100,7 +99,7 @@ def _row(each: Installed) -> tuple[str, ...]:
 @click.argument("name")
 def remove(name: str) -> int:
     """Remove an installed package. NAME is the package, or one of its environments."""
-    from rollouts.env.installs import remove_installed
+    from rollouts.env.installing import remove_installed
 
     click.echo(f"removed {_words(remove_installed(name))}")
     return 0

@@ -6,17 +6,16 @@ condition (`; python_version < "3.12"`) does not hold in the running Python.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from importlib.metadata import distribution, distributions
 from typing import NamedTuple
 
-from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from rollouts.config.names import normalize
-from rollouts.env.installs import all_installed, package_of
+from rollouts.env.installing import all_installed, package_of, requirements_of
 from rollouts.plugins import index
 from rollouts.plugins.loading import CORE
 
@@ -77,8 +76,6 @@ def find_clashes() -> Clashes:
 
 def _packages() -> list[_Package]:
     """The distributions with environments, here and in virtual environments, by name. rollouts itself is left out."""
-    from importlib.metadata import distribution, distributions
-
     here: dict[str, tuple[str, list[str]]] = {}
     for ref in index.scan().components:
         is_core = normalize(ref.distribution) == CORE
@@ -98,15 +95,6 @@ def _packages() -> list[_Package]:
     ]
 
 
-def requirements_of(lines: Iterable[str]) -> Iterator[Requirement]:
-    """What a package requires here, without its extras."""
-    for line in lines:
-        with contextlib.suppress(InvalidRequirement):  # pip refuses such a package, so it was put there in another way
-            parsed = Requirement(line)
-            if parsed.marker is None or parsed.marker.evaluate({"extra": ""}):
-                yield parsed
-
-
 def _versions(lines: list[str]) -> dict[str, SpecifierSet]:
     """The versions of each package that can be compared. A package on several lines has the versions of all of them."""
     found: dict[str, SpecifierSet] = {}
@@ -119,11 +107,9 @@ def _versions(lines: list[str]) -> dict[str, SpecifierSet]:
 
 def _lack(name: str, wanted: SpecifierSet) -> str:
     """Why the running Python does not meet a requirement; empty if it does."""
-    from importlib.metadata import version
-
     if not index.is_installed(name):
         return f"{name} is not installed"
-    installed = version(name) or ""
+    installed = distribution(name).version or ""
     try:
         is_met = wanted.contains(Version(installed), prereleases=True)
     except InvalidVersion:

@@ -8,7 +8,7 @@ import trio
 
 from rollouts.config.flags import Tree, flag_name
 from rollouts.config.workers import WorkerSettings
-from rollouts.env.installs import find_installed
+from rollouts.env.installing import find_installed
 from rollouts.env.workers.library import read_sandbox, settings_as_sent
 from rollouts.env.workers.pool import WorkerPool
 from rollouts.env.workers.process import Options, ProcessConnector

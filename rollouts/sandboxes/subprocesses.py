@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import secrets
@@ -34,9 +35,6 @@ START_SECONDS = 60.0  # how long the keeper may take to start
 GRACE_SECONDS = 5.0  # how long the keeper may take to kill its command and to remove the folder
 ANSWER_SECONDS = keeper.KILL_SECONDS + 20.0  # how long an answer may take after the deadline of a command
 _CHUNK = 1 << 16
-
-_lock = threading.Lock()
-_pipes: list[tuple[int, int]] = []
 
 
 class KeptSandboxes:
@@ -107,7 +105,7 @@ class KeptSandbox:
         self._lost, self._is_closed = "", False
         self._commands, self._closing = threading.Lock(), threading.Lock()
         command = [sys.executable, "-I", "-S", keeper.__file__, self.folder, str(kind.limits.ttl_seconds)]
-        lifeline = _lifeline()
+        lifeline, _ = _lifeline()
         try:
             self._keeper = subprocess.Popen(
                 supervised(command, lifeline, grace_seconds=GRACE_SECONDS),
@@ -262,12 +260,10 @@ class KeptSandbox:
             keeper.remove(self.folder)  # the keeper may have been killed
 
 
-def _lifeline() -> int:
-    """The read end of a pipe that closes when this process ends."""
-    with _lock:
-        if not _pipes:
-            _pipes.append(os.pipe())
-        return _pipes[0][0]
+@functools.cache
+def _lifeline() -> tuple[int, int]:
+    """A pipe that closes when this process ends."""
+    return os.pipe()
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from made_wheels import clashing_wheels, write_wheel
 import rollouts
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
-from rollouts.env.installs import all_installed, find_installed
+from rollouts.env.installing import all_installed, find_installed
 from rollouts.errors import PluginError, UnknownComponentError
 from rollouts.runs.plan import make_plan
 from rollouts.runs.workers import worker_pools

@@ -124,18 +124,12 @@ class RemoteEnvironment(WorkerEnvironment):
     @classmethod
     def remote_rewards(cls, env: Any) -> list[JudgeMethod]:
         """The rewards."""
-        return cls._judges(env, "reward", cls.description.rewards)
+        return [_judge_method(env, "reward", each) for each in cls.description.rewards]
 
     @classmethod
     def remote_metrics(cls, env: Any) -> list[JudgeMethod]:
         """The metrics."""
-        return cls._judges(env, "metric", cls.description.metrics)
-
-    @staticmethod
-    def _judges(env: Any, word: str, sent: Sequence[protocol.JudgeSent]) -> list[JudgeMethod]:
-        return [
-            JudgeMethod(each.name, cast(Any, _Judge(env, word, each.name)), each.weight, each.role) for each in sent
-        ]
+        return [_judge_method(env, "metric", each) for each in cls.description.metrics]
 
     def remote_check(self) -> None:
         """Raise the environment's first mistake."""
@@ -262,6 +256,10 @@ class _Judge(_Method):
 
     async def call(self, *args: Any, seconds: float = math.inf) -> Any:
         return await self._env.call(self._word, protocol.JudgeRequest(self._name, *args), seconds=seconds)
+
+
+def _judge_method(env: Any, word: str, sent: protocol.JudgeSent) -> JudgeMethod:
+    return JudgeMethod(sent.name, cast(Any, _Judge(env, word, sent.name)), sent.weight, sent.role)
 
 
 class _Tool(calls.RemoteTool):

@@ -163,13 +163,10 @@ class EnvironmentSession:
         """The number of one of the environment's metrics."""
         method = _named(metrics_of(self._env), asked.name)
         read = functools.partial(finite_metric, method)
-        inputs = self._inputs(method, asked.trajectory)
+        available = self._available(asked.trajectory)
+        inputs = [available[name] for name in requests_of(method.function)]
         value: float = await calls.call(method.function, *inputs, timeout_seconds=seconds, convert=read)
         return value
-
-    def _inputs(self, method: JudgeMethod, trajectory: Trajectory) -> list[Any]:
-        available = self._available(trajectory)
-        return [available[name] for name in requests_of(method.function)]
 
     def _available(self, trajectory: Trajectory) -> dict[str, Any]:
         return {"task": trajectory.task, "trajectory": trajectory, "env": self._env}
