@@ -160,9 +160,15 @@ def _text_of(part: Any, kind: str) -> str:
 
 
 def _calls(value: Any) -> Iterable[Any]:
-    if isinstance(value, str):
-        value = read_json_text(value, "the tool calls") if value.strip() else []
+    value = _decoded(value, "the tool calls")
     return [value] if isinstance(value, TABLE) else value or []
+
+
+def _decoded(value: Any, what: str) -> Any:
+    """The value of a JSON text; any other value is returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    return read_json_text(value, what) if value.strip() else []
 
 
 def _call(value: Any) -> ToolCall:
@@ -185,12 +191,9 @@ def _call(value: Any) -> ToolCall:
 
 def tools_of_row(value: Any) -> list[dict[str, Any]]:
     """The tools of a row as schemas. Raises BadRowError."""
-    if isinstance(value, str):
-        value = read_json_text(value, "the column tools") if value.strip() else []
     found = []
-    for tool in value or ():
-        if isinstance(tool, str):
-            tool = read_json_text(tool, "a tool")
+    for tool in _decoded(value, "the column tools") or ():
+        tool = read_json_text(tool, "a tool") if isinstance(tool, str) else tool
         if not isinstance(tool, TABLE):
             raise BadRowError(f"a tool is a JSON schema, got {type(tool).__name__}")
         tool = dict(tool)

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import trio
@@ -36,16 +36,6 @@ WORKERS_MAX = max(4, os.cpu_count() or 1)  # processes of one trio run
 START_SECONDS = 60.0  # how long a process may take to start and to import the tool's module
 END_SECONDS = 5.0  # how long to wait for the end of a killed process
 BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rollouts.env.worker import main; main()"
-
-
-class PoolStatistics(NamedTuple):
-    """How many processes this trio run has started, how many were killed at a deadline or cancellation, how many
-    crashed.
-    """
-
-    started: int
-    killed: int
-    crashed: int
 
 
 async def call_isolated(
@@ -73,12 +63,6 @@ async def call_isolated(
     except (TypeError, ValueError, RecursionError) as error:
         return ToolOutcome(f"Error: the arguments of {label} cannot be written as JSON: {error}", "bad_arguments")
     return await of_this_run(_pool, _Pool).call(reference, request, label, timeout_seconds)
-
-
-def statistics() -> PoolStatistics:
-    """The counts of the current trio run's processes. Call this function within the trio run."""
-    pool = of_this_run(_pool, _Pool)
-    return PoolStatistics(pool.started, pool.killed, pool.crashed)
 
 
 class _Worker:
@@ -130,7 +114,6 @@ class _Pool:
     """The processes of one trio run."""
 
     def __init__(self) -> None:
-        self.started = self.killed = self.crashed = 0
         self._idle: list[_Worker] = []
         self._places = trio.CapacityLimiter(WORKERS_MAX)
         self._lifeline = os.pipe()  # when this pipe closes, the processes end
@@ -156,7 +139,6 @@ class _Pool:
                 with trio.move_on_after(seconds):
                     if (outcome := await worker.ask(request)) is not None:
                         return outcome
-                    self.crashed += 1
                     how = words_of_exit(await worker.end())
                     return ToolOutcome(f"Error: {label} crashed its process ({how})", "crashed")
                 raise CallTimeoutError
@@ -164,7 +146,6 @@ class _Pool:
                 if not worker.busy:
                     self._idle.append(worker)
                 elif not worker.has_ended:
-                    self.killed += 1
                     await worker.end()
 
     async def _take(self) -> _Worker:
@@ -179,7 +160,6 @@ class _Pool:
             process = await open_supervised(command, self._lifeline[0], child_environment())
         except OSError as error:
             raise ProcessError(f"no process could be started for a tool: {error}") from error
-        self.started += 1
         return _Worker(process)
 
     async def _load(self, worker: _Worker, reference: ToolReference, label: str) -> None:

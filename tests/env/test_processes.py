@@ -94,11 +94,9 @@ def test_the_deadline_kills_whatever_it_does(name):
         assert trio.current_time() - began < 5, "killed, not waited for"
         assert set(psutil.Process().children()) <= earlier, "gone at once"
         assert await ask("double", n=1) == ("2", None), "and another one takes its place"
-        return result, processes.statistics()
+        return result
 
-    (text, failure), counts = trio.run(main)
-    assert (text, failure) == (f"Error: {name} took longer than 0.3 seconds", "timeout")
-    assert counts == (2, 1, 0)
+    assert trio.run(main) == (f"Error: {name} took longer than 0.3 seconds", "timeout")
 
 
 def test_a_cap_on_every_tool():
@@ -165,9 +163,8 @@ def test_a_crash_is_told(name, words):
     async def main():
         assert await ask(name) == (f"Error: {name} crashed its process ({words})", "crashed")
         assert await ask("double", n=1) == ("2", None)
-        return processes.statistics()
 
-    assert trio.run(main) == (2, 0, 1)
+    trio.run(main)
 
 
 def test_exceptions_are_text():
@@ -203,7 +200,6 @@ def test_one_process_is_used_again_and_many_are_bounded():
             for _ in range(5 * processes.WORKERS_MAX):
                 nursery.start_soon(once)
         assert first <= seen and len(seen) <= processes.WORKERS_MAX
-        assert processes.statistics().started <= processes.WORKERS_MAX
 
     trio.run(main)
 

@@ -30,7 +30,7 @@ from rollouts.runs.plan import make_plan
 from rollouts.runs.workers import worker_pools
 from rollouts.types import Task
 
-SHORT: dict[str, Any] = {"prompts_per_step": 4, "samples_per_prompt": 3, "eval_tasks": 3, "max_tokens": 64}
+SHORT: dict[str, Any] = {"prompts_per_step": 2, "samples_per_prompt": 2, "eval_tasks": 2, "max_tokens": 32}
 EARLIER: set[int] = set()  # process numbers of idle workers that another file's tests left in this process
 
 
@@ -189,11 +189,12 @@ def test_a_process_that_is_no_worker_is_named(what):
     with pytest.raises(WorkerError) as caught:
         pool.call("describe", {"name": "calculator"})
     assert "the worker mine" in str(caught.value) and words in str(caught.value)
-    assert what != "exit" or "its last words:\n  no space left" in str(caught.value)
-    with pytest.raises(WorkersLostError, match=r"(?s)10 workers of mine died one after another.*--worker inline"):
-        for _ in range(10):
-            with contextlib.suppress(WorkerError):
-                pool.call("describe", {"name": "calculator"})
+    if what == "exit":
+        assert "its last words:\n  no space left" in str(caught.value)
+        with pytest.raises(WorkersLostError, match=r"(?s)10 workers of mine died one after another.*--worker inline"):
+            for _ in range(10):
+                with contextlib.suppress(WorkerError):
+                    pool.call("describe", {"name": "calculator"})
     pool.close()
 
 
@@ -271,7 +272,7 @@ def test_a_run_goes_on_while_workers_are_killed():
     for step in range(6):
         file = Path(f"run/trajectories/step_{step:06d}.jsonl")
         episodes = [json.loads(line) for line in file.read_text().splitlines()]
-        assert len(episodes) == 4 * 3, "every prompt is accounted for"
+        assert len(episodes) == 2 * 2, "every prompt is accounted for"
     assert not workers()
 
 
