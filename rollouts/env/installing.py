@@ -365,13 +365,14 @@ def _install_packages(venv: Path, wanted: Sequence[Wanted], index: Index) -> Non
             dependency_wheels(links)
             requirements = [_wheel_of_folder(each, work) if each.folder else each.requirement for each in wanted]
         given = [*index.arguments([links]), str(base), *requirements]
+        python = str(python_of(venv))
         if uv := shutil.which("uv"):
-            command, name = [uv, "pip", "install", "--python", str(python_of(venv))], "uv"
-        elif importlib.util.find_spec("pip") is not None:
-            command = [sys.executable, "-I", "-m", "pip", "--python", str(python_of(venv)), "install", "--no-input"]
-            name = "pip"
+            command, name = [uv, "pip", "install", "--python", python], "uv"
         else:
-            command, name = [str(python_of(venv)), "-I", "-m", "pip", "install", "--no-input"], "pip"
+            has_pip = importlib.util.find_spec("pip") is not None
+            pip = [sys.executable, "-I", "-m", "pip", "--python", python] if has_pip else [python, "-I", "-m", "pip"]
+            # As with uv, a module is compiled when it is first imported: most never are.
+            command, name = [*pip, "install", "--no-input", "--no-compile"], "pip"
         _installer([*command, *given], name, f"{wanted[0].name} cannot be installed")
 
 
@@ -556,7 +557,7 @@ def _write_wheel(package: Distribution, files: dict[str, Path], folder: Path) ->
     record = "".join(f"{inside},sha256={_digest(data)},{len(data)}\n" for inside, data in contents.items())
     contents[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
     path = folder / f"{name}-{version}-{tag}.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as wheel:
+    with zipfile.ZipFile(path, "w") as wheel:
         for inside, data in contents.items():
             wheel.writestr(inside, data)
     return path
