@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import trio
@@ -32,7 +32,6 @@ from rollouts.author_code import message_of, printable, shown
 from rollouts.config.workers import WorkerSettings
 from rollouts.env.workers import protocol
 from rollouts.env.workers.channel import ChannelClosedError, Connection, Connector
-from rollouts.env.workers.protocol import REQUESTS, Answer, Error, Failure, decode_value, encode_value
 from rollouts.error_log import report_fault
 from rollouts.errors import RunError, WorkerError, WorkersLostError
 from rollouts.types import Task
@@ -289,58 +288,6 @@ ServeAsks = Callable[[protocol.Ask], Awaitable[Any]]
 """Answers an ask of a worker."""
 
 
-class Line(NamedTuple):
-    """The way of a call to a worker. `begin`, `cancel` and `send` are called in the loop of the workers: they hand a
-    call to a worker, ask for its early end, and send the worker a message. `worker` is a name for errors.
-    """
-
-    worker: str
-    begin: Callable[[Call], None]
-    cancel: Callable[[Call], None]
-    send: Callable[[Any], None]
-
-
-def request(line: Line, call: Call) -> msgspec.Raw:
-    """Make a call from code that is not async, and wait for its result. Ctrl-C cancels it. Raises its error."""
-    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    call.deliver = events.put
-    background.soon(line.begin, call)
-    try:
-        while not isinstance(event := events.get(), _Ended):
-            _note(event)
-        return _result(event, {}, line.worker)
-    except KeyboardInterrupt:
-        background.soon(line.cancel, call)
-        raise
-
-
-async def request_async(line: Line, call: Call, serve: ServeAsks | None = None) -> msgspec.Raw:
-    """Make a call from a trio task, and wait for its result. The asks of the worker are served in this task's nursery.
-    A cancellation cancels the call, and waits until the worker has ended it or was killed. Raises the call's error.
-    """
-    token = trio.lowlevel.current_trio_token()
-    to_here, events = trio.open_memory_channel[Any](math.inf)
-
-    def deliver(event: Any) -> None:
-        with contextlib.suppress(trio.RunFinishedError):
-            token.run_sync_soon(to_here.send_nowait, event)
-
-    call.deliver = deliver
-    background.soon(line.begin, call)
-    async with contextlib.nullcontext() if serve is None else trio.open_nursery() as nursery:
-        asks = _Asks(nursery, serve, line.send)
-        try:
-            ended = await _wait(events, asks)
-        except trio.Cancelled:
-            background.soon(line.cancel, call)
-            with trio.CancelScope(shield=True):
-                await _wait(events, asks)
-            raise
-        if nursery is not None:
-            nursery.cancel_scope.cancel()
-    return _result(ended, asks.failed, line.worker)
-
-
 async def _wait(events: trio.MemoryReceiveChannel[Any], asks: _Asks) -> _Ended:
     """The end of the call."""
     while not isinstance(event := await events.receive(), _Ended):
@@ -353,9 +300,9 @@ async def _wait(events: trio.MemoryReceiveChannel[Any], asks: _Asks) -> _Ended:
 class _Asks:
     """What a worker asks while it handles one request. Without `serve`, it asks nothing."""
 
-    nursery: trio.Nursery | None
+    lease: WorkerLease | None
     serve: ServeAsks | None
-    send: Callable[[Any], None]
+    nursery: trio.Nursery | None
     failed: dict[int, Exception] = field(default_factory=dict)
     scopes: dict[int, trio.CancelScope] = field(default_factory=dict)
 
@@ -378,7 +325,7 @@ class _Asks:
             refused = protocol.Error("ours", type(error).__name__, message_of(error))
             answer = protocol.Failure(ask.number, refused)
         finally:
-            background.soon(self.send, answer)
+            background.soon(_send, self.lease, answer)
 
 
 def _note(event: Any) -> None:
@@ -387,11 +334,11 @@ def _note(event: Any) -> None:
         report_fault(event.fault, event.label, is_noted=event.is_noted)
 
 
-def _result(ended: _Ended, failed: dict[int, Exception], worker: str) -> msgspec.Raw:
+def _result(ended: _Ended, method: str, worker: str, failed: dict[int, Exception]) -> Any:
     if isinstance(ended, RunError):
         raise type(ended)(str(ended))  # several calls fail with it
     if isinstance(ended, protocol.Answer):
-        return ended.value
+        return protocol.decode_value(ended.value, protocol.REQUESTS[method][1])
     asked = [failed[number] for number in ended.error.asks if number in failed]
     if ended.error.kind == "asks" and asked:
         raise asked[0] if len(asked) == 1 else ExceptionGroup("several calls of the model failed", asked)
@@ -457,15 +404,27 @@ class WorkerPool:
         `lease` None: a request of no environment object. Raises WorkerError, WorkersLostError, and what the worker
         raised.
         """
-        for is_last in (method not in REPEATED, True):
+        tries = 2 if method in REPEATED else 1
+        while True:
+            tries -= 1
             try:
-                answer = request(self._line(lease), _call(method, arguments))
+                return self._request(lease, _call(method, arguments))
             except WorkerError:
-                if is_last:
+                if not tries:
                     raise
-            else:
-                break
-        return decode_value(answer, REQUESTS[method][1])
+
+    def _request(self, lease: WorkerLease | None, call: Call) -> Any:
+        """Make a call, and wait for its result. Ctrl-C cancels it. Raises its error."""
+        events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        call.deliver = events.put
+        background.soon(self._begin, lease, call)
+        try:
+            while not isinstance(event := events.get(), _Ended):
+                _note(event)
+        except KeyboardInterrupt:
+            background.soon(self._cancel, lease, call)
+            raise
+        return _result(event, call.method, self.name, {})
 
     async def call_async(
         self,
@@ -476,15 +435,31 @@ class WorkerPool:
         seconds: float = math.inf,
         serve: ServeAsks | None = None,
     ) -> Any:
-        """Like `call`, from a trio task. `seconds` is a deadline, and `serve` answers what the worker asks. Raises
-        CallTimeoutError too.
+        """Like `call`, from a trio task. `seconds` is a deadline, and `serve` answers what the worker asks, in the
+        nursery of this task. A cancellation cancels the call, and waits until the worker has ended it or was killed.
+        Raises CallTimeoutError too.
         """
-        answer = await request_async(self._line(lease), _call(method, arguments, seconds), serve)
-        return decode_value(answer, REQUESTS[method][1])
+        call, token = _call(method, arguments, seconds), trio.lowlevel.current_trio_token()
+        to_here, events = trio.open_memory_channel[Any](math.inf)
 
-    def _line(self, lease: WorkerLease | None) -> Line:
-        begin, cancel = functools.partial(self._begin, lease), functools.partial(self._cancel, lease)
-        return Line(self.name, begin, cancel, functools.partial(_send, lease))
+        def deliver(event: Any) -> None:
+            with contextlib.suppress(trio.RunFinishedError):
+                token.run_sync_soon(to_here.send_nowait, event)
+
+        call.deliver = deliver
+        background.soon(self._begin, lease, call)
+        async with contextlib.nullcontext() if serve is None else trio.open_nursery() as nursery:
+            asks = _Asks(lease, serve, nursery)
+            try:
+                ended = await _wait(events, asks)
+            except trio.Cancelled:
+                background.soon(self._cancel, lease, call)
+                with trio.CancelScope(shield=True):
+                    await _wait(events, asks)
+                raise
+            if nursery is not None:
+                nursery.cancel_scope.cancel()
+        return _result(ended, method, self.name, asks.failed)
 
     def new_deaths(self) -> int:
         """How many workers have died since the last call of this method."""
@@ -531,7 +506,7 @@ class WorkerPool:
 
     def _deliver(self, deliver: Callable[[Any], None], event: Any) -> None:
         """Deliver an event of a request of an environment object. An answer shows that workers do their work."""
-        if isinstance(event, Answer):
+        if isinstance(event, protocol.Answer):
             self._in_a_row = 0
         deliver(event)
 
@@ -621,7 +596,7 @@ class WorkerPool:
         for place in places:
             for entry in [entry for entry in place if entry[0] is call]:
                 place.remove(entry)
-                call.deliver(Failure(0, Error("cancelled")))
+                call.deliver(protocol.Failure(0, protocol.Error("cancelled")))
         workers = [slot.worker for slot in self._slots] if lease is None else [lease.worker]
         for worker in workers:
             if worker is not None:
@@ -647,7 +622,7 @@ class WorkerPool:
 
 def _call(method: str, arguments: Any = None, seconds: float = math.inf, session: int = 0) -> Call:
     whose = "the task" if isinstance(arguments, Task) else f"the arguments of {method}"
-    return Call(method, encode_value(arguments, whose), seconds, lambda _: None, session)
+    return Call(method, protocol.encode_value(arguments, whose), seconds, lambda _: None, session)
 
 
 def _send(lease: WorkerLease | None, message: Any) -> None:
