@@ -267,7 +267,8 @@ async def connect(name: str, connector: Connector, log: WorkerLog, silent_second
             if isinstance(hello, protocol.Hello):
                 problem = (
                     f"has rollouts {hello.rollouts}, whose protocol has the version {hello.protocol}; this is "
-                    f"rollouts {__version__} with version {protocol.VERSION}: install the same version in both places"
+                    f"{__version__} with version {protocol.VERSION}: "
+                    "install the same version of rollouts in both places"
                 )
         except ChannelClosedError:
             problem = ""
