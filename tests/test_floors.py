@@ -41,7 +41,7 @@ ROOMS = (
 )
 """From the ground up. A room imports only from itself and from those before it."""
 
-FACES = ("training", *(f"training.{name}" for name in ("backends", "datasets", "loops", "rollout_gen")))
+FACES = ("config", "training", *(f"training.{name}" for name in ("backends", "datasets", "loops", "rollout_gen")))
 MAY_POINT_UP = {f"rollouts.{face}": "rollouts_notes" for face in FACES}
 """Modules that import from a room above theirs all the same: lazy faces, which have names of the notes."""
 

@@ -75,11 +75,15 @@ def _option(info: Setting, is_repeated: bool) -> click.Option:
     """A setting as an option. A setting that only a file can have is a hidden option; using it is an error that says
     what to write in the file.
     """
-    flags, metavar, is_hidden = [info.flag, info.name], _metavar(info), info.name in FILE_ONLY
-    given: dict[str, Any] = {"multiple": is_repeated}
-    if info.name == "data":
-        given = {"multiple": True, "callback": _only_one}
-    return click.Option(flags, metavar=metavar, hidden=is_hidden, help=_help(info), **given)
+    is_data = info.name == "data"
+    return click.Option(
+        [info.flag, info.name],
+        metavar=_metavar(info),
+        hidden=info.name in FILE_ONLY,
+        help=_help(info),
+        multiple=is_repeated or is_data,
+        callback=_only_one if is_data else None,
+    )
 
 
 def _only_one(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> str | None:
@@ -97,13 +101,9 @@ def _help(info: Setting) -> str:
 
 
 def _metavar(info: Setting) -> str:
-    if info.choices:
-        return "|".join(info.choices)
-    if info.name == "worker":
-        return "KIND"
-    if info.name in COMPONENT_KINDS:
-        return "NAME"
-    return "X" if info.default is None else _METAVARS.get(type(info.default), "VALUE")
+    named = "KIND" if info.name == "worker" else "NAME" if info.name in COMPONENT_KINDS else ""
+    by_type = "X" if info.default is None else _METAVARS.get(type(info.default), "VALUE")
+    return "|".join(info.choices) or named or by_type
 
 
 def read_settings(

@@ -26,6 +26,7 @@ from rollouts.config.importing import beside, import_returns, module_name
 from rollouts.config.objects import NO_OBJECTS, Objects, take_objects
 from rollouts.config.paths import Move, file_base
 from rollouts.config.settings import is_secret
+from rollouts.doors import open_module
 from rollouts.errors import ConfigError, in_lines, said_of, suggestion, where_not_utf8, words_of
 
 Keys = tuple[str, ...]
@@ -34,6 +35,7 @@ SUFFIXES = (".toml", ".json", ".py")
 DEPTH_MAX = 50  # the depth of nested tables; settings of the core need fewer than ten
 INTEGER_BITS = 1_000  # larger numbers cannot be compared with a float, or printed
 _WRITE_ONE = "to write a settings file: rollouts config --env NAME > run.toml"
+_SECTIONS = {"model", "deployment", "output"}  # the tables of a `rollouts.config.Config`, and of nothing else
 _HUGE = re.compile(r"\d{4301}")  # Python refuses longer numbers
 
 
@@ -154,10 +156,8 @@ def _read(path: Path) -> tuple[Tree, Source]:
         huge = _HUGE.search(source.text)
         line = source.text.count("\n", 0, huge.start()) + 1 if huge else "?"
         raise ConfigError(f"{path}, line {line}: expected a whole number of 300 digits at most: {error}") from error
-    from rollouts.config.sections import is_config, read_config
-
-    if is_config(tree):
-        tree = read_config(tree, str(path))
+    if isinstance(tree, Mapping) and _SECTIONS <= tree.keys():
+        tree = open_module("rollouts_notes.sections").read_config(tree, str(path))
     if hasattr(tree, "to_settings"):
         tree = tree.to_settings()
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):

@@ -43,6 +43,12 @@ if TYPE_CHECKING:
     from rollouts_notes.rollout_generation import RolloutManager as RolloutManager
     from rollouts_notes.rollout_generation import apply_sample_transforms as apply_sample_transforms
     from rollouts_notes.rollout_generation import generate_rollout_batches as generate_rollout_batches
+    from rollouts_notes.sections import Config as Config
+    from rollouts_notes.sections import DataConfig as DataConfig
+    from rollouts_notes.sections import DeploymentConfig as DeploymentConfig
+    from rollouts_notes.sections import GPUConfig as GPUConfig
+    from rollouts_notes.sections import ModelConfig as ModelConfig
+    from rollouts_notes.sections import TrainingConfig as TrainingConfig
     from rollouts_notes.sft import run_sft_training as run_sft_training
     from rollouts_notes.sharded import create_fsdp_backend as create_fsdp_backend
     from rollouts_notes.supervised import collate_batch as collate_batch
@@ -50,12 +56,6 @@ if TYPE_CHECKING:
     from rollouts_notes.supervised import prepare_sft_batch as prepare_sft_batch
     from rollouts_notes.supervised import tokenize_conversation as tokenize_conversation
 
-    from rollouts.config.sections import Config as Config
-    from rollouts.config.sections import DataConfig as DataConfig
-    from rollouts.config.sections import DeploymentConfig as DeploymentConfig
-    from rollouts.config.sections import GPUConfig as GPUConfig
-    from rollouts.config.sections import ModelConfig as ModelConfig
-    from rollouts.config.sections import TrainingConfig as TrainingConfig
     from rollouts.loggers.base import MetricsLogger as MetricsLogger
     from rollouts.models.futures import ImmediateTrainFuture as ImmediateTrainFuture
     from rollouts.models.futures import TrainFuture as TrainFuture
@@ -118,7 +118,7 @@ _MOVED = {
     "sft": _SUPERVISED,
     "sft_loop": f"{_NOTES}.sft {_NOTES}.supervised",
     "types": f"rollouts.types {_ENGINE}.batches {_ENGINE}.samples {_ENGINE}.rollout_gen.steps rollouts.models.futures"
-    f" rollouts.config.sections {_NOTES}.configs {_NOTES}.checkpoint_servers",
+    f" {_NOTES}.sections {_NOTES}.configs {_NOTES}.checkpoint_servers",
     "weight_sync": f"{_ENGINE}.weights.sync {_NOTES}.checkpoint_servers",
 }
 moved_modules({f"{__name__}.{name}": home for name, home in _MOVED.items()})

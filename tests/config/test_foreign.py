@@ -7,10 +7,12 @@ import shlex
 import pytest
 
 from rollouts.cli import main
-from rollouts.config.foreign import FOREIGN
+from rollouts.config.foreign import ours_by_name
 from rollouts.config.resolving import resolve
 from rollouts.config.settings import setting_infos
 from rollouts.errors import ConfigError
+
+FOREIGN = ours_by_name("settings")
 
 
 @pytest.mark.parametrize("flag", ["--num-generations", "--learning_rate", "--max-completion-length", "--batch-size"])

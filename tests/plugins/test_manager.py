@@ -80,7 +80,7 @@ def test_a_failed_look_up_names_packs_and_those_that_could_not_answer(make_distr
     failed = "this hook plugin failed: dead-pack 9: dead_hooks: ModuleNotFoundError: No module named 'zz_gone'"
     assert failed in str(caught.value)
     assert "; install the package that has the module zz_gone" in str(caught.value), "two sentences"
-    assert [fault.distribution for fault in manager.faults] == ["dead-pack"]
+    assert "dead-pack" in [fault.distribution for fault in manager.faults]
     with pytest.raises(UnknownComponentError):
         manager.find("rewards", "rgym/countdown")
     assert len(manager.faults) == 1, "each fault once"

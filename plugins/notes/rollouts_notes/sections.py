@@ -281,11 +281,6 @@ _SECTIONS: dict[str, type[Any]] = {
 }
 
 
-def is_config(tree: object) -> bool:
-    """Whether a file holds a Config: only a Config has these tables."""
-    return isinstance(tree, Mapping) and {"model", "deployment", "output"} <= tree.keys()
-
-
 def read_config(tree: Any, place: str) -> Config:
     """A Config from nested dicts. Raises ConfigError that begins with `place`."""
     try:
