@@ -38,7 +38,7 @@ def plugins() -> None:
 @plugins.command("list")
 @click.option("--kind", metavar="KIND", help="Only components of this kind: environments, rewards, losses, ...")
 @click.option("--all", "with_hooks", is_flag=True, help="Also load the hook plugins, and list what they offer.")
-def list_(kind: str | None, with_hooks: bool) -> int:
+def _list(kind: str | None, with_hooks: bool) -> int:
     """List the installed components, without importing them.
 
     The description of a component is the first sentence of its docstring. In a terminal it is cut to the width.
@@ -62,10 +62,10 @@ def list_(kind: str | None, with_hooks: bool) -> int:
     return 0
 
 
-@plugins.command()
+@plugins.command("show")
 @click.argument("name")
 @click.option("--kind", metavar="KIND", help="The kind, if components of several kinds have this name.")
-def show(name: str, kind: str | None) -> int:
+def _show(name: str, kind: str | None) -> int:
     """Import one component. Show what it does, what it receives, its settings, and where its code is.
 
     For an algorithm, also show its formula and parts; for an environment, its tools, rewards and metrics.
@@ -89,25 +89,22 @@ def show(name: str, kind: str | None) -> int:
         "object": ref.value,
         "code": f"{place.file}, line {place.line}" if place else "",
     }
-    lines = [label, *_indent([(word, fact) for word, fact in facts.items() if fact])]
     is_code = inspect.isclass(component) or inspect.isroutine(component)
-    own = inspect.getdoc(component) if is_code else component.__doc__
-    if not is_code and own == type(component).__doc__:  # a value: its documentation follows its assignment
-        own = place.doc if place else ""
-    if own:
-        lines += ["", *(f"  {line}".rstrip() for line in inspect.cleandoc(own).splitlines())]
-    if isinstance(component, Algorithm):
-        lines += _algorithm_lines(component)
-    if ref.kind == "environments":
-        lines += _environment_lines(component)
+    doc = inspect.getdoc(component) if is_code else component.__doc__
+    if not is_code and doc == type(component).__doc__:  # a value: its documentation follows its assignment
+        doc = place.doc if place else ""
+    lines = [label, *_align([(word, fact) for word, fact in facts.items() if fact], "  ")]
+    lines += ["", *(f"  {line}".rstrip() for line in inspect.cleandoc(doc).splitlines())] if doc else []
+    lines += _algorithm_lines(component) if isinstance(component, Algorithm) else []
+    lines += _environment_lines(component) if ref.kind == "environments" else []
     if ref.kind != "commands":
         lines += _signature_lines(ref.kind, name, signed(component, ref.kind, label)[1])
     click.echo("\n".join(lines))
     return 0
 
 
-@plugins.command()
-def doctor() -> int:
+@plugins.command("doctor")
+def _doctor() -> int:
     """Import all installed components and report problems. The exit code is 1 if there are problems.
 
     Environments whose packages clash are problems too. Not a problem, but listed: a component that needs an extra that
@@ -150,12 +147,9 @@ def _algorithm_lines(algorithm: Algorithm) -> list[str]:
         ("pairs", algorithm.pairs, ""),
         *(("filter", function, "") for function in algorithm.filters),
     ]
-    rows = [
-        (word, function_label(function) + factor, first_sentence(inspect.getdoc(unwrapped(function)) or ""))
-        for word, function, factor in parts
-        if function is not None
-    ]
-    return ["", "formula", f"  {objective_words(algorithm)}", f"  {_LEGEND}", "", "parts", *_indent(rows)]
+    found = [(word, function, factor) for word, function, factor in parts if function is not None]
+    rows = [(word, function_label(function) + factor, _sentence(function)) for word, function, factor in found]
+    return ["", "formula", f"  {objective_words(algorithm)}", f"  {_LEGEND}", *_section("parts", rows)]
 
 
 def _environment_lines(environment: Any) -> list[str]:
@@ -165,27 +159,23 @@ def _environment_lines(environment: Any) -> list[str]:
     from rollouts.env.authoring import metrics_of, rewards_of, roles_of, tools_of
     from rollouts.env.schema import schema_of, tool_label
 
-    roles = [(role.name, role.system.partition("\n")[0]) for role in roles_of(environment)]
-    lines = ["", "roles", *_indent(roles)] if roles else []
-    tools = [(tool_label(schema_of(tool)), _of_role(tool.role), tool.function) for tool in tools_of(environment)]
+    tools = [(tool_label(schema_of(tool)), tool.role, tool.function) for tool in tools_of(environment)]
     if (chooses := getattr(environment, "tools", None)) is not None:
-        tools.append(("tools(task): the tools of each task", "", chooses))
+        tools.append(("tools(task): the tools of each task", None, chooses))
     rewards = [
-        (each.name if each.weight == 1 else f"{each.name} × {each.weight:g}", _of_role(each.role), each.function)
+        (each.name if each.weight == 1 else f"{each.name} × {each.weight:g}", each.role, each.function)
         for each in rewards_of(environment)
     ]
-    metrics = [(each.name, _of_role(each.role), each.function) for each in metrics_of(environment)]
-    for word, found in (("tools", tools), ("rewards", rewards), ("metrics", metrics)):
-        rows = [
-            (label + whose, first_sentence(inspect.getdoc(unwrapped(function)) or ""))
-            for label, whose, function in found
-        ]
-        lines += ["", word, *_indent(rows)] if rows else []
+    metrics = [(each.name, each.role, each.function) for each in metrics_of(environment)]
+    lines = _section("roles", [(role.name, role.system.partition("\n")[0]) for role in roles_of(environment)])
+    for title, found in (("tools", tools), ("rewards", rewards), ("metrics", metrics)):
+        rows = [(f"{label} ({role})" if role else label, _sentence(function)) for label, role, function in found]
+        lines += _section(title, rows)
     return lines
 
 
-def _of_role(role: str | None) -> str:
-    return f" ({role})" if role else ""
+def _sentence(function: Any) -> str:
+    return first_sentence(inspect.getdoc(unwrapped(function)) or "")
 
 
 def _signature_lines(kind: str, name: str, signature: Signature) -> list[str]:
@@ -193,22 +183,20 @@ def _signature_lines(kind: str, name: str, signature: Signature) -> list[str]:
     from rollouts.config.flags import flag_name
     from rollouts.plugins.vocabulary import VOCABULARY
 
-    lines: list[str] = []
-    if signature.requests:
-        words = VOCABULARY.get(kind, {})
-        lines += ["", "receives", *_indent([(name, words.get(name, "")) for name in signature.requests])]
+    words = VOCABULARY.get(kind, {})
+    lines = _section("receives", [(name, words.get(name, "")) for name in signature.requests])
     key = next((key for key, each in COMPONENT_KINDS.items() if each == kind), None)
     prefix = () if key is None else (key, "ALIAS") if key in MULTIPLE else (key,)
     rows = [
         (
-            flag_name((*prefix, setting.name)) if prefix else setting.name,
-            describe_type(setting.type),
-            default_text(setting),
-            setting.doc,
+            flag_name((*prefix, each.name)) if prefix else each.name,
+            describe_type(each.type),
+            default_text(each),
+            each.doc,
         )
-        for setting in signature.settings
+        for each in signature.settings
     ]
-    lines += ["", "settings", *(_indent(rows) if rows else ["  none"])]
+    lines += _section("settings", rows) or ["", "settings", "  none"]
     if rows and "ALIAS" in prefix:
         alias, setting = re.split("[:/]", name)[-1], signature.settings[0]
         value = "VALUE" if setting.default in (REQUIRED, None) else toml_value(setting.default)
@@ -218,15 +206,13 @@ def _signature_lines(kind: str, name: str, signature: Signature) -> list[str]:
     return lines
 
 
-def _indent(rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"  {line}" for line in _align(rows)]
+def _section(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["", title, *_align(rows, "  ")] if rows else []
 
 
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+def _align(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [f"{indent}{'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
