@@ -496,7 +496,7 @@ FOLDERS = [
         "resume with another lr",
         "resume done --lr 1",
         "settings of components can change",
-        "write lr = 1 into",
+        "write lr = VALUE into",
         after_run=True,
     ),
     row("resume with many steps", "resume done --steps many", 'a whole number; got "many"', after_run=True),
