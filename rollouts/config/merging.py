@@ -75,10 +75,8 @@ def parse_component(key: str, text: str, path: str = "") -> Component:
         if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", tail):
             name, weight = head, float(tail)
         elif key == "reward" and not head.endswith(".py") and not names_module(name):
-            raise ConfigError(
-                f"{path}: expected a weight after the last colon; {tail!r} is not a number\n"
-                f"type: {flag_name((key,))} {head}:1.0"
-            )
+            wrong = f"expected a weight after the last colon; {tail!r} is not a number"
+            raise ConfigError(f"{path}: {wrong}\ntype: {flag_name((key,))} {head}:1.0")
     if not name:
         raise ConfigError(f"{path}: {text!r} has no name before the weight")
     alias = match["alias"] or re.split(r"[/:]", name)[-1].strip("<>")
@@ -276,20 +274,10 @@ def components_of(
         if "" in tables:
             found[key] = _single(key, tables[""], source, place)
             continue
-        names = {alias: _name(table.get("name"), (key, alias, "name")) for alias, table in tables.items()}
-        for alias, table in tables.items():
-            if not names[alias]:
-                named = [each for each in names if names[each]]
-                near = suggestion(alias, named, lambda name: flag_name((key, name)))  # noqa: B023 - called at once
-                other = (
-                    f"chosen: {', '.join(named) or 'none'}; to add one, type: {flag_name((key, alias, 'name'))} NAME"
-                )
-                problem = f"no {key} with the alias {alias!r} is chosen"
-                raise refusal((*place, key, alias), table, source, problem, near, other)
-        found[key] = [_several(key, alias, names[alias], table, source, place) for alias, table in tables.items()]
+        found[key] = [_several(key, alias, tables, source, place) for alias in tables]
         if key == "env" and all(each.weight == 0 for each in found[key]):
-            zero = f"the weights of {' and '.join(names)} are 0, so no environment has a task to draw"
-            again = f"type: {flag_name((key, next(iter(names)), 'weight'))} 1"
+            zero = f"the weights of {' and '.join(tables)} are 0, so no environment has a task to draw"
+            again = f"type: {flag_name((key, next(iter(tables)), 'weight'))} 1"
             raise refusal((*place, key), None, source, zero, again)
     return found
 
@@ -299,28 +287,32 @@ def _single(key: str, table: Tree, source: Source, place: Path) -> list[Componen
     name = _name(table.get("name"), (key, "name"))
     if not name and key in ("loss", "inference", "training"):
         raise ConfigError(f"{key}: none is chosen, and a run needs one\ntype: {flag_name((key,))} NAME")
-    if not name and settings and key not in OWN_KEYS:
-        first = next(iter(settings))
-        again = f"type: {flag_name((key,))} NAME; `rollouts plugins list` shows what is installed"
-        missing = f"no {key} is chosen, so it has no settings"
+    for first, value in settings.items() if not name and key not in OWN_KEYS else ():
         from rollouts.config.foreign import foreign_hint
 
-        raise refusal((*place, key, first), settings[first], source, missing, foreign_hint(first) or again)
+        again = f"type: {flag_name((key,))} NAME; `rollouts plugins list` shows what is installed"
+        missing = f"no {key} is chosen, so it has no settings"
+        raise refusal((*place, key, first), value, source, missing, foreign_hint(first) or again)
     return [Component(name, settings)] if name or settings else []
 
 
-def _several(key: str, alias: str, name: str, table: Tree, source: Source, place: Path) -> Component:
+def _several(key: str, alias: str, tables: dict[str, Tree], source: Source, place: Path) -> Component:
     """One of several components, with its weight if it has one."""
-    settings = {setting: value for setting, value in table.items() if setting != "name"}
-    if key not in WEIGHTED or "weight" not in table:
-        return Component(name, settings, alias=alias)
+    names = {each: _name(table.get("name"), (key, each, "name")) for each, table in tables.items()}
+    if not names[alias]:
+        named = [each for each in names if names[each]]
+        near = suggestion(alias, named, lambda name: flag_name((key, name)))
+        other = f"chosen: {', '.join(named) or 'none'}; to add one, type: {flag_name((key, alias, 'name'))} NAME"
+        problem = f"no {key} with the alias {alias!r} is chosen"
+        raise refusal((*place, key, alias), tables[alias], source, problem, near, other)
+    settings = {setting: value for setting, value in tables[alias].items() if setting != "name"}
+    if key not in WEIGHTED or "weight" not in settings:
+        return Component(names[alias], settings, alias=alias)
     path, given = (*place, key, alias, "weight"), settings.pop("weight")
-    if key == "env":
-        return Component(name, settings, _env_weight(given, path, source), alias)
-    weight = convert_value(given, float, path, source)
-    if not math.isfinite(weight):
+    weight = _env_weight(given, path, source) if key == "env" else convert_value(given, float, path, source)
+    if isinstance(weight, float) and not math.isfinite(weight):
         raise refusal(path, given, source, f"a weight must be finite; got {weight}")
-    return Component(name, settings, weight, alias)
+    return Component(names[alias], settings, weight, alias)
 
 
 def _env_weight(value: Any, path: Path, source: Source) -> EnvWeight:
@@ -332,23 +324,21 @@ def _env_weight(value: Any, path: Path, source: Source) -> EnvWeight:
         return given
     if _is_positive(given):
         return float(given)
-    fault = _fault_of_points(given)
+    fault = _fault_of_points(given) if isinstance(given, list) else f"{_NO_WEIGHT}; got {without_secrets(given)!r}"
     if fault:
         raise refusal(path, value, source, fault)
     return [list(point) for point in given]
 
 
-def _fault_of_points(points: Any) -> str:
-    """Why this is not a valid list of points (step, weight); empty if it is."""
-    if not isinstance(points, list):
-        return f"{_NO_WEIGHT}; got {without_secrets(points)!r}"
+def _fault_of_points(points: list[Any]) -> str:
+    """Why these are not valid points (step, weight); empty if they are."""
     if len(points) < 2 or not all(isinstance(each, list | tuple) and len(each) == 2 for each in points):
         return f"expected two or more points (step, weight), such as [[0, 0.0], [100, 1.0]]; got {points!r}"
-    wrong = [number for number in itertools.chain(*points) if not _is_positive(number)]
+    for wrong in (number for number in itertools.chain(*points) if not _is_positive(number)):
+        return f"{_NO_WEIGHT}; got {wrong!r}"
     steps = [step for step, _ in points]
-    if not wrong and any(after <= before for before, after in itertools.pairwise(steps)):
-        return f"the steps of the points must increase; got {steps}"
-    return f"{_NO_WEIGHT}; got {wrong[0]!r}" if wrong else ""
+    is_rising = all(before < after for before, after in itertools.pairwise(steps))
+    return "" if is_rising else f"the steps of the points must increase; got {steps}"
 
 
 _NO_WEIGHT = (
@@ -390,18 +380,16 @@ def component_names(components: Mapping[str, list[Component]]) -> dict[str, Any]
     """The values of the settings that name components, as `Settings` holds them: one name, or a tuple of texts such as
     `alias=name:weight`, without parts that equal their default.
     """
+
+    def written(key: str, component: Component) -> str:
+        text, weight = component.name, component.weight
+        if key in WEIGHTED and isinstance(weight, float):
+            text += f":{int(weight)}" if weight == int(weight) and abs(weight) < 1e6 else f":{weight!r}"
+        return text if parse_component(key, text).alias == component.alias else f"{component.alias}={text}"
+
     return {
-        key: tuple(_written(key, each) for each in chosen)
+        key: tuple(written(key, each) for each in chosen)
         if key in MULTIPLE or any(each.alias for each in chosen)
         else next((each.name for each in chosen), "")
         for key, chosen in components.items()
     }
-
-
-def _written(key: str, component: Component) -> str:
-    text, weight = component.name, component.weight
-    if key in WEIGHTED and isinstance(weight, float):
-        text += f":{int(weight)}" if weight == int(weight) and abs(weight) < 1e6 else f":{weight!r}"
-    if parse_component(key, text).alias != component.alias:
-        text = f"{component.alias}={text}"
-    return text

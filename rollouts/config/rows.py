@@ -47,10 +47,8 @@ def _line(where: str, prompt: Any) -> bytes:
     try:
         return msgspec.json.encode(_row(where, prompt), enc_hook=_as_plain)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{where}: a run keeps its prompts as JSON, and this one cannot be written: {error}\ngive text, numbers, "
-            "lists and dicts"
-        ) from error
+        why = f"a run keeps its prompts as JSON, and this one cannot be written: {error}"
+        raise ConfigError(f"{where}: {why}\ngive text, numbers, lists and dicts") from error
 
 
 def _as_plain(value: Any) -> Any:
@@ -64,11 +62,9 @@ def _row(where: str, prompt: Any) -> dict[str, Any]:
     if isinstance(prompt, str | list | tuple):
         row: dict[str, Any] = {"prompt": prompt}
     elif isinstance(prompt, Task):
-        taken = [key for key in OWN_KEYS if key in prompt.info]
-        if taken:
-            raise ConfigError(
-                f"{where}: the info of the task has the key {taken[0]!r}, which is a field of a Task\nrename the key"
-            )
+        for key in (key for key in OWN_KEYS if key in prompt.info):
+            taken = f"the info of the task has the key {key!r}, which is a field of a Task"
+            raise ConfigError(f"{where}: {taken}\nrename the key")
         fields = {"answer": prompt.answer, "id": prompt.id}
         row = {"prompt": prompt.prompt, **{k: v for k, v in fields.items() if v is not None}, **prompt.info}
     elif isinstance(prompt, Mapping) and "prompt" in prompt:

@@ -193,10 +193,9 @@ def _check_limits(settings: WorkerSettings) -> None:
     """Raise ConfigError if a worker at an address has limits, which only its own host can set."""
     for name in _OF_THE_HOST:
         if settings.is_url and (value := getattr(settings, name)) is not None:
-            raise ConfigError(
-                f"worker.{name}: the limits of a worker at an address are those of its server\n"
-                f"leave it out here, and type there: rollouts env serve NAME --{name.replace('_', '-')} {value:g}"
-            )
+            limits = "the limits of a worker at an address are those of its server"
+            again = f"rollouts env serve NAME --{name.replace('_', '-')} {value:g}"
+            raise ConfigError(f"worker.{name}: {limits}\nleave it out here, and type there: {again}")
 
 
 def _check_url(url: str) -> None:
@@ -207,10 +206,8 @@ def _check_url(url: str) -> None:
     except ValueError as error:
         raise ConfigError(f"worker: {url!r} is not an address: {error}") from error
     if parts.username is not None or parts.password is not None:
-        raise ConfigError(
-            f"worker: the address of {parts.hostname} has a password, which config.toml would show\n"
-            "write the token into a file: --worker.token-file FILE"
-        )
+        shows = f"the address of {parts.hostname} has a password, which config.toml would show"
+        raise ConfigError(f"worker: {shows}\nwrite the token into a file: --worker.token-file FILE")
     if not has_host:
         raise ConfigError(f"worker: {url!r} is not an address; type: {parts.scheme}://HOST:PORT")
 
