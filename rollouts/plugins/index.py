@@ -353,7 +353,9 @@ def find_in_file(name: str, kind: str = ANY_KIND) -> ComponentRef:
     if not colon or not path_text.endswith(".py") or not all(part.isidentifier() for part in attribute.split(".")):
         file = next((text for text in (path_text, name) if text.endswith(".py")), "./file.py")
         defined = ", ".join(_defined_in(Path(file).expanduser()))
-        looks = f"{name!r} looks like a file, but {a_kind(kind)} in a file is written path.py:Name"
+        is_file = ".py" in name or Path(name).expanduser().exists()
+        looks = f"{name!r} looks like a file, but" if is_file else f"there is no file {name!r};"
+        looks = f"{looks} {a_kind(kind)} in a file is written path.py:Name"
         again = f"type: {file}:Name, where Name is the name of the {word} in that file"
         raise UnknownComponentError(in_lines(looks, again, f"it defines: {defined}" if defined else ""))
     path = Path(path_text).expanduser()

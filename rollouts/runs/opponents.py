@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.agent.episode import Opponent
-from rollouts.config.files import Source
+from rollouts.config.files import Source, where
 from rollouts.config.merging import Component
 from rollouts.config.settings import Settings
 from rollouts.env.authoring import roles_of
@@ -60,7 +60,9 @@ def plan_opponents(
         if not role:
             near = near_misses(given, known)
             has = f"the roles are {', '.join(known)}" if known else "the environment has no roles"
-            raise ConfigError(f"--role.{given}: {has}" + (f"; did you mean --role.{near[0]}.model?" if near else ""))
+            path = ("role", given)
+            place = where(path, None, source) if source.line_of(path) else f"--role.{given}"
+            raise ConfigError(f"{place}: {has}" + (f"; did you mean --role.{near[0]}.model?" if near else ""))
         planned.append(_planned(manager, role, table, settings, source))
     taken = {each.role for each in planned}
     for name, own in names.items():
