@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
+from rollouts.config.files import NOWHERE, Source, refused, unknown_key
 from rollouts.config.flags import Flag, flag_name
 from rollouts.config.settings import Setting, is_secret, without_secrets
 from rollouts.errors import ConfigError, suggestion
@@ -118,7 +118,7 @@ def _mistyped(value: Any, hint: Any, path: Path, source: Source, detail: str) ->
         is_quoted = example[0] in "[{"
         shell = f"{flag_name(path)} " + (f"'{example}'" if is_quoted else example)
         near = f"for example: {shell if isinstance(value, Flag) else f'{path[-1]} = {example}'}"
-    return refusal(path, value, source, expected, near)
+    return refused(path, value, source, expected, near)
 
 
 def _example(hint: Any) -> str:

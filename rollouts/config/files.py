@@ -76,7 +76,7 @@ def where(path: Sequence[str], value: Any, source: Source) -> str:
     return f"{source.path}{f', line {line}' if line else ''}: {key}" if source.path else key
 
 
-def refusal(path: Sequence[str], value: Any, source: Source, *lines: str) -> ConfigError:
+def refused(path: Sequence[str], value: Any, source: Source, *lines: str) -> ConfigError:
     """The error for a setting: where it was given, and the lines that are not empty."""
     return ConfigError(f"{where(path, value, source)}: {in_lines(*lines)}")
 
@@ -92,7 +92,7 @@ def unknown_key(
     def spelled(name: str) -> str:
         return flag_name((*path[:-1], name)) + place.removeprefix(flag) if place.startswith("--") else name
 
-    return refusal(path, value, source, problem, suggestion(path[-1], known, spelled), listing)
+    return refused(path, value, source, problem, suggestion(path[-1], known, spelled), listing)
 
 
 def load_file(path: str | Path, home: Path | None = None) -> tuple[Tree, Source]:

@@ -3,11 +3,13 @@
 `rollouts.run(reward=my_reward)` and a settings file in Python may hold objects. Settings are plain text, so each object
 gets a name. An object that another program can import is `module:name`, or `file.py:name`. Any other object has a name
 in angle brackets, such as `<my_reward>`: no other program can find it, so it travels beside the settings, in `Objects`.
+Prompts become the rows of a file: texts, lists of messages, Tasks, or rows (dicts).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import itertools
 import math
@@ -18,11 +20,14 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
-from rollouts.author_code import place_of_function, shown, unwrapped
+import msgspec
+
+from rollouts.author_code import authors_code, place_of_function, shown, unwrapped, why_no_list
 from rollouts.config.flags import Flag, Tree
-from rollouts.config.names import HELD
+from rollouts.config.names import GIVEN_ROWS, HELD
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, WEIGHTED
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, RolloutsError, words_of
+from rollouts.types import Message, Task
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -55,9 +60,7 @@ def take_objects(tree: Tree, file: Mapping[str, Any] = _NOTHING, before: Objects
     on_step = _callbacks(tree["on_step"]) if tree.get("on_step") is not None else before.on_step
     rows = before.rows
     if tree.get("prompts") is not None:
-        from rollouts.config.rows import rows_of
-
-        data, content = rows_of(tree["prompts"])
+        data, content = _rows_of(tree["prompts"])
         rows = {**rows, data: content}
         plain |= _settings_of_prompts(plain, data)
     return plain, Objects(MappingProxyType(names.known), on_step, MappingProxyType(dict(rows)))
@@ -316,3 +319,76 @@ _OF_OBJECTS = ("log", "generate", "optim_step")
 def _described(value: Any) -> str:
     """A value for an error: the name of an object, else its text."""
     return label_of(value) if is_object(value) else shown(value)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+_ROW_KEYS = ("prompt", "answer", "id")
+"""The keys of a row that do not become the task's `info`."""
+
+_A_PROMPT = "a prompt is a text, a list of messages, a Task, or a row such as {'prompt': 'What is 2+2?', 'answer': 4}"
+
+
+def _rows_of(prompts: Any) -> tuple[str, bytes]:
+    """The prompts as JSON lines, and the name of their file in the folder of a run. Raises ConfigError.
+
+    >>> _rows_of(["What is 2+2?"])
+    ('code/prompts_d842d630.jsonl', b'{"prompt":"What is 2+2?"}\\n')
+    """
+    if why_no_list(prompts):
+        file = "\nto read a file of rows: data='rows.jsonl'" if isinstance(prompts, str) else ""
+        raise ConfigError(f"prompts: expected a list of prompts; got {shown(prompts)}\n{_A_PROMPT}{file}")
+    try:
+        with authors_code():
+            given = list(prompts)
+    except RolloutsError:
+        raise
+    except Exception as error:  # a generator may raise anything
+        raise ConfigError(f"prompts: they cannot be read to the end: {words_of(error)}") from error
+    if not given:
+        raise ConfigError(f"prompts: got an empty list, so the run has no task\n{_A_PROMPT}")
+    lines = [_line(f"prompts[{number}]", prompt) for number, prompt in enumerate(given)]
+    content = b"".join(line + b"\n" for line in lines)
+    return f"{GIVEN_ROWS}{hashlib.sha256(content).hexdigest()[:8]}.jsonl", content
+
+
+def _line(where: str, prompt: Any) -> bytes:
+    """One prompt as a row. Raises ConfigError."""
+    try:
+        return msgspec.json.encode(_row(where, prompt), enc_hook=_as_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        why = f"a run keeps its prompts as JSON, and this one cannot be written: {error}"
+        raise ConfigError(f"{where}: {why}\ngive text, numbers, lists and dicts") from error
+
+
+def _as_plain(value: Any) -> Any:
+    """The number or the list in a number or an array of numpy or torch. Called by msgspec."""
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()
+    raise TypeError(f"{shown(value)} is of the type {type(value).__name__}")
+
+
+def _row(where: str, prompt: Any) -> dict[str, Any]:
+    if isinstance(prompt, str | list | tuple):
+        row: dict[str, Any] = {"prompt": prompt}
+    elif isinstance(prompt, Task):
+        for key in (key for key in _ROW_KEYS if key in prompt.info):
+            taken = f"the info of the task has the key {key!r}, which is a field of a Task"
+            raise ConfigError(f"{where}: {taken}\nrename the key")
+        fields = {"answer": prompt.answer, "id": prompt.id}
+        row = {"prompt": prompt.prompt, **{k: v for k, v in fields.items() if v is not None}, **prompt.info}
+    elif isinstance(prompt, Mapping) and "prompt" in prompt:
+        row = dict(prompt)
+    else:
+        is_message = isinstance(prompt, Message) or (isinstance(prompt, Mapping) and "role" in prompt)
+        hint = "\nfor one prompt of several messages, write prompts=[[message, message]]" if is_message else ""
+        raise ConfigError(f"{where}: got {shown(prompt)}\n{_A_PROMPT}{hint}")
+    messages = row["prompt"]
+    try:
+        if not isinstance(messages, str):
+            msgspec.convert(msgspec.to_builtins(messages), list[Message])
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ConfigError(f"{where}: its prompt is no text and no list of messages: {error}\n{_A_PROMPT}") from error
+    if not messages:
+        raise ConfigError(f"{where}: the prompt is empty")
+    return row

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.config.convert import convert_value, unflagged
-from rollouts.config.files import NOWHERE, Source, check_tree, load_file, refusal, runs_inside, unknown_key, walk, where
+from rollouts.config.files import NOWHERE, Source, check_tree, load_file, refused, runs_inside, unknown_key, walk, where
 from rollouts.config.flags import Tree
 from rollouts.config.merging import Component, component_names, components_of, merge
 from rollouts.config.paths import CONFIG, Move
@@ -180,10 +180,10 @@ def _from_saved(tree: Tree, mode: Any, source: Source) -> Tree:
     """
     if mode != "rl":
         again = "leave one of them out; to train on the good rollouts alone, type: --loss rft"
-        raise refusal(("from_run",), tree["from_run"], source, f"a run of mode {mode} reads no trajectories", again)
+        raise refused(("from_run",), tree["from_run"], source, f"a run of mode {mode} reads no trajectories", again)
     for name in ("over_sampling", "refill", "staleness"):
         if unflagged(tree.get(name)) not in (None, getattr(Settings, name)):
-            raise refusal((name,), tree[name], source, "with --from nothing is sampled; leave it out")
+            raise refused((name,), tree[name], source, "with --from nothing is sampled; leave it out")
     given = unflagged(tree["from_run"])
     for value in (runs := given if isinstance(given, list | tuple) else [given]):
         if not isinstance(value, str) or not value:
@@ -220,17 +220,17 @@ def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...
         return read_workers(value, source)
     if info.name in _TABLES:
         if not isinstance(value, dict):
-            raise refusal(path, value, source, f"expected a table, such as `{_TABLES[info.name]}`")
+            raise refused(path, value, source, f"expected a table, such as `{_TABLES[info.name]}`")
         if info.name == "sft":
             return _sft(value, source)
         for name, inner in value.items() if info.name == "role" else ():
             if not isinstance(inner, dict):
                 hint = f"type: --role.{name}.model {unflagged(inner)}"
-                raise refusal((*path, name), inner, source, "expected the settings of a role", hint)
+                raise refused((*path, name), inner, source, "expected the settings of a role", hint)
         return {key: inner for key, inner in unflagged(value).items() if inner is not None}  # None means: not set
     if isinstance(value, dict):
         hint = _hint_inside({"": value}) or f"type: {info.flag} VALUE"
-        raise refusal(path, value, source, f"expected one value; `{info.name}` has no settings of its own", hint)
+        raise refused(path, value, source, f"expected one value; `{info.name}` has no settings of its own", hint)
     if info.type is str and unflagged(value) is None:
         return info.default
     if info.name == "stop_when":  # one rule is a list of one
@@ -238,7 +238,7 @@ def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...
         value = [] if [unflagged(each) for each in listed] in ([None], ["none"]) else listed
     converted = convert_value(value, info.type, path, source)
     if isinstance(converted, int | float) and (fault := _fault_of_number(info, converted)):
-        raise refusal(path, value, source, f"must be {fault}; got {unflagged(value)}")
+        raise refused(path, value, source, f"must be {fault}; got {unflagged(value)}")
     return converted
 
 
@@ -247,8 +247,8 @@ def _faults(settings: Settings, tree: Tree, source: Source) -> Iterator[ConfigEr
     that is none, and settings of another mode.
     """
 
-    def refused(name: str, *lines: str) -> ConfigError:
-        return refusal((name,), tree[name], source, *lines)
+    def of_setting(name: str, *lines: str) -> ConfigError:
+        return refused((name,), tree[name], source, *lines)
 
     for name, read, texts in (
         ("stop_when", read_rule, settings.stop_when),
@@ -260,21 +260,21 @@ def _faults(settings: Settings, tree: Tree, source: Source) -> Iterator[ConfigEr
             except ConfigError as error:
                 lines = (str(error),)
             if lines:
-                yield refused(name, *lines)
+                yield of_setting(name, *lines)
     for name in EVAL_ONLY if settings.mode != "eval" else ():
         if getattr(settings, name) != getattr(Settings, name):
             other = "tasks of an evaluation, and a run trains on all of its tasks"
             several = "evaluations with several samples of each task"
             why = f"this setting chooses the {other}" if name == "tasks" else f"this setting is for {several}"
-            yield refused(name, why, "leave it out, or type: rollouts eval")
+            yield of_setting(name, why, "leave it out, or type: rollouts eval")
     try:
         re.compile(settings.answer_pattern)
     except re.error as error:
-        yield refused("answer_pattern", f"{settings.answer_pattern!r} is no regular expression: {error}")
+        yield of_setting("answer_pattern", f"{settings.answer_pattern!r} is no regular expression: {error}")
     for first in settings.sft if settings.mode != "sft+rl" else ():
         other = f"this setting is for the supervised phase of mode sft+rl, but the mode of this run is {settings.mode}"
         again = "type: rollouts run --mode sft+rl, or leave it out"
-        yield refusal(("sft", first), tree["sft"][first], source, other, again)
+        yield refused(("sft", first), tree["sft"][first], source, other, again)
 
 
 def _metric_fault(text: str, metric: str, settings: Settings) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollouts.config.convert import toml_value
-from rollouts.config.files import Source, refusal, walk
+from rollouts.config.files import Source, refused, walk
 from rollouts.config.flags import Flag, Tree, flag_name, read_flag
 from rollouts.config.merging import Component, by_alias
 from rollouts.config.settings import LEFT_OUT, MULTIPLE, is_secret, without_secrets
@@ -76,7 +76,7 @@ def refuse_left_out(tree: Tree, source: Source) -> None:
     flags = dict.fromkeys(f"{flag} VALUE" for path in missing if (flag := _flag_for(path)))
     again = f"type: {' '.join(flags)}" if flags else "write it into the file"
     for path in missing:
-        raise refusal(path, None, source, "this secret was left out when the file was written", again)
+        raise refused(path, None, source, "this secret was left out when the file was written", again)
 
 
 def with_secrets_of_run(tree: Tree) -> Tree:

@@ -18,16 +18,16 @@ only the component knows their types. Not here: workers (`rollouts.env.workers`)
 from __future__ import annotations
 
 import dataclasses
-import re
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from rollouts.config.convert import convert_value, unflagged
-from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
+from rollouts.config.files import NOWHERE, Source, refused, unknown_key
 from rollouts.config.flags import Flag
 from rollouts.config.hints import argument_docs
+from rollouts.config.names import split_alias
 from rollouts.errors import ConfigError, in_lines, suggestion
 
 INLINE = "inline"
@@ -93,24 +93,16 @@ def worker_table(value: Any) -> Table:
     {'kind': 'process', 'easy': {'kind': 'inline'}}
     """
     if isinstance(value, dict):
-        of_aliases = {name for name in value if name not in _FIELDS}
-        return {
-            name: {"kind": each} if name in of_aliases and isinstance(unflagged(each), str) else each
-            for name, each in value.items()
-        }
+        texts = [name for name, each in value.items() if name not in _FIELDS and isinstance(unflagged(each), str)]
+        return value | {name: {"kind": value[name]} for name in texts}
     table: Table = {}
     for each in value if isinstance(value, list | tuple) else [value]:
-        text = unflagged(each)
-        if text is None:
-            text = INLINE
+        text = INLINE if unflagged(each) is None else unflagged(each)
         if not isinstance(text, str):
             raise ConfigError(f"worker: expected {_expected()}; got {text!r}")
-        alias, kind = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
-        kind = Flag(kind, kind) if isinstance(each, Flag) else kind
-        if alias:
-            table[alias.replace("-", "_")] = {"kind": kind}
-        else:
-            table["kind"] = kind
+        alias, kind = split_alias(text)
+        chosen = {"kind": Flag(kind, kind) if isinstance(each, Flag) else kind}
+        table |= {alias: chosen} if alias else chosen
     return table
 
 
@@ -156,7 +148,7 @@ def _checked(table: Table, path: tuple[str, ...], source: Source, common: str = 
             raise _unknown(place, value, source)
         found[name] = converted = convert_value(value, hints[name], place, source)
         if name in _ABOVE_ZERO and converted is not None and not converted > 0:
-            raise refusal(place, value, source, f"must be more than 0; got {converted}")
+            raise refused(place, value, source, f"must be more than 0; got {converted}")
         if name == "kind" and converted.startswith(URLS):
             _check_url(converted)
     return found

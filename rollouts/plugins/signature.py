@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Optional
 
 from rollouts.author_code import authors_code, place_of, place_of_parameter, shown, unwrapped
 from rollouts.config.convert import convert_value, default_fault, default_text, describe_type, toml_value
-from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
+from rollouts.config.files import NOWHERE, Source, refused, unknown_key
 from rollouts.config.flags import flag_name
 from rollouts.config.hints import hint_scopes, resolve_hint, setting_docs
 from rollouts.config.settings import REQUIRED, Setting, is_secret, setting_infos, without_secrets
@@ -454,4 +454,4 @@ def refuse_without_hint(
     for name in given if dataclasses.is_dataclass(found) else ():
         if name not in known and not callable(vars(found).get(name, callable)):
             why = f"in the dataclass, {name} has no type hint, so it is no setting\nwrite `{name}: TYPE = ...`"
-            raise refusal((*path, name), given[name], source, f"{label} has no setting {name!r}: {why}")
+            raise refused((*path, name), given[name], source, f"{label} has no setting {name!r}: {why}")
