@@ -5,7 +5,9 @@
     names.py      the grammar of the names of components
     importing.py  imports authors' files
     flags.py      parses dotted flags of the command line
-    files.py      reads .toml, .json and .py files; finds the line of a setting
+    files.py      reads .toml, .json and .py files; finds the line of a setting, and words errors about it
+    objects.py    gives names to Python objects in settings
+    foreign.py    what other programs call settings and commands
     convert.py    converts values to types, and a component's settings by its signature
     merging.py    merges the settings that name components
     schedule.py   changes at a step

@@ -75,7 +75,7 @@ def parse_component(key: str, text: str, path: str = "") -> Component:
             wrong = f"expected a weight after the last colon; {tail!r} is not a number"
             raise ConfigError(f"{path}: {wrong}\ntype: {flag_name((key,))} {head}:1.0")
     if not name:
-        raise ConfigError(f"{path}: expected a name; got {text!r}")
+        raise ConfigError(f"{path}: expected a name{' before the weight' if text else ''}; got {text!r}")
     alias = alias or re.split(r"[/:]", name)[-1].strip("<>").replace("-", "_")
     return Component(name, {}, weight, alias)
 
