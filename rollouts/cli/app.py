@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import inspect
 import os
 import re
 import signal
@@ -58,7 +59,12 @@ TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "rescore", "chat", "
 
 
 class NamedCommand(click.Command):
-    """A command whose name is in every error of its options; click forgets it where a value is missing."""
+    """A command whose name is in every error of its options; click forgets it where a value is missing. Without `help`,
+    the docstring of the callback is the help.
+    """
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **{"help": inspect.getdoc(settings.get("callback")), **settings})
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click's."""
@@ -133,10 +139,9 @@ class RolloutsGroup(NamedGroup):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-app = RolloutsGroup(
+@click.group(
     "rollouts",
-    help="Train language-model agents in environments that are plugins.\n\n"
-    "Start with: rollouts run --env calculator --loss grpo",
+    cls=RolloutsGroup,
     epilog="Help of a command: rollouts COMMAND --help\n\n"
     "Commands of installed plugins: rollouts plugins list --kind commands\n\n"
     "Exit codes: 0 done, 1 the run failed, 2 a mistake in a command or a file, 130 interrupted (143 by SIGTERM, 129 by "
@@ -148,7 +153,12 @@ app = RolloutsGroup(
         "help_option_names": ["-h", "--help"],
     },
 )
-click.version_option(__version__, message="rollouts %(version)s")(app)
+@click.version_option(__version__, message="rollouts %(version)s")
+def app() -> None:
+    """Train language-model agents in environments that are plugins.
+
+    Start with: rollouts run --env calculator --loss grpo
+    """
 
 
 def main(argv: Sequence[str] | None = None) -> int:

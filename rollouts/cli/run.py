@@ -31,10 +31,45 @@ _SEEDS = click.Option(
 )
 
 
-def _run(file: str | None, dry_run: bool, display: Display, seeds: str | None, **options: Any) -> int:
-    command = click.get_current_context().command.name or ""
+def _run(file: str | None, **given: Any) -> int:
+    """Train a model by reinforcement in an environment.
+
+    FILE contains settings (.toml, .json or .py). Every setting is also a flag. `rollouts FILE` is the same as `rollouts
+    run FILE`.
+
+    \b
+    Examples:
+      rollouts run --env calculator --loss grpo
+      rollouts run configs/calculator_tiny.toml --steps 20 --env.digits 1
+    """
+    return _train("run", file, {}, **given)
+
+
+def _sft(file: str | None, **given: Any) -> int:
+    """Train a model on the demonstrations of an environment, or on conversations of a file.
+
+    The same as `rollouts run --mode sft`. FILE contains settings (.toml, .json or .py).
+
+    \b
+    Examples:
+      rollouts sft --env calculator --steps 200
+      rollouts sft --data chat.jsonl --steps 200
+    """
+    return _train("sft", file, {"mode": "sft"}, **given)
+
+
+def _train(
+    command: str,
+    file: str | None,
+    forced: dict[str, Any],
+    *,
+    dry_run: bool,
+    display: Display,
+    seeds: str | None,
+    **options: Any,
+) -> int:
     if seeds is None:
-        return _run_once(file, options, {} if command == "run" else {"mode": "sft"}, display, dry_run)
+        return _run_once(file, options, forced, display, dry_run)
     from rollouts.cli.seeds import run_with_seeds
 
     run_with_seeds(command, file, options, seeds, display, dry_run=dry_run)
@@ -42,6 +77,19 @@ def _run(file: str | None, dry_run: bool, display: Display, seeds: str | None, *
 
 
 def _evaluate(file: str | None, dry_run: bool, display: Display, model: tuple[str, ...], **options: Any) -> int:
+    """Evaluate a model on held-out tasks of an environment. Nothing is trained.
+
+    FILE contains settings (.toml, .json or .py). It may be a training run's file (training settings are ignored), a
+    run's folder (then its newest checkpoint is evaluated), or one checkpoint of a run. The model can be local
+    (--inference hf), behind your own server, or behind an API.
+
+    \b
+    Examples:
+      rollouts eval runs/first
+      rollouts eval runs/first/checkpoints/step_000050 --temperature 0
+      rollouts eval --env calculator --model tiny --model runs/first --model runs/second
+      rollouts eval --env calculator --model gpt-4.1-mini --inference openai --samples-per-prompt 4
+    """
     from rollouts.config.resolving import run_settings_file
 
     models = list(model)
@@ -89,6 +137,18 @@ def _refuse_missing_model(given: str) -> None:
 
 
 def _resume(folder: str, checkpoint: str | None, display: Display, **options: Any) -> int:
+    """Resume a run, or make it longer.
+
+    The run continues from its last complete checkpoint, or from the beginning if there is none. An evaluation plays the
+    episodes that are missing or that failed. DIR is the run's folder; its config.toml contains the settings. You can
+    change settings of components: --training.processes 4.
+
+    \b
+    Examples:
+      rollouts resume runs/mine
+      rollouts resume runs/mine --steps 200
+      rollouts resume runs/mine --checkpoint step_000008
+    """
     from rollouts.runs import resume_run
     from rollouts.runs.progress import shown_progress
 
@@ -114,25 +174,13 @@ def _resume(folder: str, checkpoint: str | None, display: Display, **options: An
     return 0
 
 
-run = SettingsCommand(
-    "run",
-    callback=_run,
-    own=[_SEEDS, DISPLAY, _DRY_RUN],
-    help="Train a model by reinforcement in an environment.\n\n"
-    "FILE contains settings (.toml, .json or .py). Every setting is also a flag. `rollouts FILE` is the same as "
-    "`rollouts run FILE`.\n\n"
-    "\b\nExamples:\n  rollouts run --env calculator --loss grpo\n"
-    "  rollouts run configs/calculator_tiny.toml --steps 20 --env.digits 1",
-)
+run = SettingsCommand("run", callback=_run, own=[_SEEDS, DISPLAY, _DRY_RUN])
 
 sft = SettingsCommand(
     "sft",
-    callback=_run,
+    callback=_sft,
     infos=[info for info in setting_infos() if info.name not in ("mode", "from_run")],
     own=[_SEEDS, DISPLAY, _DRY_RUN],
-    help="Train a model on the demonstrations of an environment, or on conversations of a file.\n\n"
-    "The same as `rollouts run --mode sft`. FILE contains settings (.toml, .json or .py).\n\n"
-    "\b\nExamples:\n  rollouts sft --env calculator --steps 200\n  rollouts sft --data chat.jsonl --steps 200",
 )
 
 _EVAL_DOCS = {
@@ -164,14 +212,6 @@ evaluate = SettingsCommand(
     ],
     own=[DISPLAY, _DRY_RUN],
     repeated=("model",),
-    help="Evaluate a model on held-out tasks of an environment. Nothing is trained.\n\n"
-    "FILE contains settings (.toml, .json or .py). It may be a training run's file (training settings are ignored), "
-    "a run's folder (then its newest checkpoint is evaluated), or one checkpoint of a run. "
-    "The model can be local (--inference hf), behind your own server, or behind an API.\n\n"
-    "\b\nExamples:\n  rollouts eval runs/first\n"
-    "  rollouts eval runs/first/checkpoints/step_000050 --temperature 0\n"
-    "  rollouts eval --env calculator --model tiny --model runs/first --model runs/second\n"
-    "  rollouts eval --env calculator --model gpt-4.1-mini --inference openai --samples-per-prompt 4",
 )
 
 resume = NamedCommand(
@@ -200,11 +240,4 @@ resume = NamedCommand(
         ),
         DISPLAY,
     ],
-    help="Resume a run, or make it longer.\n\n"
-    "The run continues from its last complete checkpoint, or from the beginning if there is none. "
-    "An evaluation plays the episodes that are missing or that failed. "
-    "DIR is the run's folder; its config.toml contains the settings. You can change settings of components: "
-    "--training.processes 4.\n\n"
-    "\b\nExamples:\n  rollouts resume runs/mine\n  rollouts resume runs/mine --steps 200\n"
-    "  rollouts resume runs/mine --checkpoint step_000008",
 )
