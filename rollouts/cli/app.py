@@ -44,7 +44,7 @@ COMMANDS = {
     "config": ("rollouts.cli.config:config", "Print a complete settings file."),
     "env": ("rollouts.cli.env:env", "Install environments in virtual environments of their own."),
     "new": ("rollouts_check.command:new", "Make a package, ready to publish: an environment, a reward, a loss, ..."),
-    "plugins": ("rollouts.cli.plugins:plugins", "List, show and check installed plugins."),
+    "plugins": ("rollouts_check.plugins_command:plugins", "List, show and check installed plugins."),
 }
 """The commands of this distribution: where each is defined, and its line in the help. The help imports no command."""
 

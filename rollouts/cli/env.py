@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rollouts.cli.app import NamedGroup
+from rollouts.terminal_text import aligned_table
 
 if TYPE_CHECKING:
     from rollouts.env.installs import Installed
@@ -75,7 +76,6 @@ def list_() -> int:
 
     `contract` is the version of the environment contract that the package states.
     """
-    from rollouts.cli.plugins import table
     from rollouts.env.installs import all_installed, envs_folder
 
     found = all_installed()
@@ -83,7 +83,7 @@ def list_() -> int:
         click.echo(f"no environment is installed in {envs_folder()}\ntype: rollouts env install NAME")
         return 0
     head = ("environment", "package", "version", "python", "rollouts", "contract", "size", "folder")
-    click.echo(table(head, [_row(each) for each in found]))
+    click.echo(aligned_table(head, [_row(each) for each in found]))
     return 0
 
 

@@ -141,7 +141,8 @@ def test_an_import_that_computes_has_time(acme, monkeypatch):
 
 
 def test_every_component_of_the_core_has_a_description(capsys):
-    from rollouts.plugins.descriptions import description
+    from rollouts_check.descriptions import description
+
     from rollouts.plugins.index import installed_components
 
     own = [ref for ref in installed_components() if ref.distribution == "rollouts-rl"]

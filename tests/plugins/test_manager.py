@@ -7,10 +7,10 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from rollouts_check.descriptions import description
 
 from rollouts.errors import AmbiguousComponentError, BrokenPluginError, UnknownComponentError
 from rollouts.plugins import hookspecs
-from rollouts.plugins.descriptions import description
 from rollouts.plugins.hookspecs import hookimpl
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.manager import PluginManager

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import shutil
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,8 @@ from rollouts.author_code import unwrapped
 from rollouts.cli.app import NamedGroup
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, REQUIRED
 from rollouts.errors import counted
-from rollouts.plugins.descriptions import first_sentence
+from rollouts.terminal_text import aligned, aligned_table
+from rollouts_check.descriptions import first_sentence
 
 if TYPE_CHECKING:
     from rollouts.plugins.signature import Signature
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 _LEGEND = (
     "(pi is the policy, r = pi / pi_old its ratio, A the advantage, R the reward; [T] is one value for each token)"
 )
-_DESCRIPTION_CHARACTERS_MIN = 20  # the narrowest column; in a narrower terminal, lines wrap
 
 
 @click.group("plugins", cls=NamedGroup, no_args_is_help=True)
@@ -43,8 +41,8 @@ def _list(kind: str | None, with_hooks: bool) -> int:
 
     The description of a component is the first sentence of its docstring. In a terminal it is cut to the width.
     """
-    from rollouts.plugins.descriptions import description, known_faults
     from rollouts.plugins.manager import PluginManager
+    from rollouts_check.descriptions import description, known_faults
 
     manager = PluginManager()
     refs = manager.list(kind, hooks=with_hooks)
@@ -55,7 +53,7 @@ def _list(kind: str | None, with_hooks: bool) -> int:
             (ref.kind, ref.name, ref.distribution, ref.version, f"broken: {fault}" if fault else description(ref))
             for ref, fault in zip(refs, known_faults(refs), strict=True)
         ]
-        click.echo(table(("kind", "name", "distribution", "version", "description"), rows))
+        click.echo(aligned_table(("kind", "name", "distribution", "version", "description"), rows))
         click.echo("nothing was imported; to check all, type: rollouts plugins doctor")
     for fault in manager.faults:
         click.echo(f"fault: {fault}", err=True)
@@ -70,13 +68,13 @@ def _show(name: str, kind: str | None) -> int:
 
     For an algorithm, also show its formula and parts; for an environment, its tools, rewards and metrics.
     """
-    from rollouts.plugins.descriptions import find_definition
     from rollouts.plugins.index import KIND_WORDS
     from rollouts.plugins.loading import stated_version
     from rollouts.plugins.manager import PluginManager
     from rollouts.runs.any_kind import find_of_any_kind
     from rollouts.runs.components import signed
     from rollouts.training.algorithms.algorithm import Algorithm
+    from rollouts_check.descriptions import find_definition
 
     manager = PluginManager()
     ref = find_of_any_kind(manager, kind, name, "rollouts plugins show")
@@ -93,7 +91,7 @@ def _show(name: str, kind: str | None) -> int:
     doc = inspect.getdoc(component) if is_code else component.__doc__
     if not is_code and doc == type(component).__doc__:  # a value: its documentation follows its assignment
         doc = place.doc if place else ""
-    lines = [label, *_align([(word, fact) for word, fact in facts.items() if fact], "  ")]
+    lines = [label, *aligned([(word, fact) for word, fact in facts.items() if fact], "  ")]
     lines += ["", *(f"  {line}".rstrip() for line in inspect.cleandoc(doc).splitlines())] if doc else []
     lines += _algorithm_lines(component) if isinstance(component, Algorithm) else []
     lines += _environment_lines(component) if ref.kind == "environments" else []
@@ -207,18 +205,4 @@ def _signature_lines(kind: str, name: str, signature: Signature) -> list[str]:
 
 
 def _section(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
-    return ["", title, *_align(rows, "  ")] if rows else []
-
-
-def _align(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [f"{indent}{'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of rows with a header. In a terminal the last column is cut to the width."""
-    if sys.stdout is not None and sys.stdout.isatty():
-        others = sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in [head, *rows]), strict=True))
-        room = max(shutil.get_terminal_size().columns - others, _DESCRIPTION_CHARACTERS_MIN)
-        rows = [(*row[:-1], row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 1]}…") for row in rows]
-    return "\n".join(_align([head, ["-" * len(word) for word in head], *rows]))
+    return ["", title, *aligned(rows, "  ")] if rows else []
