@@ -141,16 +141,16 @@ def _checked(table: Table, path: tuple[str, ...], source: Source, common: str = 
     kind = unflagged(table.get("kind", common))
     for name, value in table.items():
         place = (*path, name)
-        if name not in _FIELDS and isinstance(kind, str) and _is_component(kind):
+        if name in _FIELDS:
+            found[name] = converted = convert_value(value, hints[name], place, source)
+            if name in _ABOVE_ZERO and converted is not None and not converted > 0:
+                raise refused(place, value, source, f"must be more than 0; got {converted}")
+            if name == "kind" and converted.startswith(URLS):
+                _check_url(converted)
+        elif isinstance(kind, str) and _is_component(kind):
             found[name] = unflagged(value)
-            continue
-        if name not in _FIELDS:
+        else:
             raise _unknown(place, value, source)
-        found[name] = converted = convert_value(value, hints[name], place, source)
-        if name in _ABOVE_ZERO and converted is not None and not converted > 0:
-            raise refused(place, value, source, f"must be more than 0; got {converted}")
-        if name == "kind" and converted.startswith(URLS):
-            _check_url(converted)
     return found
 
 
@@ -162,13 +162,16 @@ def workers_of(table: Mapping[str, Any], environments: Iterable[tuple[str, str]]
     known = [alias or name for alias, name in environments]
     common = {name: value for name, value in table.items() if name not in known or name in _FIELDS}
     others = [name for name, value in common.items() if name not in _FIELDS and isinstance(value, dict)]
-    if others and not _is_component(common.get("kind", INLINE)):
-        raise ConfigError(
-            f"worker.{others[0]}: no environment has the alias {others[0]!r}; there are: {', '.join(known) or 'none'}"
-        )
+    for other in others if not _is_component(common.get("kind", INLINE)) else ():
+        there = f"there are: {', '.join(known) or 'none'}"
+        raise ConfigError(f"worker.{other}: no environment has the alias {other!r}; {there}")
     found = {alias: _settings_of(common, table.get(alias or name, {})) for alias, name in environments}
     for settings in found.values():
-        _check_limits(settings)
+        for name in _OF_THE_HOST if settings.is_url else ():
+            if (value := getattr(settings, name)) is not None:
+                limits = "the limits of a worker at an address are those of its server"
+                again = f"rollouts env serve NAME --{name.replace('_', '-')} {value:g}"
+                raise ConfigError(f"worker.{name}: {limits}\nleave it out here, and type there: {again}")
     return found
 
 
@@ -179,15 +182,6 @@ def _settings_of(common: Table, own: Table) -> WorkerSettings:
     merged = {name: value for name, value in common.items() if name in _FIELDS or is_same} | own
     fields = {name: value for name, value in merged.items() if name in _FIELDS}
     return WorkerSettings(**fields, own={name: value for name, value in merged.items() if name not in _FIELDS})
-
-
-def _check_limits(settings: WorkerSettings) -> None:
-    """Raise ConfigError if a worker at an address has limits, which only its own host can set."""
-    for name in _OF_THE_HOST:
-        if settings.is_url and (value := getattr(settings, name)) is not None:
-            limits = "the limits of a worker at an address are those of its server"
-            again = f"rollouts env serve NAME --{name.replace('_', '-')} {value:g}"
-            raise ConfigError(f"worker.{name}: {limits}\nleave it out here, and type there: {again}")
 
 
 def _check_url(url: str) -> None:
