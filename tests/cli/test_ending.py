@@ -112,6 +112,7 @@ def test_signals_that_were_ignored_at_the_start_stay_ignored(evaluation):
     assert (summary()["status"], summary()["episodes"]) == ("done", 8)
 
 
+@NIGHTLY
 def test_sigterm_ends_what_ignores_the_others(evaluation):
     done = in_a_shell("trap '' HUP INT;", [*evaluation, "--env.signals", "SIGHUP SIGINT SIGTERM"])
     assert done.returncode == 143, done.stderr
