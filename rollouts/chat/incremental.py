@@ -25,7 +25,7 @@ from jinja2 import Undefined
 from jinja2.runtime import Macro
 from jinja2.utils import Namespace
 
-from rollouts.chat.loop_rewriting import LOOP, MARK, TAIL, NotIncremental, Proved, rewritten
+from rollouts.chat.loop_rewriting import LOOP, MARK, NotIncremental, Proved, rewritten
 
 _LEAVES = frozenset({str, int, float, bool, type(None)})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
@@ -124,14 +124,11 @@ class IncrementalRenderer:
 
         None if the text before `old.last` is not provably unchanged.
         """
-        skips, more = self._proved.skips_head and bool(old.items), shown(new)
-        start = max(0, len(old.items) - 1)
-        done = None if more is None else self._run([*old.messages, *more], old.tools, generation_prompt, start, skips)
+        more, start = shown(new), max(0, len(old.items) - 1)
+        done = None if more is None else self._run([*old.messages, *more], old.tools, generation_prompt, start)
         if done is None:
             return None
         now, text = done
-        if skips:
-            now = now._replace(before=old.before + now.before)
         same = (now.before, now.values) == (old.before, old.values) and len(now.items) >= len(old.items)
         return (text, now) if same and all(map(operator.is_, old.items, now.items)) else None
 
@@ -148,7 +145,7 @@ class IncrementalRenderer:
             return None
         groups: dict[Any, list[int]] = {}
         for count in counts:
-            outside = () if self._proved.keeps_prefixes else self._outside(given[:count], tools)
+            outside = () if self._proved.keeps_head else self._outside(given[:count], tools)
             if outside is None:
                 return None
             groups.setdefault(outside, []).append(count)
@@ -172,7 +169,7 @@ class IncrementalRenderer:
     def _outside(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> tuple[Any, ...] | None:
         """What surrounds the loop: the text before it, the outside values that it reads, and the messages left out."""
         loop = _Loop(start=len(messages))
-        text = self._render(loop, messages, tools, False, self._proved.skips_head)
+        text = self._render(loop, messages, tools, False)
         first = None if text is None else loop.runs_from(messages)
         return None if text is None or first is None else (text.partition(MARK)[0], loop.values, first)
 
@@ -196,10 +193,10 @@ class IncrementalRenderer:
         return _Texts(head, inner, last)
 
     def _run(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool, start: int, skips: bool = False
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool, start: int
     ) -> tuple[Rendering, str] | None:
         loop = _Loop(start)
-        text = self._render(loop, messages, tools, prompt, skips)
+        text = self._render(loop, messages, tools, prompt)
         if text is None:
             return None
         before, *texts = text.split(MARK)
@@ -213,7 +210,6 @@ class IncrementalRenderer:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]],
         prompt: bool,
-        skips: bool = False,
     ) -> str | None:
         """The text of the changed template, with its marks. None if the template raises: then the caller renders the
         whole conversation, and reports the error.
@@ -221,7 +217,6 @@ class IncrementalRenderer:
         names = {
             **self._given,
             LOOP: loop,
-            TAIL: skips,
             "namespace": functools.partial(_watched(self._namespace), loop),
             "messages": messages,
             "tools": tools or None,

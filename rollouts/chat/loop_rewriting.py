@@ -1,23 +1,22 @@
 """Rewrite the main loop of a chat template, so that it shows a part of the messages, or some of them twice.
 
 `rewritten` changes the parsed template in place: the loop asks an object named `LOOP` for its messages and for its
-place, and writes a mark before each message. The text is otherwise unchanged. Alongside, it finds out what provably
-never changes while a conversation grows (`Proved`). What the texts are used for is in `rollouts.chat.incremental`.
+place, and writes a mark before each message. The text is otherwise unchanged. What the texts are used for is in
+`rollouts.chat.incremental`.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
 
 MARK = "\ufdd3"  # a Unicode noncharacter; a conversation that contains it is rendered as a whole
-LOOP, TAIL = "_rollouts_loop", "_rollouts_tail"
+LOOP = "_rollouts_loop"
 _CONSTANT = frozenset({"dict", "namespace", "raise_exception", "range"})  # the globals of Jinja that never change
-_MESSAGES, _PROMPT, _NOW = "messages", "add_generation_prompt", "strftime_now"
+_MESSAGES, _PROMPT, _NOW = "messages", "add_generation_prompt", "strftime_now"  # one rendering is within one second
 
 
 class NotIncremental(Exception):
@@ -27,15 +26,12 @@ class NotIncremental(Exception):
 class Proved(NamedTuple):
     """What holds for every conversation of a template, as long as its loop runs over at least one message.
 
-    `skips_head`: the text before the loop depends on the tools and the first message alone, and `TAIL` skips it.
     `has_prefixes`: the text after the loop depends on the generation prompt alone, and no other text depends on it.
-    `keeps_prefixes`: while a conversation grows, the text before the loop and the outside values that the loop reads
-    stay within one rendering, and the loop runs over the messages from a constant place on.
+    `keeps_head`: while a conversation grows, nothing before the loop changes. Of the messages, it reads only the first.
     """
 
-    skips_head: bool
     has_prefixes: bool
-    keeps_prefixes: bool
+    keeps_head: bool
 
 
 def rewritten(tree: Any, known: Mapping[str, Any]) -> Proved:
@@ -69,148 +65,59 @@ def rewritten(tree: Any, known: Mapping[str, Any]) -> Proved:
     if read & {_MESSAGES, "loop", "caller", *lists, *known}:
         raise NotIncremental("the loop reads more than single messages")
     place = next(number for number, node in enumerate(siblings) if node is main)
-    if siblings is tree.body:
-        proved, skipped = _proved(siblings[:place], siblings[place + 1 :], runs_over, read, known, assigned)
-    else:
-        proved, skipped = Proved(False, False, False), []
+    head, globals_ = siblings[:place], set(known) - _CONSTANT
+    read_before = {*read, *(name for node in head for name in _named(node))}
+    read_after = {name for node in siblings[place + 1 :] for name in _named(node)}
+    has_prefixes = not read_after & {*assigned, _MESSAGES, "tools", *globals_} and _PROMPT not in read_before
+    keeps_head = not read_before & (globals_ - {_NOW}) and _reads_first_only(head, runs_over)
+    proved = Proved(siblings is tree.body and has_prefixes, siblings is tree.body and keeps_head)
     values = [nodes.Keyword(name, nodes.Name(name, "load")) for name in sorted(read)]
     main.iter = nodes.Call(nodes.Getattr(nodes.Name(LOOP, "load"), "enter", "load"), [main.iter], values, None, None)
     main.body.insert(0, nodes.Output([nodes.TemplateData(MARK)]))
     siblings.insert(place + 1, nodes.Output([nodes.TemplateData(MARK)]))
-    for number in skipped:
-        siblings[number] = nodes.If(nodes.Not(nodes.Name(TAIL, "load")), [siblings[number]], [], [])
     for node in tree.find_all(nodes.Node):
         node.set_lineno(1, override=False)
         node.environment = tree.environment
     return proved
 
 
-# --- proofs ---------------------------------------------------------------------------------------------------------
-
-
-class _Lists(NamedTuple):
-    """The lists of messages in the statements before the loop.
-
-    `names` always hold the messages, or the messages from a constant place on. `nonempty` are those of them that hold a
-    message whenever the loop has one: their first message stays the same.
+def _reads_first_only(head: Sequence[Any], runs_over: str) -> bool:
+    """Whether statements read only the first message, and at most name the list of messages from a constant place on.
+    The loop then runs over one of these lists.
     """
-
-    names: Set[str]
-    nonempty: Set[str]
-
-
-def _proved(
-    head: Sequence[Any],
-    tail: Sequence[Any],
-    runs_over: str,
-    read: Set[str],
-    known: Mapping[str, Any],
-    assigned: Set[str],
-) -> tuple[Proved, list[int]]:
-    """What is proved by the statements before and after the loop, and the statements before it that can be skipped."""
-    lists, globals_ = _lists(head, runs_over), set(known) - _CONSTANT
-    writing = [
-        place for place, node in enumerate(head) if _has(node, nodes.Output) and not isinstance(node, nodes.Macro)
-    ]
-
-    def writes_the_same(unsettled: Set[str]) -> bool:
-        return all(_is_settled(head[place], unsettled, lists) for place in writing)
-
-    storing = (nodes.Assign, nodes.AssignBlock, nodes.CallBlock, nodes.Macro)
-    unsettled = _unsettled(head, {_PROMPT, *globals_}, lists)
-    skips = writes_the_same(unsettled) and not any(_has(head[place], storing) for place in writing)
-    unsettled = _unsettled(head, {_PROMPT, *(globals_ - {_NOW})}, lists)  # within one rendering, it is the same second
-    read_before = {*read, *(name for node in head for name in _named(node))}
-    read_after = {name for node in tail for name in _named(node)}
-    is_constant = not read_after & (assigned | {_MESSAGES, "tools", *globals_}) and _PROMPT not in read_before
-    keeps = runs_over in lists.names - unsettled and not read & unsettled and writes_the_same(unsettled)
-    return Proved(bool(skips and writing), is_constant, keeps), writing if skips else []
+    found = [each for node in head for each in (node, *node.find_all(nodes.Node))]
+    names = [each.name for each in found if isinstance(each, nodes.Name)]
+    lists = [each.target.name for each in found if isinstance(each, nodes.Assign) and _is_first(each)]
+    uses = (names.count(_MESSAGES), sum(map(names.count, {*lists})))
+    is_random = any(isinstance(each, nodes.Filter) and each.name == "random" for each in found)
+    return runs_over in (_MESSAGES, *lists) and uses == (sum(map(_is_first, found)), len(lists)) and not is_random
 
 
-def _lists(body: Sequence[Any], runs_over: str) -> _Lists:
-    stores = Counter(name for node in body for name in _each_stored(node))
-    shorter = [
-        (node.target.name, source)
-        for statement in body
-        for node in (statement, *statement.find_all(nodes.Assign))
-        if isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name) and (source := _source(node.node))
-    ]
-    names = {_MESSAGES, *(name for name, _ in shorter)}
-    count = -1
-    while count != len(names):
-        count = len(names)
-        kept = Counter(name for name, source in shorter if source in names)
-        names = {name for name in names if kept[name] == stores[name]}
-    sources = {source for name, source in shorter if name == _MESSAGES}
-    is_nonempty = not sources or (sources == {_MESSAGES} and runs_over == _MESSAGES)
-    return _Lists(names, names & {_MESSAGES} if is_nonempty else frozenset())
+def _is_first(node: Any) -> bool:
+    """Whether a node reads the first message, whether there is one, or names the list."""
+    if isinstance(node, nodes.Getitem):
+        return _is_messages(node.node) and bool(node.arg == nodes.Const(0))
+    if isinstance(node, nodes.Assign):
+        return isinstance(node.target, nodes.Name) and _is_list(node.node)
+    return isinstance(node, nodes.And | nodes.If) and _is_messages(next(node.iter_child_nodes()))
 
 
-def _source(value: Any) -> str:
-    """The list that an assigned value continues: `X`, and `X[1:]` of any constant place; "" for other values."""
-    if isinstance(value, nodes.Getitem) and isinstance(value.arg, nodes.Slice):
-        start: Any = value.arg.start
-        is_rest = value.arg.stop is None and value.arg.step is None and isinstance(start, nodes.Const)
-        value = value.node if is_rest and type(start.value) is int else None
-    return value.name if isinstance(value, nodes.Name) else ""
+def _is_messages(node: Any) -> bool:
+    return isinstance(node, nodes.Name) and (node.name, node.ctx) == (_MESSAGES, "load")
 
 
-def _unsettled(body: Sequence[Any], unsettled: set[str], lists: _Lists) -> set[str]:
-    """The names whose values may change while the conversation grows, given some of them."""
-    unsettled = set(unsettled)
-    count = -1
-    while count != len(unsettled):  # a value that depends on an unsettled value is unsettled too
-        count = len(unsettled)
-        for node in body:
-            if not _is_settled(node, unsettled, lists):
-                unsettled |= set(_each_stored(node))
-                if _has(node, nodes.NSRef):  # the namespace may have a second name
-                    unsettled |= {name for each in body if "namespace" in _named(each) for name in _each_stored(each)}
-    return unsettled
-
-
-def _has(node: Any, kinds: Any) -> bool:
-    return isinstance(node, kinds) or next(iter(node.find_all(kinds)), None) is not None
+def _is_list(node: Any) -> bool:
+    """Whether an expression is `messages`, or `messages[1:]` from any constant place on."""
+    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
+        start = node.arg.start
+        is_rest = node.arg.stop is None and node.arg.step is None and isinstance(start, nodes.Const)
+        return is_rest and type(start.value) is int and start.value >= 0 and _is_messages(node.node)
+    return _is_messages(node)
 
 
 def _named(node: Any, *contexts: str) -> set[str]:
     """The names in a node, in the given contexts, or in all contexts if none is given."""
     return {name.name for name in node.find_all(nodes.Name) if not contexts or name.ctx in contexts}
-
-
-def _each_stored(node: Any) -> list[str]:
-    """The names that a statement assigns, once for each assignment."""
-    names = [name.name for name in node.find_all(nodes.Name) if name.ctx in ("store", "param")]
-    names += [each.name for each in node.find_all((nodes.NSRef, nodes.Macro))]
-    return [*names, node.name] if isinstance(node, nodes.Macro) else names
-
-
-def _is_settled(node: Any, unsettled: Set[str], lists: _Lists) -> bool:
-    """Whether a node reads no unsettled value. Of a list of messages it may read the first message, and whether there
-    is one.
-    """
-    if isinstance(node, nodes.Name):
-        return node.ctx != "load" or node.name not in unsettled | lists.names | {_MESSAGES}
-    if isinstance(node, nodes.Filter) and node.name == "random":
-        return False
-
-    def is_list(each: Any) -> bool:
-        return isinstance(each, nodes.Name) and each.name in lists.nonempty - unsettled
-
-    left: list[Any] = list(node.iter_child_nodes())
-    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Const) and node.arg.value == 0:
-        left = [] if is_list(node.node) else left
-    elif isinstance(node, nodes.Assign):
-        is_kept = (
-            isinstance(node.target, nodes.Name) and {node.target.name, _source(node.node)} <= lists.names - unsettled
-        )
-        left = [] if is_kept else left
-    elif isinstance(node, nodes.Compare) and isinstance(node.expr, nodes.Filter) and node.expr.name == "length":
-        is_zero = [each.expr for each in node.ops] == [nodes.Const(0)]
-        left = [] if is_zero and is_list(node.expr.node) else left
-    elif isinstance(node, nodes.And | nodes.Not | nodes.If | nodes.CondExpr):
-        left = left[1:] if is_list(left[0]) else left  # the operand, the condition
-    return all(_is_settled(child, unsettled, lists) for child in left)
 
 
 # --- rewriting ------------------------------------------------------------------------------------------------------

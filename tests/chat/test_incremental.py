@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -141,6 +140,8 @@ NAMES = [
     "phi3", "gemma", "gemma3", "deepseekv3", "deepseek_r1_distill", "glm4moe", "lfm2", "nemotron_3_nano", "cohere2",
     "mistral", "tiny",
 ]  # fmt: skip
+USUAL = {"tiny", "qwen3", "mistral", "counter", "neighbors", "ahead_of_rest", "user_index", "tail_last", "head_last"}
+ALL = [pytest.param(name, marks=() if name in USUAL else pytest.mark.nightly) for name in (*NAMES, *REWRITING)]
 
 
 @functools.lru_cache
@@ -188,7 +189,7 @@ def outcome(chat: ChatFormat, messages: list[Message], tools: list[dict], prompt
         return None
 
 
-@pytest.mark.parametrize("name", [*NAMES, *REWRITING])
+@pytest.mark.parametrize("name", ALL)
 @settings(derandomize=True)
 @given(plan=st.one_of(turns, sensible), system=st.booleans(), with_tools=st.booleans(), prompt=st.booleans())
 def test_a_tail_is_the_end_of_the_whole(
@@ -213,7 +214,7 @@ def test_a_tail_is_the_end_of_the_whole(
         before = [*before, *more]
 
 
-@pytest.mark.parametrize("name", [*NAMES, *REWRITING])
+@pytest.mark.parametrize("name", ALL)
 @settings(derandomize=True)
 @given(plan=st.one_of(turns, sensible), system=st.booleans(), with_tools=st.booleans())
 def test_prefixes_are_the_texts_of_the_shorter_conversations(
@@ -258,7 +259,7 @@ def test_prefixes_need_few_renderings(name: str, renderings: int) -> None:
     assert (len(set(map(id, found.texts.values()))) if found else 0) == renderings
 
 
-@pytest.mark.parametrize("name", [*NAMES, *REWRITING])
+@pytest.mark.parametrize("name", ALL)
 @settings(derandomize=True)
 @given(plan=st.one_of(turns, sensible), with_tools=st.booleans())
 def test_rows_are_those_of_rendering_each_text(name: str, plan: list[list[Message]], with_tools: bool) -> None:
@@ -335,18 +336,6 @@ def test_what_is_rendered_does_not_grow_with_the_conversation(name: str, is_shor
         lengths.append(len(old) + len(new))
         before = [*before, *more]
     assert (lengths[-1] <= lengths[1] + 16) is is_short, lengths
-
-
-@pytest.mark.parametrize("name", ["tiny", "qwen2_5", "qwen3"])
-def test_tools_are_not_written_again_at_each_turn(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    chat, written, dumps = chat_of(name), [], json.dumps
-    monkeypatch.setattr(json, "dumps", lambda value, **settings: written.append(value) or dumps(value, **settings))
-    before = [Message("user", f"which {name} is it?")]
-    for turn in range(4):
-        count = len([value for value in written if "parameters" in str(value)])
-        chat.render_pair(before, more := [CALL, Message("tool", str(turn), name="f")], TOOLS, True)
-        before = [*before, *more]
-    assert 0 < count == len([value for value in written if "parameters" in str(value)])
 
 
 def test_a_late_turn_costs_no_more_than_an_early_one(monkeypatch: pytest.MonkeyPatch) -> None:
