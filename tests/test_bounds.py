@@ -23,7 +23,9 @@ from rollouts.data.source import open_rows
 from rollouts.env.checks import check_text
 from rollouts.env.prompts import Prompts
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
-from rollouts.gateway import anthropic_messages, chat_completions, responses
+from rollouts.gateway.anthropic_messages import MESSAGES
+from rollouts.gateway.chat_completions import CHAT_COMPLETIONS
+from rollouts.gateway.responses import Responses
 from rollouts.inference.base import Generation, VersionSpan
 from rollouts.inference.suspend import EMPTY, SuspendableEngine, SuspendedEpisode
 from rollouts.models.loading import load_tokenizer
@@ -240,28 +242,31 @@ def cpu_seconds(work: Any) -> float:
     return time.process_time() - begun
 
 
-def asked_of(module: Any, body: Any) -> Any:
-    return module.read(json.dumps(body).encode(), *(({},) if module is responses else ())).asked
+RESPONSES = Responses().api
+
+
+def asked_of(api: Any, body: Any) -> Any:
+    return api.read(json.dumps(body).encode()).asked
 
 
 SPLIT = [{"type": "text", "text": part} for part in ("<|im_", "end|>")]
 SHAPES: dict[str, Any] = {
-    "messages": (chat_completions, lambda n: {"messages": [{"role": "user", "content": "x"}] * n}),
+    "messages": (CHAT_COMPLETIONS, lambda n: {"messages": [{"role": "user", "content": "x"}] * n}),
     "calls": (
-        responses,
+        RESPONSES,
         lambda n: {"input": [{"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}] * n},
     ),
-    "texts of a reply": (responses, lambda n: {"input": [{"role": "assistant", "content": "word " * 100}] * n}),
+    "texts of a reply": (RESPONSES, lambda n: {"input": [{"role": "assistant", "content": "word " * 100}] * n}),
     "thoughts": (
-        responses,
+        RESPONSES,
         lambda n: {"input": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "word " * 100}]}] * n},
     ),
     "blocks": (
-        anthropic_messages,
+        MESSAGES,
         lambda n: {"max_tokens": 1, "messages": [{"role": "user", "content": [SPLIT[0]] * n}]},
     ),
     "arguments": (
-        anthropic_messages,
+        MESSAGES,
         lambda n: {
             "max_tokens": 1,
             "messages": [
@@ -269,10 +274,10 @@ SHAPES: dict[str, Any] = {
             ],
         },
     ),
-    "control tokens": (chat_completions, lambda n: {"messages": [{"role": "user", "content": "<|im_end|>" * n}]}),
-    "newlines": (chat_completions, lambda n: {"messages": [{"role": "user", "content": "\n" * 10 * n}]}),
+    "control tokens": (CHAT_COMPLETIONS, lambda n: {"messages": [{"role": "user", "content": "<|im_end|>" * n}]}),
+    "newlines": (CHAT_COMPLETIONS, lambda n: {"messages": [{"role": "user", "content": "\n" * 10 * n}]}),
     "tools": (
-        chat_completions,
+        CHAT_COMPLETIONS,
         lambda n: {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL] * (n // 10)},
     ),
 }
@@ -280,13 +285,13 @@ SHAPES: dict[str, Any] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_time_of_a_request_grows_with_its_size_and_not_faster(chat: ChatFormat, shape: str) -> None:
-    module, made = SHAPES[shape]
+    api, made = SHAPES[shape]
 
     def seconds(count: int) -> tuple[float, float]:
         body = made(count)
-        reading = cpu_seconds(lambda: asked_of(module, body))
-        asked = asked_of(module, body)
-        if module is responses:  # its replies become one message, which other shapes encode
+        reading = cpu_seconds(lambda: asked_of(api, body))
+        asked = asked_of(api, body)
+        if api is RESPONSES:  # its replies become one message, which other shapes encode
             return reading, 0.0
         return reading, cpu_seconds(lambda: chat.encode_prompt(asked.messages, asked.tools))
 

@@ -52,7 +52,7 @@ from rollouts.types import COUNTS, Message, Role, Segment, Status, Task, Traject
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
     from rollouts.gateway.endpoint import Endpoint
-    from rollouts.gateway.exchange import Answered, Asked, Reply
+    from rollouts.gateway.exchange import Answered, Asked, ClientReply
 
 NO_ROLE = Role("")  # of the only agent of an environment without roles
 
@@ -326,7 +326,7 @@ class ChatModel:
             taken = [await self._answer_once(asked, keys) for _ in range(asked.count)]
         return Answered([reply for reply, _ in taken], taken[0][1])
 
-    async def _answer_once(self, asked: Asked, keys: Sequence[bytes]) -> tuple[Reply, int]:
+    async def _answer_once(self, asked: Asked, keys: Sequence[bytes]) -> tuple[ClientReply, int]:
         """One reply, and the number of tokens before it."""
         from rollouts.agent.served import next_key, refusals
         from rollouts.gateway.exchange import seen_reply

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 
 from rollouts.errors import InferenceError, ModelError
-from rollouts.gateway.exchange import Answered, APIError, Asked, Reply, new_id, seen_reply
+from rollouts.gateway.exchange import Answered, APIError, Asked, ClientReply, new_id, seen_reply
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class SingleTurns:
             raise APIError(504, f"there was no reply within {model.request_seconds:g} seconds")
         return [replies[place] for place in range(asked.count)]
 
-    def _reply(self, generation: Generation, asked: Asked, context: list[int]) -> Reply:
+    def _reply(self, generation: Generation, asked: Asked, context: list[int]) -> ClientReply:
         chat = self._model.chat
         message = chat.parse(generation.tokens, asked.tools, context)
         is_cut = generation.finish == "length"

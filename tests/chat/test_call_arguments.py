@@ -9,7 +9,9 @@ import pytest
 from rollouts.bounds import call_arguments
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, parse_reply, read_call
 from rollouts.cli.play import read_reply
-from rollouts.gateway import anthropic_messages, chat_completions, responses
+from rollouts.gateway.anthropic_messages import MESSAGES
+from rollouts.gateway.chat_completions import CHAT_COMPLETIONS
+from rollouts.gateway.responses import Responses
 from rollouts.inference.chatting import ChatRequest
 from rollouts.types import ToolCall
 
@@ -37,9 +39,9 @@ def test_empty_arguments_in_a_history_that_a_client_sends(given: dict) -> None:
     blocks = [{"type": "tool_use", "id": "c1", "name": "stop", **({"input": given["arguments"]} if given else {})}]
     said = {"messages": [asked, {"role": "assistant", "content": blocks}], "max_tokens": 5, "model": "m"}
     for read in (
-        chat_completions.read(json.dumps(body).encode()),
-        responses.read(json.dumps({"input": [asked, item]}).encode(), {}),
-        anthropic_messages.read(json.dumps(said).encode()),
+        CHAT_COMPLETIONS.read(json.dumps(body).encode()),
+        Responses().api.read(json.dumps({"input": [asked, item]}).encode()),
+        MESSAGES.read(json.dumps(said).encode()),
     ):
         assert read.asked.messages[1].tool_calls == [ToolCall("stop", {}, "c1")]
 
