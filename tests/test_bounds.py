@@ -16,7 +16,7 @@ from rollouts.bounds import ROW_CHARACTERS_MAX, excess
 from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.chat.token_texts import densities, least_tokens
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, parse_reply
-from rollouts.chat.tool_parsers import ToolParser
+from rollouts.chat.tool_parsers import ChosenParser
 from rollouts.data.conversations import BadRowError, read_conversation
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import open_rows
@@ -124,7 +124,7 @@ def test_a_call_of_a_tool_parser_is_bounded() -> None:
         call = {"n": nested(500)}
         return [ToolCall("double", call), {"name": "double", "arguments": call}], text
 
-    calls, _ = ToolParser("parser", parser, {}).calls("x", [TOOL])
+    calls, _ = ChosenParser("parser", parser, {}).calls("x", [TOOL])
     assert [bool(call.error) for call in calls] == [True, True]
 
 

@@ -42,14 +42,14 @@ from rollouts.chat.template_style import (
     tool_reply,
 )
 from rollouts.chat.thoughts import find_thoughts
-from rollouts.chat.token_texts import CUT, ControlTokens, decode, plain, plain_backend, safe_cuts
+from rollouts.chat.token_texts import CUT, ControlTokens, decode, plain_backend, safe_cuts, unmarked
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, Parsed, detect_tool_call_format, parse_reply
 from rollouts.errors import ConfigError, ModelError, near_misses
 from rollouts.types import Message, ToolCall
 
 if TYPE_CHECKING:
     from rollouts.chat.incremental import IncrementalRenderer, Prefixes, Rendering
-    from rollouts.chat.tool_parsers import ToolParser
+    from rollouts.chat.tool_parsers import ChosenParser
 
 _RESERVED = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 _CACHED_CHARACTERS_MAX = 16_000_000
@@ -113,7 +113,7 @@ class ChatFormat:
     """
 
     def __init__(
-        self, tokenizer: Any, template_arguments: Mapping[str, Any], tool_parser: ToolParser | None = None
+        self, tokenizer: Any, template_arguments: Mapping[str, Any], tool_parser: ChosenParser | None = None
     ) -> None:
         self.tokenizer = tokenizer
         self._parser = tool_parser
@@ -207,12 +207,12 @@ class ChatFormat:
         if turn is None:  # history is rewritten, so test the call as the last message
             texts = (self.render(messages, [PROBE_TOOL], False) for messages in (before, [*before, call]))
             turn = self.split_turn(*texts)
-        read = self._read(plain(turn.reply), tools=[PROBE_TOOL]).message.tool_calls if turn is not None else []
+        read = self._read(unmarked(turn.reply), tools=[PROBE_TOOL]).message.tool_calls if turn is not None else []
         return [(c.name, c.arguments) for c in read] == [(c.name, c.arguments) for c in call.tool_calls]
 
     def render(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
         """The text of a conversation. Raises ModelError if the template refuses it."""
-        return plain(self.render_marked(messages, tools, generation_prompt))
+        return unmarked(self.render_marked(messages, tools, generation_prompt))
 
     def render_marked(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
         """The text of a conversation for `encode_marked`, in which the text that is not the template's is marked as
@@ -334,9 +334,9 @@ class ChatFormat:
     def encode_marked(self, text: str) -> list[int]:
         """The ids of a text from `render_marked`. Only the template's and the model's control tokens get their ids."""
         first, *rest = text.split(CUT)
-        ids = list(self.encode(plain(first)))
+        ids = list(self.encode(unmarked(first)))
         for piece in rest:
-            ids += self._encode_behind(plain(piece))
+            ids += self._encode_behind(unmarked(piece))
         return ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
@@ -346,7 +346,7 @@ class ChatFormat:
         if len(texts) < _BATCH_MIN or not self._is_backend_plain():
             return [self.encode_marked(text) for text in texts]
         places = [place for place, text in enumerate(texts) if CUT not in text]
-        whole = [plain(texts[place]).encode("utf-8", "replace").decode() for place in places]
+        whole = [unmarked(texts[place]).encode("utf-8", "replace").decode() for place in places]
         encoded = self._backend.encode_batch_fast(whole, add_special_tokens=False)
         found = dict(zip(places, (each.ids for each in encoded), strict=True))
         return [found[place] if place in found else self.encode_marked(text) for place, text in enumerate(texts)]
@@ -412,7 +412,7 @@ class ChatFormat:
         if ended and sampled[-1] != turn.closer:
             return None  # the model's last token differs from the closing token in the history
         text = self.decode(sampled[:-1] if ended else sampled)
-        shown = plain(turn.reply)
+        shown = unmarked(turn.reply)
         # If the reply contains a closing token as text, the end of the turn is not certain.
         if any(token in shown for token in self.closers) or not self.shows(shown, text, tools):
             return None
@@ -500,7 +500,7 @@ def _kept_format(tokenizer: Any, template: str) -> ChatFormat:
 
 
 def load_chat_format(
-    tokenizer: Any, template_arguments: dict[str, Any] | None = None, tool_parser: ToolParser | None = None
+    tokenizer: Any, template_arguments: dict[str, Any] | None = None, tool_parser: ChosenParser | None = None
 ) -> ChatFormat:
     """The chat format of a transformers tokenizer. `template_arguments`, such as `enable_thinking`, are passed to the
     template at every render. `tool_parser` None: the template decides how calls are read.

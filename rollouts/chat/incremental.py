@@ -79,7 +79,7 @@ class Prefixes(NamedTuple):
         return last[before - 1] + self.tails[True], "".join(rest)
 
 
-def shown(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+def _passed(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """Messages as transformers passes them to a template: without None values, and with a thought under both of its
     keys. Returns None if a message contains anything but plain data.
     """
@@ -115,7 +115,7 @@ class IncrementalRenderer:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation_prompt: bool
     ) -> tuple[str, Rendering] | None:
         """The text of a conversation, and its rendering; None if the conversation cannot be rendered incrementally."""
-        given = shown(messages)
+        given = _passed(messages)
         done = self._run(given, tools, generation_prompt, 0) if given is not None and is_plain(tools) else None
         return None if done is None else (done[0].before + done[1], done[0])
 
@@ -124,7 +124,7 @@ class IncrementalRenderer:
 
         None if the text before `old.last` is not provably unchanged.
         """
-        more, start = shown(new), max(0, len(old.items) - 1)
+        more, start = _passed(new), max(0, len(old.items) - 1)
         done = None if more is None else self._run([*old.messages, *more], old.tools, generation_prompt, start)
         if done is None:
             return None
@@ -139,7 +139,7 @@ class IncrementalRenderer:
 
         Prefixes with the same text before the loop and the same outside values share one rendering.
         """
-        given = shown(messages) if self._proved.has_prefixes and min(counts) and is_plain(tools) else None
+        given = _passed(messages) if self._proved.has_prefixes and min(counts) and is_plain(tools) else None
         tails = None if given is None else self._both_tails(given[: min(counts)])
         if given is None or tails is None:
             return None

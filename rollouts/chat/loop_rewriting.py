@@ -87,7 +87,8 @@ def _reads_first_only(head: Sequence[Any], runs_over: str) -> bool:
     """
     found = [each for node in head for each in (node, *node.find_all(nodes.Node))]
     names = [each.name for each in found if isinstance(each, nodes.Name)]
-    lists = [each.target.name for each in found if isinstance(each, nodes.Assign) and _is_first(each)]
+    targets = [each.target for each in found if isinstance(each, nodes.Assign) and _is_first(each)]
+    lists = [target.name for target in targets if isinstance(target, nodes.Name)]
     uses = (names.count(_MESSAGES), sum(map(names.count, {*lists})))
     is_random = any(isinstance(each, nodes.Filter) and each.name == "random" for each in found)
     return runs_over in (_MESSAGES, *lists) and uses == (sum(map(_is_first, found)), len(lists)) and not is_random
@@ -109,7 +110,7 @@ def _is_messages(node: Any) -> bool:
 def _is_list(node: Any) -> bool:
     """Whether an expression is `messages`, or `messages[1:]` from any constant place on."""
     if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
-        start = node.arg.start
+        start: Any = node.arg.start
         is_rest = node.arg.stop is None and node.arg.step is None and isinstance(start, nodes.Const)
         return is_rest and type(start.value) is int and start.value >= 0 and _is_messages(node.node)
     return _is_messages(node)

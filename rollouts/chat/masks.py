@@ -19,7 +19,7 @@ import msgspec
 
 from rollouts.chat.format import ChatFormat, RenderedTurn
 from rollouts.chat.shown import SHAPES_MAX, Field, check_rows, lost_fields, sentinels, shapes
-from rollouts.chat.token_texts import plain
+from rollouts.chat.token_texts import unmarked
 from rollouts.errors import ModelError
 from rollouts.types import Message
 
@@ -146,7 +146,7 @@ def supervised_texts(
             following is not None
             and not missing
             and following.closer == turn.closer
-            and chat.shows(plain(following.reply), plain(turn.reply), tools)
+            and chat.shows(unmarked(following.reply), unmarked(turn.reply), tools)
         )
         if following is not None and is_open:
             turn = turn._replace(rest=following.rest)
@@ -172,7 +172,7 @@ def check_masks(
     known = [chat.shapes.get(shape) for shape in found]
     new = {place for place, fields in enumerate(known) if fields is None}
     suspects = {place for place in trained if new & {place - 1, place, place + 1}} if new else new
-    replies = {turn.place: plain(turn.reply) for text in texts for turn in text.turns}
+    replies = {turn.place: unmarked(turn.reply) for text in texts for turn in text.turns}
     lost = check_rows(rows, messages, tools, trained, chat, suspects, replies)
     if new and len(chat.shapes) < SHAPES_MAX:
         fields = _lost_in_shapes(messages, tools, chat, trained, suspects)

@@ -55,7 +55,7 @@ class API:
                 raise APIError(405, f"{request.path} takes {method}, not {request.method}")
             return await (self._reply(self._apis[path], request.body) if method == "POST" else self._pages[path]())
         except APIError as error:
-            return refusal(request, error)
+            return error_response(request, error)
 
     async def _reply(self, api: ClientAPI, body: bytes) -> HTTPResponse:
         given = api.read(body)
@@ -88,7 +88,7 @@ class API:
         return self._name
 
 
-def refusal(request: HTTPRequest | None, error: APIError) -> HTTPResponse:
+def error_response(request: HTTPRequest | None, error: APIError) -> HTTPResponse:
     """An error in the format of the API that was asked. None: the request could not be read."""
     is_anthropic = request is not None and request.path.startswith(MESSAGES_PATH)
     return (MESSAGES if is_anthropic else CHAT_COMPLETIONS).refuse(error)
@@ -96,4 +96,4 @@ def refusal(request: HTTPRequest | None, error: APIError) -> HTTPResponse:
 
 def unreadable(status: int, words: str) -> HTTPResponse:
     """The response to what is no HTTP request (`http_server.Refuse`)."""
-    return refusal(None, APIError(status, words))
+    return error_response(None, APIError(status, words))

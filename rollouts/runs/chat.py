@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from rollouts.agent.conversation import Conversation
+from rollouts.agent.conversation import ChatSession
 from rollouts.agent.episode import EpisodeRun
 from rollouts.agent.model import NO_ROLE
 from rollouts.env.authoring import of_role, roles_of
@@ -44,7 +44,7 @@ class Chat:
 
     def __init__(self, plan: Plan, task: Task | None, thread: TrioThread) -> None:
         self.task = task
-        self.conversation: Conversation = thread.value
+        self.conversation: ChatSession = thread.value
         self._plan, self._thread = plan, thread
 
     @property
@@ -85,15 +85,15 @@ class Chat:
         return self.task is not None and bool(self._plan.rewards)
 
     def play_task(self) -> str:
-        """Let the model answer the task that opens the conversation; see `Conversation.play_task`."""
+        """Let the model answer the task that opens the conversation; see `ChatSession.play_task`."""
         return self._thread.call(self.conversation.play_task)
 
     def say(self, text: str) -> str:
-        """Let the model answer a message; see `Conversation.say`."""
+        """Let the model answer a message; see `ChatSession.say`."""
         return self._thread.call(self.conversation.say, text)
 
     def begin_anew(self) -> None:
-        """Begin a new conversation; see `Conversation.begin_anew`."""
+        """Begin a new conversation; see `ChatSession.begin_anew`."""
 
         async def begin() -> None:
             await self.conversation.begin_anew(for_task=self.task is not None)
@@ -134,7 +134,7 @@ async def _conversation(
     task: Task | None,
     show: Callable[[Message], None],
     role: Role,
-) -> AsyncIterator[Conversation]:
+) -> AsyncIterator[ChatSession]:
     settings = plan.settings
     limits = episode_limits(settings, settings.temperature)
     async with backend:
@@ -144,7 +144,7 @@ async def _conversation(
         first, words = task or Task(""), role.system or settings.system
         run = EpisodeRun(engine, first, make_env, chat, limits, settings.seed, plan.tools, own[0], own[1], role.name)
         system = [Message("system", words)] if words and task is None else []
-        conversation = Conversation(run, show, system)
+        conversation = ChatSession(run, show, system)
         try:
             await conversation.open(for_task=task is not None)
             yield conversation

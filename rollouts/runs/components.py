@@ -54,7 +54,7 @@ from rollouts.training.algorithms.algorithm import (
 from rollouts.training.algorithms.corrections import truncated
 
 if TYPE_CHECKING:
-    from rollouts.chat.tool_parsers import ToolParser
+    from rollouts.chat.tool_parsers import ChosenParser
     from rollouts.plugins.protocols import TaskSampler
 
 Path = tuple[str, ...]
@@ -334,13 +334,13 @@ def _find(manager: PluginManager, key: str, component: Component) -> ComponentRe
         raise UnknownComponentError(f"{error}\n{hint}") from error
 
 
-def parser_of(chosen: Chosen) -> ToolParser | None:
+def parser_of(chosen: Chosen) -> ChosenParser | None:
     """The chosen tool parser; None: the chat template decides how calls are read."""
     if chosen.component is None:
         return None
-    from rollouts.chat.tool_parsers import ToolParser
+    from rollouts.chat.tool_parsers import ChosenParser
 
-    return ToolParser(chosen.name, chosen.component, chosen.settings)
+    return ChosenParser(chosen.name, chosen.component, chosen.settings)
 
 
 def curriculum(manager: PluginManager, component: Component, source: Source) -> Chosen:

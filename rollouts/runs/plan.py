@@ -72,7 +72,7 @@ from rollouts.training.rollout_gen.groups import Filter
 from rollouts.types import Task
 
 if TYPE_CHECKING:
-    from rollouts.chat.tool_parsers import ToolParser
+    from rollouts.chat.tool_parsers import ChosenParser
 
 # The default learning rate of a model that is neither bundled nor trained from a bundled one. A larger rate may break
 # it.
@@ -144,7 +144,7 @@ class Plan(NamedTuple):
         return added_tools(self.chosen["tool"])
 
     @property
-    def tool_parser(self) -> ToolParser | None:
+    def tool_parser(self) -> ChosenParser | None:
         """The chosen tool parser; None: the chat template decides how calls are read."""
         return parser_of(self.one("tool_parser"))
 

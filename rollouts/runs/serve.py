@@ -12,7 +12,7 @@ import trio
 
 from rollouts.agent.single_turns import ServedModel, SingleTurns
 from rollouts.errors import ConfigError
-from rollouts.gateway.api import API, refusal, unreadable
+from rollouts.gateway.api import API, error_response, unreadable
 from rollouts.gateway.exchange import APIError
 from rollouts.gateway.http_server import (
     Handler,
@@ -96,7 +96,7 @@ def handler(model: ServedModel) -> Handler:
             return await api.handle(request)
         except Exception:
             traceback.print_exc()
-            return refusal(request, APIError(500, "the server made a mistake; its output has the traceback"))
+            return error_response(request, APIError(500, "the server made a mistake; its output has the traceback"))
 
     return handle
 

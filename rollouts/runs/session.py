@@ -56,7 +56,7 @@ from rollouts.training.rollout_gen.pool import Play
 from rollouts.types import Episode
 
 if TYPE_CHECKING:
-    from rollouts.chat.tool_parsers import ToolParser
+    from rollouts.chat.tool_parsers import ChosenParser
 
 STUCK_SECONDS = 2.0
 """A run that has not ended this long after the first Ctrl-C ends at the next one, even within trio."""
@@ -228,7 +228,7 @@ def load_chat(
     settings: Settings,
     environments: Sequence[Environment],
     tokenizer: Any = None,
-    tool_parser: ToolParser | None = None,
+    tool_parser: ChosenParser | None = None,
 ) -> ChatFormat:
     """The model's chat format; `tokenizer` None: load it. `tool_parser` None: the template decides how calls are read.
     Raises ModelError if the template cannot show what the environment needs, and ConfigError for a parser that fails.

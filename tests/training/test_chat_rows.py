@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.chat import ChatFormat, SupervisedRow
-from rollouts.chat.tool_parsers import ToolParser
+from rollouts.chat.tool_parsers import ChosenParser
 from rollouts.data.conversations import BadRowError, read_conversation
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import Row
@@ -324,7 +324,7 @@ def test_rows_are_prepared_with_the_tool_parser(tmp_path: Path, monkeypatch: pyt
     alone = Preparer(chat_for("phi3").tokenizer, {}, ChatOptions())
     with pytest.raises(ConfigError, match="row 0: the chat template cannot show its tool calls"):
         prepare(talks, alone, processes=2, folder=tmp_path)
-    parsing = Preparer(alone.tokenizer, {}, ChatOptions(), parser=ToolParser("lines", read_lines, {}))
+    parsing = Preparer(alone.tokenizer, {}, ChatOptions(), parser=ChosenParser("lines", read_lines, {}))
     found = prepare(talks, parsing, processes=2, folder=tmp_path)
     texts = [chat_for("phi3").decode(found.sample(number, 0).tokens) for number in range(4)]
     assert texts == [f'<|user|>\n{n}?<|end|>\n<|assistant|>\nCALL ["add", {{"a": 1}}]<|end|>' for n in range(4)]

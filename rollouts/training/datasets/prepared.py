@@ -34,7 +34,7 @@ from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.chat.masks import TurnsRow, encode_rows
 from rollouts.chat.shown import lost_words
 from rollouts.chat.template_style import probe_call
-from rollouts.chat.tool_parsers import ToolParser
+from rollouts.chat.tool_parsers import ChosenParser
 from rollouts.data.conversations import (
     BadRowError,
     Conversation,
@@ -84,7 +84,7 @@ class Preparer:
     arguments: dict[str, Any]
     options: ChatOptions
     chat: ChatFormat | None = None
-    parser: ToolParser | None = None
+    parser: ChosenParser | None = None
 
     def key(self) -> str:
         """A hash of everything but the rows that decides the tokens."""

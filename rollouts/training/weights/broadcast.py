@@ -4,7 +4,7 @@ The group is independent of torch's default group, in which ranks may shard the 
 this process, at the address by which the servers reach this machine: loopback if all servers are on it. Tensors are
 broadcast in the order of the manifest, with gloo between CPUs and NCCL between GPUs. If a server does not answer in
 time, the broadcast's thread is abandoned, and the update fails. Each update has a new group, because servers may come
-and go. Not here: requests to servers (`inference.servers.sglang_wire`), and whether the weights have arrived (`sync`).
+and go. Not here: requests to servers (`inference.servers.sglang`), and whether the weights have arrived (`sync`).
 """
 
 from __future__ import annotations

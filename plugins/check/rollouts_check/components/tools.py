@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from rollouts.author_code import shown
-from rollouts.chat.tool_parsers import ToolParser
+from rollouts.chat.tool_parsers import ChosenParser
 from rollouts.env.authoring import TOOL_MARK, ToolMethod
 from rollouts.env.schema import check_tool, schema_of
 from rollouts.env.task_tools import added_tool
@@ -153,7 +153,7 @@ HOSTILE = {
 
 def parser_trial(subject: Subject, function: Function) -> Any:
     """What it reads in some replies."""
-    parser = ToolParser(subject.found.label, function, {})
+    parser = ChosenParser(subject.found.label, function, {})
     written = [] if parser.write is None else [parser.write(calls) for calls in CALLS.values()]
     return [parser.calls(text, TOOLS) for text in (*PLAIN, *written)]
 
@@ -234,5 +234,5 @@ def _is_json(arguments: Any) -> bool:
     return isinstance(arguments, dict)
 
 
-def _parser(subject: Subject) -> ToolParser:
-    return ToolParser(subject.found.label, subject.component, subject.settings)
+def _parser(subject: Subject) -> ChosenParser:
+    return ChosenParser(subject.found.label, subject.component, subject.settings)
