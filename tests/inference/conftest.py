@@ -95,3 +95,16 @@ def models(make_model: Callable[[str], Any]) -> Callable[[str], Any]:
         return made.setdefault(name, None) or made.update({name: make_model(name)}) or made[name]
 
     return get
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In the normal run, faults between trainer and servers are planted once: in all weights with one kind of server,
+    in an adapter with the other. `make nightly` has each with both.
+    """
+    for item in items:
+        given = getattr(getattr(item, "callspec", None), "params", {})
+        if item.path.name == "test_faults.py" and (given.get("kind"), given.get("way")) in NIGHTLY:
+            item.add_marker(pytest.mark.nightly)
+
+
+NIGHTLY = {("vllm", "full"), ("sglang", "adapter")}
