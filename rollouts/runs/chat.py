@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from rollouts.agent.conversation import ChatSession
-from rollouts.agent.episode import EpisodeRun
+from rollouts.agent.episode import EpisodeOptions, EpisodeRun
 from rollouts.agent.model import NO_ROLE
 from rollouts.env.authoring import of_role, roles_of
 from rollouts.errors import ConfigError
@@ -140,9 +140,10 @@ async def _conversation(
     async with backend:
         engine = SuspendableEngine(backend, None, (0, 0), backend.open_session((0, 0)))
         engine.clock.begin()
-        make_env, own = (_NoEnvironment, (None, None)) if env is None else (env.make_env, (env.sandboxes, env.shared))
+        make_env, own = (_NoEnvironment, ()) if env is None else (env.make_env, (env.sandboxes, env.shared))
         first, words = task or Task(""), role.system or settings.system
-        run = EpisodeRun(engine, first, make_env, chat, limits, settings.seed, plan.tools, own[0], own[1], role.name)
+        options = EpisodeOptions(plan.tools, *own)
+        run = EpisodeRun(engine, first, make_env, chat, limits, settings.seed, options, role.name)
         system = [Message("system", words)] if words and task is None else []
         conversation = ChatSession(run, show, system)
         try:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import trio
 
-from rollouts.agent.episode import tools_of_task
+from rollouts.agent.episode import EpisodeOptions, tools_of_task
 from rollouts.author_code import shown
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
@@ -259,8 +259,8 @@ async def _schemas_of(env: Environment, task: Task, settings: Settings) -> list[
     if env.chooses_tools:
         limits = episode_limits(settings, settings.temperature)
         with contextlib.suppress(RunError):
-            engine, places = ScriptedEngine([]), (env.sandboxes, env.shared)
-            tools = await tools_of_task(task, env.make, engine, limits, *places, tools=env.tools)
+            options = EpisodeOptions(env.tools, env.sandboxes, env.shared)
+            tools = await tools_of_task(task, env.make, ScriptedEngine([]), limits, options)
             return [schema_of(tool) for tool in tools]
     return env.schemas()
 

@@ -14,14 +14,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 
 import trio
 
-from rollouts.agent.episode import NO_OPPONENTS, Opponent, run_episode
+from rollouts.agent.episode import NO_OPPONENTS, EpisodeOptions, Opponent, run_episode
 from rollouts.agent.model import EpisodeLimits
 from rollouts.author_code import passed_through
 from rollouts.chat.format import ChatFormat, load_chat_format
@@ -324,12 +324,13 @@ class Player(NamedTuple):
         environments = {env.alias: env for env in self.environments}
         limits = episode_limits(settings, temperature)
 
-        def play(job: EpisodeJob, session: str, inference: SuspendableEngine) -> Coroutine[Any, Any, Episode]:
-            environment = environments[job.task.env]
+        async def play(job: EpisodeJob, session: str, inference: SuspendableEngine) -> Episode:
+            env = environments[job.task.env]
+            options = EpisodeOptions(env.tools, env.sandboxes, env.shared, self.opponents, settings.on_invalid_reward)
             on_begin()
-            return run_episode(
+            episode = await run_episode(
                 job.task,
-                make_env=environment.make_env,
+                make_env=env.make_env,
                 chat=self.chat,
                 inference=inference,
                 limits=limits,
@@ -337,13 +338,11 @@ class Player(NamedTuple):
                 session=session,
                 order=job.order,
                 seed=seed,
-                on_invalid_reward=settings.on_invalid_reward,
-                tools=environment.tools,
-                sandboxes=environment.sandboxes,
-                shared=environment.shared,
-                opponents=self.opponents,
-                on_end=on_end,
+                options=options,
             )
+            if on_end is not None:
+                on_end(episode)
+            return episode
 
         return play
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import outcome
 import trio
 
-from rollouts.agent.episode import EpisodeRun, outcome_of, run_episode, tools_of_task
+from rollouts.agent.episode import EpisodeOptions, EpisodeRun, outcome_of, run_episode, tools_of_task
 from rollouts.agent.model import EpisodeLimits
 from rollouts.author_code import CORE, Place, is_file, message_of
 from rollouts.encoding import encode
@@ -169,8 +169,7 @@ async def play(
             session="check",
             order=(0, 0),
             seed=subject.seed,
-            sandboxes=subject.environment.sandboxes,
-            shared=subject.environment.shared,
+            options=EpisodeOptions((), subject.environment.sandboxes, subject.environment.shared),
         )
     except RewardError as error:
         message = message_of(error)
@@ -197,7 +196,8 @@ def tools_for(subject: Subject) -> list[ToolMethod]:
         if subject.environment.chooses_tools:
             with contextlib.suppress(RunError):  # `episode` reports the failure
                 env, engine = subject.environment, _AgentEngine(says(""))
-                arguments = (subject.tasks[0], env.make_env, engine, EpisodeLimits(), env.sandboxes, env.shared)
+                options = EpisodeOptions((), env.sandboxes, env.shared)
+                arguments = (subject.tasks[0], env.make_env, engine, EpisodeLimits(), options)
                 subject.kept["tools"] = in_trio(tools_of_task, *arguments)
     found: list[ToolMethod] = subject.kept["tools"]
     return found
@@ -209,7 +209,8 @@ async def ready(subject: Subject, task: Task | None = None) -> EpisodeRun:
     engine.clock.begin()
     chosen, env = copied(subject.tasks[0] if task is None else task), subject.environment
     limits = EpisodeLimits(setup_seconds=60, cleanup_seconds=CLOSE_SECONDS)
-    run = EpisodeRun(engine, chosen, env.make_env, None, limits, subject.seed, (), env.sandboxes, env.shared)
+    options = EpisodeOptions((), env.sandboxes, env.shared)
+    run = EpisodeRun(engine, chosen, env.make_env, None, limits, subject.seed, options)
     try:
         await run.set_up()
     except Exception as error:  # outcome_of raises errors of the core again

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollouts.agent.episode import run_episode
+from rollouts.agent.episode import EpisodeOptions, run_episode
 from rollouts.agent.model import EpisodeLimits
 from rollouts.author_code import shown
 from rollouts.env.authoring import ToolMethod
@@ -106,7 +106,6 @@ async def _play(
         session="check",
         order=(0, 0),
         seed=subject.seed,
-        sandboxes=subject.environment.sandboxes,
-        shared=subject.environment.shared,
+        options=EpisodeOptions((), subject.environment.sandboxes, subject.environment.shared),
     )
     return episode, sampled
