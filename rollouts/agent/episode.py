@@ -197,6 +197,7 @@ async def tools_of_task(
 # --- running --------------------------------------------------------------------------------------------------------
 
 BUILDING, OPENING = "building the environment", "opening a sandbox"
+CLOSING = "closing the sandbox"
 SETUP, TOOLS, ADDING = "running setup", "running tools", "opening the added tools"
 
 
@@ -366,12 +367,16 @@ class EpisodeRun:
         for engine in self.sessions:
             engine.close_session(engine.session)
         seconds, opened, self.opened = self.limits.cleanup_seconds, self.opened, []
-        failures = [await close_environment(each, seconds) for each in (*reversed(opened), self.env)]
+        failures = []
+        for each in (*reversed(opened), self.env):
+            if hasattr(each, "close"):
+                label = f"close of the environment {environment_name(each)}"
+                failures.append(await _close(each.close, "running close", label, seconds))
         why = next(filter(None, failures), None)
         lease, self.lease = self.lease, None
         if lease is None:
             return why
-        failed = await _close_sandbox(lease, seconds)
+        failed = await _close(lease.close, CLOSING, CLOSING, seconds)
         self.may_retry = self.may_retry or bool(lease.lost)
         return lease.lost or why or failed
 
@@ -539,33 +544,18 @@ def outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
     return Status.ENVIRONMENT_ERROR, f"{stage}: {words}", may_retry
 
 
-async def close_environment(env: Any, seconds: float) -> str | None:
-    """Run the environment's `close`, also under cancellation. Returns the reason if it failed, else None."""
-    if not hasattr(env, "close"):
-        return None
-    try:
-        why = await _close(env.close, f"close of the environment {environment_name(env)}", seconds)
-    except calls.CallTimeoutError:
-        return f"close took longer than {seconds:g} seconds"
-    return why and f"running close: {why}"
-
-
-async def _close_sandbox(lease: Any, seconds: float) -> str | None:
-    """Close the sandbox, also under cancellation. Returns the reason if it failed, else None."""
-    try:
-        why = await _close(lease.close, "closing the sandbox", seconds)
-    except calls.CallTimeoutError:
-        return f"closing the sandbox took longer than {seconds:g} seconds"
-    return why and f"closing the sandbox: {why}"
-
-
-async def _close(function: Callable[[], Any], label: str, seconds: float) -> str | None:
+async def _close(function: Callable[[], Any], stage: str, label: str, seconds: float) -> str | None:
+    """Close the environment, an object with tools, or the sandbox, also under cancellation. Returns the reason if it
+    failed, else None. `stage` begins a reason, and `label` a report.
+    """
     with trio.CancelScope(shield=True):
         try:
             # A separate limiter, so that it does not wait for other episodes' tools.
             await calls.call(function, timeout_seconds=seconds, limiter=trio.CapacityLimiter(1))
-        except (calls.CallTimeoutError, EnvironmentDefinitionError):
+        except calls.CallTimeoutError:
+            return f"{stage.removeprefix('running ')} took longer than {seconds:g} seconds"
+        except EnvironmentDefinitionError:
             raise
         except Exception as error:  # an author's code may raise anything
-            return report(error, label)
+            return f"{stage}: {report(error, label)}"
     return None

@@ -309,16 +309,15 @@ class ChatModel:
         is sampled. Raises APIError for a mistake of the client and for a limit of the episode, and what `chat` raises.
         """
         from rollouts.agent.served import prefix_keys
-        from rollouts.gateway.exchange import Answered, APIError
+        from rollouts.gateway.exchange import Answered, mistake_in
 
         if self._roles:
             raise self._mistake(f"the environment has roles: write model.role({next(iter(self._roles))!r}).serve()")
         if self.turns_left < asked.count > 1:
             words = f"n is {asked.count}, but this episode has {self.turns_left} turns left (--max-turns)"
-            raise APIError(400, words, parameter="n")
+            raise mistake_in("n", words)
         if asked.logprobs and self._chat is None:
-            words = "logprobs is not supported: the model is behind an API without them"
-            raise APIError(400, words, parameter="logprobs")
+            raise mistake_in("logprobs", "logprobs is not supported: the model is behind an API without them")
         async with self._turns.lock:
             keys = prefix_keys(asked.messages)
             if asked.count == 0:
@@ -382,10 +381,10 @@ class ChatModel:
     def _prompt_tokens(self, asked: Asked, keys: Sequence[bytes]) -> int:
         """The number of tokens of a conversation as a request would send it. Nothing is sampled or recorded."""
         from rollouts.agent.served import refusals
-        from rollouts.gateway.exchange import APIError
+        from rollouts.gateway.exchange import mistake_in
 
         if self._chat is None:
-            raise APIError(400, "the tokens of this model cannot be counted: it is behind an API", parameter="messages")
+            raise mistake_in("messages", "the tokens of this model cannot be counted: it is behind an API")
         with refusals(ServedTurns()):  # counting tokens is no request for a reply
             conversation, messages = self._continued(asked, keys)
             if self.turns_left == 0:

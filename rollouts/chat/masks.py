@@ -130,12 +130,13 @@ def supervised_texts(
         return []
     messages = messages[: trained[-1] + 1]
     asked = [each for place in trained for each in ((place, True), (place + 1, False))]
-    texts = chat.prefixes(messages, tools, asked) or _Apart(messages, tools, chat)
+    talk = _Talk(messages, tools, chat)
+    texts = chat.prefixes(messages, tools, asked) or talk
     is_shared = bool(tools) or messages[0].role == "system"
     rows: list[RowText] = []
     is_open = False
     for place, next_place in zip(trained, [*trained[1:], None], strict=True):
-        turn, missing = _own_turn(texts, place, _Talk(messages, tools, chat))
+        turn, missing = _own_turn(texts, place, talk)
         if not is_open or missing:
             prompt = texts.text(place, True)
             prompt = prompt[: len(prompt) - missing]
@@ -227,8 +228,10 @@ def _encoded_row(row: RowText, encoded: Iterator[list[int]], cuts: Set[int], cha
     return TurnsRow(tokens, turns)
 
 
-class _Apart(NamedTuple):
-    """`Prefixes` of a conversation for which each text has to be rendered."""
+class _Talk(NamedTuple):
+    """A conversation, its tools, and the format that renders it. It has the methods of `Prefixes`, for a conversation
+    of which each text has to be rendered.
+    """
 
     messages: list[Message]
     tools: Sequence[dict[str, Any]]
@@ -241,15 +244,7 @@ class _Apart(NamedTuple):
         return self.chat.render_pair(self.messages[:before], self.messages[before:count], self.tools, generation_prompt)
 
 
-class _Talk(NamedTuple):
-    """A conversation, its tools, and the format that renders it."""
-
-    messages: list[Message]
-    tools: Sequence[dict[str, Any]]
-    chat: ChatFormat
-
-
-def _own_turn(texts: Prefixes | _Apart, place: int, talk: _Talk) -> tuple[RenderedTurn, int]:
+def _own_turn(texts: Prefixes | _Talk, place: int, talk: _Talk) -> tuple[RenderedTurn, int]:
     """The reply as the last message, which is the form that the model must write, and the number of characters at the
     end of the prompt that this form does without.
     """

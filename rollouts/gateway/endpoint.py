@@ -22,7 +22,7 @@ import trio
 
 from rollouts.author_code import shown
 from rollouts.gateway.api import API, error_response, unreadable
-from rollouts.gateway.exchange import Answer, APIError
+from rollouts.gateway.exchange import Answer, APIError, mistake_in
 from rollouts.gateway.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
 from rollouts.gateway.relay import SOCKET
 
@@ -152,7 +152,7 @@ def _is_retry(request: HTTPRequest) -> bool:
     """
     count = request.headers.get(RETRY_COUNT, "0")
     if not re.fullmatch("[0-9]{1,9}", count):
-        raise APIError(400, f"{RETRY_COUNT} is {shown(count)}; it must be a number", parameter=RETRY_COUNT)
+        raise mistake_in(RETRY_COUNT, f"{RETRY_COUNT} is {shown(count)}; it must be a number")
     return int(count) > 0
 
 

@@ -27,14 +27,14 @@ from msgspec import Meta
 from rollouts.chat.tool_call_formats import read_call, typed
 from rollouts.data.messages import BadRowError, read_message
 from rollouts.errors import ConfigError, InferenceError
-from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, Spending, WeightUpdate
+from rollouts.inference.base import Capabilities, Health, Spending
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
 from rollouts.inference.servers.http import HTTPFailure, PlainClient, Retries, error_message, read_url
 from rollouts.inference.servers.meter import Meter
 from rollouts.models.loading import BUNDLED
-from rollouts.plugins.checks import checked_by
+from rollouts.plugins.checks import check_bounds, checked_by
 from rollouts.spending import SpendingStore, check_file, check_prices
-from rollouts.types import Message, ToolCall
+from rollouts.types import Message
 
 OPENAI_URL = "https://api.openai.com/v1"
 COMPLETIONS = "/chat/completions"
@@ -129,11 +129,11 @@ class OpenAIOptions:
                 "--inference.leave-out: without a limit for the tokens of a reply, its price has no limit either; "
                 "leave out either this, or --inference.dollars-max and --inference.tokens-max"
             )
-        if self.connections < 1 or self.attempts < 1 or not self.request_seconds > 0:
-            raise ConfigError(
-                "--inference.connections, --inference.attempts and --inference.request-seconds must be at least 1; got "
-                f"{self.connections}, {self.attempts} and {self.request_seconds:g}"
-            )
+        check_bounds(
+            ("--inference.connections", self.connections, self.connections >= 1, "1 or more"),
+            ("--inference.attempts", self.attempts, self.attempts >= 1, "1 or more"),
+            ("--inference.request-seconds", self.request_seconds, self.request_seconds > 0, "a number above 0"),
+        )
 
 
 class OpenAIInference:
@@ -329,31 +329,32 @@ class OpenAIInference:
 
     def _refusal(self, failure: HTTPFailure) -> str:
         """Why the first request failed, and what to do about it."""
-        words = f"{self!r} cannot be used: {failure}"
-        if failure.status in (401, 403) and self._key_name:
-            return f"{words}\nthe API key in the variable {self._key_name} is refused; check that it is correct"
-        if failure.status in (401, 403):
-            return f"{words}\nput an API key into an environment variable, and type --inference.api-key-env ITS_NAME"
-        if failure.status == 404:
-            return (
-                f"{words}\ncheck that the server has the model {self.model!r} (if not, type --model or "
-                "--inference.served-model), and that the URL is the part before /chat/completions; it usually ends in "
-                "/v1"
-            )
-        if "tool" in str(failure) and failure.status == 400:
-            return (
-                f"{words}\nthe environment has tools, but this server refuses them; vLLM needs "
-                "--enable-auto-tool-choice --tool-call-parser hermes (or the model's own), SGLang --tool-call-parser"
-            )
-        if failure.kind in ("refused", "reset", "timeout"):
-            return f"{words}\ncheck that the server runs, and that --inference.url is its URL"
-        if failure.kind == "garbage":
-            return f"{words}\nthis server has no chat-completions API; check --inference.url"
-        if failure.status == 400:
-            return (
-                f"{words}\n--inference.leave-out '[\"seed\"]' leaves out keys, and --inference.body.KEY VALUE adds keys"
-            )
-        return words
+        status, is_key = failure.status, failure.status in (401, 403)
+        advice = [
+            (is_key and self._key_name, f"the API key in the variable {self._key_name} is refused; is it correct?"),
+            (is_key, "put an API key into an environment variable, and type --inference.api-key-env ITS_NAME"),
+            (
+                status == 404,
+                f"check that the server has the model {self.model!r} (if not, type --model or --inference.served-model)"
+                ", and that the URL is the part before /chat/completions; it usually ends in /v1",
+            ),
+            (
+                status == 400 and "tool" in str(failure),
+                "the environment has tools, but this server refuses them; vLLM needs --enable-auto-tool-choice "
+                "--tool-call-parser hermes (or the model's own), SGLang --tool-call-parser",
+            ),
+            (
+                failure.kind in ("refused", "reset", "timeout"),
+                "check that the server runs, and that --inference.url is its URL",
+            ),
+            (failure.kind == "garbage", "this server has no chat-completions API; check --inference.url"),
+            (
+                status == 400,
+                "--inference.leave-out '[\"seed\"]' leaves out keys, and --inference.body.KEY VALUE adds keys",
+            ),
+        ]
+        what_to_do = next((f"\n{words}" for applies, words in advice if applies), "")
+        return f"{self!r} cannot be used: {failure}{what_to_do}"
 
     # --- the rest of InferenceBackend ---------------------------------------------------------------------------------
 
@@ -364,22 +365,13 @@ class OpenAIInference:
     def close_session(self, session: str) -> None:
         """Does nothing: sessions have no state here."""
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Always raises InferenceError, because there are no token ids."""
-        self._refuse()
-
-    async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        """Always raises InferenceError, because there are no token ids."""
-        self._refuse()
-
-    async def update_weights(self, update: WeightUpdate) -> None:
-        """Always raises InferenceError, because the server's weights are fixed."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    async def _refuse(self, *given: Any, **named: Any) -> NoReturn:
+        """Always raises InferenceError: there are no token ids, and the server's weights are fixed."""
         raise InferenceError(
             f"{self!r} is a chat API: it takes messages and returns no token ids with logprobs", is_transient=False
         )
+
+    generate = score = update_weights = _refuse
 
     async def health(self) -> Health:
         """Whether a request for a few tokens succeeds."""
@@ -454,14 +446,13 @@ def _message_body(message: Message) -> dict[str, Any]:
     body: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         body["content"] = message.content or None
-        body["tool_calls"] = [_call_body(call) for call in message.tool_calls]
+        functions = [
+            {"name": c.name, "arguments": msgspec.json.encode(c.arguments).decode()} for c in message.tool_calls
+        ]
+        calls = zip(message.tool_calls, functions, strict=True)
+        body["tool_calls"] = [{"id": call.id, "type": "function", "function": each} for call, each in calls]
     if message.role == "tool":
         body["tool_call_id"] = message.tool_call_id or ""
     elif message.name:
         body["name"] = message.name
     return body
-
-
-def _call_body(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()}
-    return {"id": call.id, "type": "function", "function": function}
