@@ -32,14 +32,7 @@ from rollouts.agent.model import NO_ROLE, ChatModel, EpisodeLimits, Turns
 from rollouts.agent.records import EpisodeOver
 from rollouts.author_code import message_of, shown
 from rollouts.env import calls
-from rollouts.env.authoring import (
-    Remote,
-    ToolMethod,
-    environment_name,
-    of_role,
-    roles_of,
-    tools_of,
-)
+from rollouts.env.authoring import Remote, ToolMethod, environment_name, of_role, roles_of, tools_of
 from rollouts.env.checks import line_of
 from rollouts.env.methods import names_input, plain_state, reply_messages, with_inputs
 from rollouts.env.mixing import InvalidPolicy, RewardTerm

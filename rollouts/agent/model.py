@@ -166,9 +166,7 @@ class ChatModel:
         return max(self._limits.max_turns - self._state.turns, 0)
 
     async def chat(
-        self,
-        messages: str | Sequence[Message | Mapping[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
+        self, messages: str | Sequence[Message | Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None = None
     ) -> Message:
         """The model's reply. `tools` are OpenAI function schemas; None: the environment's tools, []: no tools.
 

@@ -205,11 +205,7 @@ class IncrementalRenderer:
         return Rendering(messages, tools, loop.items, before, loop.values, "".join(texts[-2:])), "".join(texts)
 
     def _render(
-        self,
-        loop: _Loop,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]],
-        prompt: bool,
+        self, loop: _Loop, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool
     ) -> str | None:
         """The text of the changed template, with its marks. None if the template raises: then the caller renders the
         whole conversation, and reports the error.

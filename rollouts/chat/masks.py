@@ -70,10 +70,7 @@ class TurnsRow(NamedTuple):
 
 
 def tokenize_supervised(
-    messages: list[Message],
-    tools: Sequence[dict[str, Any]],
-    chat: ChatFormat,
-    weights: Sequence[float] | None = None,
+    messages: list[Message], tools: Sequence[dict[str, Any]], chat: ChatFormat, weights: Sequence[float] | None = None
 ) -> list[SupervisedRow]:
     """The rows of one conversation: one row if the template is append-only, else one per segment. `weights` has the
     weight of each message in place of 1.0; only those of the assistant count, and a turn with weight 0 is context.
@@ -117,10 +114,7 @@ def trained_turns(messages: Sequence[Message], weights: Sequence[float] | None =
 
 
 def supervised_texts(
-    messages: list[Message],
-    tools: Sequence[dict[str, Any]],
-    chat: ChatFormat,
-    trained: Sequence[int] | None = None,
+    messages: list[Message], tools: Sequence[dict[str, Any]], chat: ChatFormat, trained: Sequence[int] | None = None
 ) -> list[RowText]:
     """The texts of the rows of one conversation. `trained` are the numbers of the turns to train, in order; None: all.
     Raises ModelError if the template refuses the conversation, or does not show how a turn ends.

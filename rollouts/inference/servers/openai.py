@@ -415,12 +415,7 @@ def _key_of(name: str, url: str) -> tuple[str, str]:
 @checked_by(_check)
 @evaluation_only
 def create_openai_inference(
-    model: str,
-    training: Any,
-    seed: int,
-    folder: str,
-    *,
-    options: OpenAIOptions = OpenAIOptions(),
+    model: str, training: Any, seed: int, folder: str, *, options: OpenAIOptions = OpenAIOptions()
 ) -> OpenAIInference:
     """Any chat-completions API, for evaluation only. Raises ConfigError."""
     if not options.served_model and (not model or model in BUNDLED):
