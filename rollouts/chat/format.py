@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import re
 from collections import OrderedDict
@@ -48,7 +47,7 @@ from rollouts.errors import ConfigError, ModelError, near_misses
 from rollouts.types import Message, ToolCall
 
 if TYPE_CHECKING:
-    from rollouts.chat.incremental import IncrementalRenderer, Prefixes, Rendering
+    from rollouts.chat.incremental import IncrementalRenderer, Rendering
     from rollouts.chat.tool_parsers import ChosenParser
 
 _RESERVED = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
@@ -139,7 +138,6 @@ class ChatFormat:
         self._marked_tools: _Cache[list[dict[str, Any]]] = _Cache()
         self._heads: _Cache[list[int]] = _Cache()
         self._incremental = _incremental_renderer(tokenizer, self._arguments)
-        self._compared: set[Any] = set()  # the kinds of neighboring messages whose texts were compared
         self.literals = tuple({*compared_literals(text), self.thoughts.opens, self.thoughts.closes} - {""})
         tags = re.findall(r"</?[\w:|]+[=>]|\[/?[A-Z_]+\]", call_format.example)
         # A parser of an author may read a call in any text.
@@ -254,25 +252,6 @@ class ChatFormat:
                 self._keep(_key(whole, tools, True), again[1])
                 self._texts.put(_key(whole, tools, True), again[0], len(again[0]))
         return self.render_marked(before, tools, True), self.render_marked(whole, tools, generation_prompt)
-
-    def prefixes(self, messages: list[Message], tools: Tools, asked: Sequence[tuple[int, bool]]) -> Prefixes | None:
-        """The texts of the first messages, for `encode_marked`, from as few renderings as the template allows. `asked`
-        are numbers of messages, each with whether the generation prompt follows. None if each must be rendered.
-
-        Raises ModelError if the template refuses the conversation.
-        """
-        if self._incremental is None:
-            return None
-        counts = {count for count, _ in asked}
-        found = self._incremental.prefixes(self._marked(messages), self._schemas(tools), counts)
-        kinds = [(message.role, bool(message.tool_calls), bool(message.reasoning), bool(tools)) for message in messages]
-        new = {*kinds[:1], *itertools.pairwise(kinds)} - self._compared
-        if found is not None and new:  # the tokenizer may render in its own way
-            some = {*asked[:2], *asked[-2:]}
-            if any(found.text(*each) != self.render_marked(messages[: each[0]], tools, each[1]) for each in some):
-                return None
-            self._compared |= new
-        return found
 
     def _rendering(self, messages: list[Message], tools: Tools) -> Rendering | None:
         """The cached rendering of a conversation with its generation prompt, for incremental rendering."""

@@ -1,4 +1,4 @@
-"""Rewrite the main loop of a chat template, so that it shows a part of the messages, or some of them twice.
+"""Rewrite the main loop of a chat template, so that it shows a part of the messages.
 
 `rewritten` changes the parsed template in place: the loop asks an object named `LOOP` for its messages and for its
 place, and writes a mark before each message. The text is otherwise unchanged. What the texts are used for is in
@@ -7,8 +7,8 @@ place, and writes a mark before each message. The text is otherwise unchanged. W
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
@@ -16,25 +16,14 @@ from jinja2.visitor import NodeTransformer
 MARK = "\ufdd3"  # a Unicode noncharacter; a conversation that contains it is rendered as a whole
 LOOP = "_rollouts_loop"
 _CONSTANT = frozenset({"dict", "namespace", "raise_exception", "range"})  # the globals of Jinja that never change
-_MESSAGES, _PROMPT, _NOW = "messages", "add_generation_prompt", "strftime_now"  # one rendering is within one second
+_MESSAGES = "messages"
 
 
 class NotIncremental(Exception):
     """This conversation, or every conversation of this template, must be rendered as a whole."""
 
 
-class Proved(NamedTuple):
-    """What holds for every conversation of a template, as long as its loop runs over at least one message.
-
-    `has_prefixes`: the text after the loop depends on the generation prompt alone, and no other text depends on it.
-    `keeps_head`: while a conversation grows, nothing before the loop changes. Of the messages, it reads only the first.
-    """
-
-    has_prefixes: bool
-    keeps_head: bool
-
-
-def rewritten(tree: Any, known: Mapping[str, Any]) -> Proved:
+def rewritten(tree: Any, known: Mapping[str, Any]) -> None:
     """Rewrite the main loop of a parsed template in place. `known` are the globals of its environment.
 
     Raises NotIncremental if messages may depend on more than the recorded values.
@@ -65,12 +54,6 @@ def rewritten(tree: Any, known: Mapping[str, Any]) -> Proved:
     if read & {_MESSAGES, "loop", "caller", *lists, *known}:
         raise NotIncremental("the loop reads more than single messages")
     place = next(number for number, node in enumerate(siblings) if node is main)
-    head, globals_ = siblings[:place], set(known) - _CONSTANT
-    read_before = {*read, *(name for node in head for name in _named(node))}
-    read_after = {name for node in siblings[place + 1 :] for name in _named(node)}
-    has_prefixes = not read_after & {*assigned, _MESSAGES, "tools", *globals_} and _PROMPT not in read_before
-    keeps_head = not read_before & (globals_ - {_NOW}) and _reads_first_only(head, runs_over)
-    proved = Proved(siblings is tree.body and has_prefixes, siblings is tree.body and keeps_head)
     values = [nodes.Keyword(name, nodes.Name(name, "load")) for name in sorted(read)]
     main.iter = nodes.Call(nodes.Getattr(nodes.Name(LOOP, "load"), "enter", "load"), [main.iter], values, None, None)
     main.body.insert(0, nodes.Output([nodes.TemplateData(MARK)]))
@@ -78,42 +61,6 @@ def rewritten(tree: Any, known: Mapping[str, Any]) -> Proved:
     for node in tree.find_all(nodes.Node):
         node.set_lineno(1, override=False)
         node.environment = tree.environment
-    return proved
-
-
-def _reads_first_only(head: Sequence[Any], runs_over: str) -> bool:
-    """Whether statements read only the first message, and at most name the list of messages from a constant place on.
-    The loop then runs over one of these lists.
-    """
-    found = [each for node in head for each in (node, *node.find_all(nodes.Node))]
-    names = [each.name for each in found if isinstance(each, nodes.Name)]
-    targets = [each.target for each in found if isinstance(each, nodes.Assign) and _is_first(each)]
-    lists = [target.name for target in targets if isinstance(target, nodes.Name)]
-    uses = (names.count(_MESSAGES), sum(map(names.count, {*lists})))
-    is_random = any(isinstance(each, nodes.Filter) and each.name == "random" for each in found)
-    return runs_over in (_MESSAGES, *lists) and uses == (sum(map(_is_first, found)), len(lists)) and not is_random
-
-
-def _is_first(node: Any) -> bool:
-    """Whether a node reads the first message, whether there is one, or names the list."""
-    if isinstance(node, nodes.Getitem):
-        return _is_messages(node.node) and bool(node.arg == nodes.Const(0))
-    if isinstance(node, nodes.Assign):
-        return isinstance(node.target, nodes.Name) and _is_list(node.node)
-    return isinstance(node, nodes.And | nodes.If) and _is_messages(next(node.iter_child_nodes()))
-
-
-def _is_messages(node: Any) -> bool:
-    return isinstance(node, nodes.Name) and (node.name, node.ctx) == (_MESSAGES, "load")
-
-
-def _is_list(node: Any) -> bool:
-    """Whether an expression is `messages`, or `messages[1:]` from any constant place on."""
-    if isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice):
-        start: Any = node.arg.start
-        is_rest = node.arg.stop is None and node.arg.step is None and isinstance(start, nodes.Const)
-        return is_rest and type(start.value) is int and start.value >= 0 and _is_messages(node.node)
-    return _is_messages(node)
 
 
 def _named(node: Any, *contexts: str) -> set[str]:

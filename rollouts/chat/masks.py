@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -22,9 +22,6 @@ from rollouts.chat.shown import SHAPES_MAX, Field, check_rows, lost_fields, sent
 from rollouts.chat.token_texts import unmarked
 from rollouts.errors import ModelError
 from rollouts.types import Message
-
-if TYPE_CHECKING:
-    from rollouts.chat.incremental import Prefixes
 
 
 class SupervisedRow(NamedTuple):
@@ -123,19 +120,17 @@ def supervised_texts(
     if not trained:
         return []
     messages = messages[: trained[-1] + 1]
-    asked = [each for place in trained for each in ((place, True), (place + 1, False))]
     talk = _Talk(messages, tools, chat)
-    texts = chat.prefixes(messages, tools, asked) or talk
     is_shared = bool(tools) or messages[0].role == "system"
     rows: list[RowText] = []
     is_open = False
     for place, next_place in zip(trained, [*trained[1:], None], strict=True):
-        turn, missing = _own_turn(texts, place, talk)
+        turn, missing = _own_turn(place, talk)
         if not is_open or missing:
-            prompt = texts.text(place, True)
+            prompt = talk.text(place, True)
             prompt = prompt[: len(prompt) - missing]
             rows.append(RowText(*(chat.split_head(prompt) if is_shared else ("", prompt)), []))
-        following = chat.split_turn(*texts.pair(place, next_place, True)) if next_place else None
+        following = chat.split_turn(*talk.pair(place, next_place, True)) if next_place else None
         # The history may show this turn otherwise (drop its thinking, for example). Then its row ends here.
         is_open = (
             following is not None
@@ -223,27 +218,29 @@ def _encoded_row(row: RowText, encoded: Iterator[list[int]], cuts: Set[int], cha
 
 
 class _Talk(NamedTuple):
-    """A conversation, its tools, and the format that renders it. It has the methods of `Prefixes`, for a conversation
-    of which each text has to be rendered.
-    """
+    """A conversation, its tools, and the format that renders it."""
 
     messages: list[Message]
     tools: Sequence[dict[str, Any]]
     chat: ChatFormat
 
     def text(self, count: int, generation_prompt: bool) -> str:
+        """The text of the first `count` messages."""
         return self.chat.render_marked(self.messages[:count], self.tools, generation_prompt)
 
     def pair(self, before: int, count: int, generation_prompt: bool) -> tuple[str, str]:
+        """The texts of the first `before` messages with the generation prompt, and of the first `count`, both without
+        the known common beginning.
+        """
         return self.chat.render_pair(self.messages[:before], self.messages[before:count], self.tools, generation_prompt)
 
 
-def _own_turn(texts: Prefixes | _Talk, place: int, talk: _Talk) -> tuple[RenderedTurn, int]:
+def _own_turn(place: int, talk: _Talk) -> tuple[RenderedTurn, int]:
     """The reply as the last message, which is the form that the model must write, and the number of characters at the
     end of the prompt that this form does without.
     """
     message = talk.messages[place]
-    prompt, whole = texts.pair(place, place + 1, False)
+    prompt, whole = talk.pair(place, place + 1, False)
     reply, missing = whole[len(prompt) :], 0
     if not whole.startswith(prompt):
         reply, missing = _reply_elsewhere(place, talk)

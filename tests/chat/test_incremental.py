@@ -216,51 +216,6 @@ def test_a_tail_is_the_end_of_the_whole(
 
 @pytest.mark.parametrize("name", ALL)
 @settings(derandomize=True)
-@given(plan=st.one_of(turns, sensible), system=st.booleans(), with_tools=st.booleans())
-def test_prefixes_are_the_texts_of_the_shorter_conversations(
-    name: str, plan: list[list[Message]], system: bool, with_tools: bool
-) -> None:
-    chat, tools = chat_of(name), TOOLS if with_tools else []
-    messages = [*([Message("system", "be brief")] if system else []), Message("user", "hello"), *itertools.chain(*plan)]
-    assert chat._incremental is None or not chat._compared, "nothing but the proofs decides"
-    counts = range(1 + system, len(messages) + 1)
-    renderer = chat._incremental
-    found = renderer and renderer.prefixes(chat._marked(messages), chat._schemas(tools), counts)
-    if not found:
-        return
-    texts = {(n, prompt): outcome(chat, messages[:n], tools, prompt) for n in counts for prompt in (False, True)}
-    for (count, prompt), text in texts.items():
-        assert text in (None, found.text(count, prompt))
-        before = texts[1 + system, True]
-        if text is not None and before is not None:
-            pair = found.pair(1 + system, count, prompt)
-            assert len(before) - len(pair[0]) == len(text) - len(pair[1])
-            assert (
-                before.endswith(pair[0]) and text.endswith(pair[1]) and before[: -len(pair[0])] == text[: -len(pair[1])]
-            )
-
-
-@pytest.mark.parametrize(
-    ("name", "renderings"),
-    [
-        ("tiny", 1), ("qwen2_5", 1), ("llama3_1", 1), ("phi3", 1), ("gemma", 1), ("gemma3", 1), ("cohere", 1),
-        ("neighbors", 1), ("ahead", 1), ("ahead_of_rest", 1), ("own_namespace", 1), ("rest", 1), ("head_settled", 1),
-        ("qwen3", 2), ("user_index", 2), ("glm4moe", 2), ("qwen3_5_think", 2), ("last", 0), ("length_inside", 0),
-        ("slice", 2), ("reversed", 0), ("tail_last", 0), ("tail_value", 0),
-        ("tail_tools", 0), ("head_prompt", 0), ("joined", 0), ("deepseekv3", 0), ("mistral", 0),
-    ],
-)  # fmt: skip
-def test_prefixes_need_few_renderings(name: str, renderings: int) -> None:
-    """One for all, one for each turn of the user, or none at all: then each prefix is rendered."""
-    chat = chat_of(name)
-    messages = [Message(role, text) for text in ("one", "two") for role in ("user", "assistant")]
-    renderer = chat._incremental
-    found = renderer and renderer.prefixes(chat._marked(messages), [], range(1, 5))
-    assert (len(set(map(id, found.texts.values()))) if found else 0) == renderings
-
-
-@pytest.mark.parametrize("name", ALL)
-@settings(derandomize=True)
 @given(plan=st.one_of(turns, sensible), with_tools=st.booleans())
 def test_rows_are_those_of_rendering_each_text(name: str, plan: list[list[Message]], with_tools: bool) -> None:
     chat, tools = chat_of(name), TOOLS if with_tools else []
@@ -276,7 +231,6 @@ def test_rows_are_those_of_rendering_each_text(name: str, plan: list[list[Messag
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chat, "_incremental", None)
         assert rows() == found
-    chat._compared.clear()
 
 
 def test_a_tokenizer_that_renders_in_its_own_way_is_believed() -> None:
