@@ -1,15 +1,21 @@
 """The embedded engine: generation in this process, with the trainer's own parameters.
 
-Its weights are always current, at no cost. (With a sharded trainer, rank 0 keeps a copy, which is updated after every
-step.) Generation and training run in one thread, so an optimizer step never overlaps a decode step. Requests are
-collected into batches (`scheduler.py`) and sampled (`decode.py`). A seed determines the result: neither trio's task
-order nor the batch size changes a random number. top-p and similar methods, stop strings and several devices are not
-supported.
-
     async with create_hf_inference("path/to/model", None, 0) as engine:
         session = engine.open_session((0, 0))
         reply = await engine.generate(GenerateRequest(tokens, max_tokens=64, stop_ids=(2,), seed=7, session=session))
         engine.close_session(session)
+
+In this order:
+
+1. Requests wait until every open session waits, and form a batch (`scheduler.py`, in trio's thread).
+2. The batch is prefilled: equal prompts once, and of a later turn only the new tokens (`decode_slots.py`, `cache.py`).
+3. All rows sample one token a step; finished rows leave, and queued rows join (`decode.py`, in the torch thread).
+4. Each reply is answered at once. The session keeps the keys and values for its next turn.
+
+The weights are always current, at no cost. (With a sharded trainer, rank 0 keeps a copy, which is updated after every
+step.) Generation and training share one thread, so an optimizer step never overlaps a decode step. A seed determines
+the result: neither trio's task order nor the batch size changes a random number. Left out: top-p and similar methods,
+stop texts, several devices, and paged attention: a batch has one padded buffer.
 """
 
 from __future__ import annotations
