@@ -93,7 +93,7 @@ class EpisodeOptions(NamedTuple):
     `tools` are added to those of the environment. If its `setup` names `sandbox`, `sandboxes` opens one, which is
     closed after the environment's `close`. If it names `shared`, `shared` returns that value; None: one for each
     `make_env`. `opponents` are the models of roles that are not trained: no reward judges them, and they have no
-    result. `on_invalid_reward` says what happens if a reward could not judge.
+    result. `on_invalid_reward` says what happens if a reward could not judge. `on_end` is called with the episode.
     """
 
     tools: Sequence[AddedTool] = ()
@@ -101,6 +101,7 @@ class EpisodeOptions(NamedTuple):
     shared: Callable[[], SharedValue] | None = None
     opponents: Mapping[str, Opponent] = NO_OPPONENTS
     on_invalid_reward: InvalidPolicy = "drop"
+    on_end: Callable[[Episode], None] | None = None
 
 
 NO_OPTIONS = EpisodeOptions()
@@ -160,7 +161,10 @@ async def run_episode(
     if status.is_infrastructure:
         failed = Score(None, {}, f"{status.value}: {error}")
         results = {role: (failed, results[role][1] if role in results else {}) for role in episode_run.played}
-    return episode_run.result(results)
+    episode = episode_run.result(results)
+    if options.on_end is not None:
+        options.on_end(episode)
+    return episode
 
 
 async def tools_of_task(

@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
@@ -322,13 +322,13 @@ class Player(NamedTuple):
         """
         settings = self.settings
         environments = {env.alias: env for env in self.environments}
-        limits = episode_limits(settings, temperature)
+        limits, policy = episode_limits(settings, temperature), settings.on_invalid_reward
 
-        async def play(job: EpisodeJob, session: str, inference: SuspendableEngine) -> Episode:
+        def play(job: EpisodeJob, session: str, inference: SuspendableEngine) -> Coroutine[Any, Any, Episode]:
             env = environments[job.task.env]
-            options = EpisodeOptions(env.tools, env.sandboxes, env.shared, self.opponents, settings.on_invalid_reward)
             on_begin()
-            episode = await run_episode(
+            options = EpisodeOptions(env.tools, env.sandboxes, env.shared, self.opponents, policy, on_end)
+            return run_episode(
                 job.task,
                 make_env=env.make_env,
                 chat=self.chat,
@@ -340,9 +340,6 @@ class Player(NamedTuple):
                 seed=seed,
                 options=options,
             )
-            if on_end is not None:
-                on_end(episode)
-            return episode
 
         return play
 
