@@ -528,8 +528,7 @@ def _incremental_renderer(tokenizer: Any, arguments: Mapping[str, Any]) -> Incre
     """A renderer of new messages only; None if the template does not allow it. Without it, every turn renders the whole
     conversation.
     """
-    from rollouts.chat.incremental import IncrementalRenderer
-    from rollouts.chat.loop_rewriting import NotIncremental
+    from rollouts.chat.incremental import IncrementalRenderer, NotIncremental
 
     if isinstance(tokenizer.chat_template, str):
         with contextlib.suppress(NotIncremental):
