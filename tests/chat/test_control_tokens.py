@@ -31,7 +31,7 @@ BYTE_LEVEL = [
     "qwen2_5", "qwen3", "qwen3_training", "qwen3_instruct_2507", "qwen3_5_think", "llama3_1", "llama3_2", "mistral",
     "phi3", "gemma3", "gemma", "llama3", "deepseekv3", "deepseek_r1_distill",
 ]  # fmt: skip
-USUAL = ("qwen3", "llama3_1", "mistral", "tiny", "unigram", "lower")
+USUAL = ("llama3_1", "tiny", "unigram", "lower")
 ALL = [
     pytest.param(name, marks=() if name in USUAL else pytest.mark.nightly)
     for name in (*BYTE_LEVEL, "tiny", "unigram", "bpe", "lower")

@@ -98,13 +98,12 @@ def models(make_model: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """In the normal run, faults between trainer and servers are planted once: in all weights with one kind of server,
-    in an adapter with the other. `make nightly` has each with both.
+    """In the normal run, a fault between trainer and servers is planted with one kind of server, which alternates: in
+    all weights with one, in an adapter with the other. `make nightly` has each with both.
     """
     for item in items:
         given = getattr(getattr(item, "callspec", None), "params", {})
-        if item.path.name == "test_faults.py" and (given.get("kind"), given.get("way")) in NIGHTLY:
-            item.add_marker(pytest.mark.nightly)
-
-
-NIGHTLY = {("vllm", "full"), ("sglang", "adapter")}
+        if item.path.name == "test_faults.py" and "kind" in given and not given.keys() & {"expected", "old"}:
+            turn = sum(item.originalname.encode()) + (given.get("way") == "adapter")
+            if given["kind"] != ("vllm", "sglang")[turn % 2]:
+                item.add_marker(pytest.mark.nightly)
