@@ -292,8 +292,12 @@ def check_tokens(tokens: Sequence[int], reply: int, vocabulary_size: int, contex
         wrong = lowest if lowest < 0 else highest
         fault = f"token id {wrong} is outside the vocabulary of {vocabulary_size}; is this the model's own tokenizer?"
     elif context_max and len(tokens) + reply > context_max:
-        more = f" and a reply of up to {reply}" if reply else ""
-        fault = f"a context of {len(tokens)} tokens{more} do not fit into the {context_max} of {label}"
+        what = (
+            f"a context of {len(tokens)} tokens and a reply of up to {reply} do"
+            if reply
+            else f"{len(tokens)} tokens do"
+        )
+        fault = f"{what} not fit into the {context_max} of {label}"
     if fault:
         raise InferenceError(fault, is_transient=False)
 
