@@ -208,11 +208,8 @@ def test_own_loops_speak_to_it_too():
         ("<html>", "not JSON"),
         ("{}", "a reply with 0 choices, expected 1"),
         ('{"error": {"message": "no credits"}}', "no credits"),
-        ('{"choices": [{}]}', "does not have the expected fields"),
         ('{"choices": [{"message": {"content": 7}}]}', "does not have the expected fields"),
         (completion({"content": ""}, "error"), "ended its reply with an error"),
-        ('{"choices": null}', "a reply with 0 choices, expected 1"),
-        ("[]", "does not have the expected fields"),
         (reply(content=[{"type": "image_url", "image_url": {}}]), "cannot be read: a part of type 'image_url' is not"),
     ],
 )

@@ -161,8 +161,7 @@ def metered(bill, folder="", **options):
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fails", [0.0, 0.3])
-@pytest.mark.parametrize("limit", [{"dollars_max": 0.012}, {"tokens_max": 2400}])
+@pytest.mark.parametrize(("limit", "fails"), [({"dollars_max": 0.012}, 0.3), ({"tokens_max": 2400}, 0.0)])
 def test_a_limit_is_never_exceeded_and_nearly_reached(limit, fails, tmp_path):
     with billing(fails=fails, waits=0.002) as bill:
         engine = metered(bill, tmp_path, **limit)
