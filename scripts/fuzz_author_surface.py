@@ -47,8 +47,8 @@ from rollouts.runs.environments import Environment, held_out_tasks, task_buffer
 from rollouts.runs.folder import RunFolder, episode_records
 from rollouts.training.algorithms.algorithm import as_algorithm
 from rollouts.training.algorithms.calls import call_per_rollout
-from rollouts.training.algorithms.objective import evaluate
-from rollouts.training.rollout_gen.groups import Filter, group_scorer
+from rollouts.training.algorithms.objective import evaluate_objective
+from rollouts.training.rollout_gen.groups import NamedFilter, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig, rollout_metrics
 from rollouts.types import Message, Score, Task, ToolCall, Trajectory
@@ -238,7 +238,7 @@ async def _step(case: Case, env: Environment, buffer: Any) -> Any:
         RolloutConfig(2, 2),
         play=play_job,
         inference=_Sessions(),
-        filters=[Filter("fuzzed", keep, {})],
+        filters=[NamedFilter("fuzzed", keep, {})],
         score_groups=group_scorer(terms, "drop", timeout_seconds=60.0),
     )
     async with manager:
@@ -285,7 +285,7 @@ def _loss_metrics(case: Case) -> dict[str, float]:
     reported = _at(case, "loss_metric", lambda *_: 1.0)
     function = _at(case, "loss", lambda logprobs: (logprobs * 1.0, {"own": reported()}))
     values = {"logprobs": torch.zeros(3, requires_grad=True)}
-    metrics = evaluate(as_algorithm(_named(function, "logprobs")), values, torch.ones(3)).metrics
+    metrics = evaluate_objective(as_algorithm(_named(function, "logprobs")), values, torch.ones(3)).metrics
     return {f"policy/{name}": float(metric.value) for name, metric in metrics.items()}
 
 

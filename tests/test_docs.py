@@ -48,7 +48,7 @@ from rollouts.training.algorithms.calls import (
 from rollouts.training.algorithms.checks import GROUP_ADVANTAGE_AVAILABLE, available_names
 from rollouts.training.algorithms.kl import KL_SETTINGS
 from rollouts.training.algorithms.losses import cispo, dpo, reinforce
-from rollouts.training.algorithms.objective import evaluate
+from rollouts.training.algorithms.objective import evaluate_objective
 from rollouts.training.algorithms.token_advantages import gae
 
 ROOT = Path(__file__).parents[1]
@@ -476,7 +476,7 @@ def test_the_documented_loss_gives_the_core_s_numbers(settings):
     for function in (example("losses.md", "acme_cispo.py", "acme_cispo", "losses"), cispo):
         logprobs = (old + torch.randn(64, generator=torch.Generator().manual_seed(1))).requires_grad_()
         algorithm = bind_algorithm(as_algorithm(function), settings)
-        found = evaluate(algorithm, {**given, "logprobs": logprobs}, given["mask"])
+        found = evaluate_objective(algorithm, {**given, "logprobs": logprobs}, given["mask"])
         found.values.sum().backward()
         results.append((found, logprobs.grad))
     (own, own_gradient), (core, core_gradient) = results

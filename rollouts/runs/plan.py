@@ -68,7 +68,7 @@ from rollouts.runs.unused import Whole, unused
 from rollouts.runs.workers import Workers, refuse_env_of_rewards, with_sandboxes
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
-from rollouts.training.rollout_gen.groups import Filter
+from rollouts.training.rollout_gen.groups import NamedFilter
 from rollouts.types import Task
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Plan(NamedTuple):
     chosen: dict[str, list[Chosen]]
     environments: tuple[Environment, ...]
     rewards: tuple[RewardTerm, ...]
-    filters: tuple[Filter, ...]
+    filters: tuple[NamedFilter, ...]
     schedule: tuple[Stage, ...]
     stages_chosen: tuple[dict[str, list[Chosen]], ...]
     auxiliary_models: AuxiliaryModels | None
@@ -459,14 +459,14 @@ def _tools_of_demonstrations(environments: Sequence[Environment]) -> tuple[str, 
     )
 
 
-def _filters(chosen: Sequence[Chosen]) -> tuple[Filter, ...]:
+def _filters(chosen: Sequence[Chosen]) -> tuple[NamedFilter, ...]:
     """The user's filters, with the algorithm's own filters in place of the word `algorithm`."""
-    filters: list[Filter] = []
+    filters: list[NamedFilter] = []
     for each in chosen:
         if each.ref is None and each.name == OWN:
-            filters += [Filter(function_label(own), own, {}) for own in bind_each(each.component, each.settings)]
+            filters += [NamedFilter(function_label(own), own, {}) for own in bind_each(each.component, each.settings)]
         else:
-            filters.append(Filter(each.alias, each.component, each.settings))
+            filters.append(NamedFilter(each.alias, each.component, each.settings))
     return tuple(filters)
 
 

@@ -32,7 +32,7 @@ from rollouts.training.algorithms.algorithm import (
     requests,
 )
 from rollouts.training.algorithms.checks import CRITIC_NAMES, TEACHER_NAMES
-from rollouts.training.rollout_gen.groups import Filter
+from rollouts.training.rollout_gen.groups import NamedFilter
 
 TOP_K_NAMES = TEACHER_NAMES - {"teacher_logprobs"}
 
@@ -48,7 +48,7 @@ class Whole(NamedTuple):
     later: Sequence[Mapping[str, list[Chosen]]]
     environments: Sequence[Environment]
     rewards: Sequence[RewardTerm]
-    filters: Sequence[Filter]
+    filters: Sequence[NamedFilter]
 
     @property
     def parts(self) -> Sequence[Mapping[str, list[Chosen]]]:

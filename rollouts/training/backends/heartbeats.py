@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from rollouts.errors import RankError, first_line, words_of_exit
-from rollouts.training.backends.rendezvous import Channel
+from rollouts.training.backends.rendezvous import RankChannel
 
 BEAT_SECONDS = 1.0
 SYMPTOM_SECONDS = 3.0  # a failed collective is a symptom; wait this long for its cause, then compare lines of code
@@ -82,7 +82,7 @@ class Heartbeat:
     store is gone.
     """
 
-    channel: Channel
+    channel: RankChannel
     rank: int
     start_seconds: float
     on_silence: Callable[[], None] | None = None
@@ -154,7 +154,7 @@ class FailureDetector:
     error in time.
     """
 
-    channel: Channel
+    channel: RankChannel
     world_size: int
     processes: Mapping[int, subprocess.Popen[bytes]]
     own: RankStatus

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollouts.errors import TrainingError
 from rollouts.training.algorithms.losses import log_ratio
-from rollouts.training.algorithms.objective import Evaluation, Metric
+from rollouts.training.algorithms.objective import MetricSum, Objective
 from rollouts.training.batches import Row, live_count
 
 _NAN, _BAD_MODEL = "nan: ", "the model's logprobs"
@@ -50,7 +50,7 @@ class Microbatch(NamedTuple):
 
     tensors: Mapping[str, Tensor]
     objective: Tensor
-    evaluation: Evaluation
+    evaluation: Objective
     clip: tuple[float, float] | None
     tokens: tuple[int, int]
     rows: Sequence[Row] = ()
@@ -83,7 +83,7 @@ class MetricSums:
 
     def __init__(self, record: TokenRecord | None = None) -> None:
         self._record = record
-        self._metrics: dict[str, Metric] = {}
+        self._metrics: dict[str, MetricSum] = {}
         self._count = 0
         self._tokens = (0, 0)
 
@@ -98,22 +98,22 @@ class MetricSums:
         means, maxima = {**_policy_metrics(tensors, part.clip), **_value_metrics(tensors)}, _maxima(tensors)
         mismatch = _mismatch_metrics(tensors)
         for name, value in means.items():
-            self._add(name, Metric(value.sum(), torch.ones_like(value).sum(), "mean"))
+            self._add(name, MetricSum(value.sum(), torch.ones_like(value).sum(), "mean"))
         sampled, anchored = tensors["sampled"].float().sum(), tensors["anchored"].float().sum()
         for name, value in mismatch.items():
-            self._add(name, Metric(torch.where(tensors["sampled"], value, 0.0).sum(), sampled, "mean"))
+            self._add(name, MetricSum(torch.where(tensors["sampled"], value, 0.0).sum(), sampled, "mean"))
         for name, value in maxima.items():
-            self._add(name, Metric(value.max(), value.new_tensor(1.0), "max"))
-        self._add(_SAMPLED, Metric(sampled, sampled, "sum"))
-        self._add(_ANCHORED, Metric(anchored, anchored, "sum"))
-        self._add("policy/loss", Metric(part.objective.detach(), part.objective.new_tensor(1.0), "sum"))
+            self._add(name, MetricSum(value.max(), value.new_tensor(1.0), "max"))
+        self._add(_SAMPLED, MetricSum(sampled, sampled, "sum"))
+        self._add(_ANCHORED, MetricSum(anchored, anchored, "sum"))
+        self._add("policy/loss", MetricSum(part.objective.detach(), part.objective.new_tensor(1.0), "sum"))
         for name, metric in part.evaluation.metrics.items():
             placed = name if "/" in name else f"policy/{name}"
             is_taken = placed == "policy/loss" or placed in {**means, **mismatch, **maxima}
             is_taken |= placed.partition("/")[0] in _RUNS_OWN
             self._add(f"policy/reported/{name}" if is_taken else placed, metric)
         for label, broken in {**part.evaluation.nan, _BAD_MODEL: logprobs.isnan().any()}.items():
-            self._add(_NAN + label, Metric(broken.float(), broken.float(), "max"))
+            self._add(_NAN + label, MetricSum(broken.float(), broken.float(), "max"))
 
     def read(self) -> Reading:
         """Read the sums as plain numbers. Waits for the device once."""
@@ -125,12 +125,12 @@ class MetricSums:
         recorded = {} if self._record is None else self._record.read()
         return Reading(sums, self._count, self._tokens, recorded=recorded)
 
-    def _add(self, name: str, new: Metric) -> None:
+    def _add(self, name: str, new: MetricSum) -> None:
         have = self._metrics.get(name)
         pick = {"max": torch.maximum, "min": torch.minimum}.get(new.kind, torch.add)
         if have is not None:
             number = have.number if new.kind in _EXTREMES else have.number + new.number
-            new = Metric(pick(have.value, new.value), number, new.kind)
+            new = MetricSum(pick(have.value, new.value), number, new.kind)
         self._metrics[name] = new
 
 

@@ -31,7 +31,7 @@ from rollouts.models import revisions
 from rollouts.training.backends import rendezvous
 from rollouts.training.backends.heartbeats import FailureDetector, Heartbeat, RankFailure
 from rollouts.training.backends.metric_sums import Reading
-from rollouts.training.backends.rendezvous import SECRET, Channel, RankPlace
+from rollouts.training.backends.rendezvous import SECRET, RankChannel, RankPlace
 from rollouts.training.backends.sharding import BatchShard
 from rollouts.training.backends.torch import Command, CommandName, Executor
 from rollouts.training.backends.trainer import Trainer
@@ -54,7 +54,7 @@ class RankGroup:
     """All ranks of a run, as one of them sees them: its own `place`, and the `processes` that it started."""
 
     place: RankPlace
-    channel: Channel
+    channel: RankChannel
     processes: Mapping[int, subprocess.Popen[bytes]]
     stall_seconds: float
     start_seconds: float
@@ -328,7 +328,7 @@ class RankWorker:
                     raise
 
 
-def report_failure(channel: Channel, rank: int, error: BaseException, activity: str) -> None:
+def report_failure(channel: RankChannel, rank: int, error: BaseException, activity: str) -> None:
     """Report to rank 0 why this rank ends: its command, and the error. The first report is kept."""
     known = isinstance(error, RolloutsError)
     symptom = isinstance(error, RuntimeError) and not known and _is_collective(error)

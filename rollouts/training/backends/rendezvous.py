@@ -80,15 +80,15 @@ def secret_of(place: RankPlace) -> bytes:
     return secret.encode()
 
 
-def open_here(world_size: int) -> tuple[Channel, dict[str, str]]:
+def open_here(world_size: int) -> tuple[RankChannel, dict[str, str]]:
     """Rank 0: open a store on loopback with a new secret. Also returns the variables for ranks that it starts."""
     store, port = _listen(world_size, 0)
     secret = secrets.token_hex(32)
     variables = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port), SECRET: secret} | _stay_on_loopback()
-    return Channel(PrefixStore("rollouts/0", store), secret.encode(), "/0"), variables
+    return RankChannel(PrefixStore("rollouts/0", store), secret.encode(), "/0"), variables
 
 
-def join_ranks(place: RankPlace) -> Channel:
+def join_ranks(place: RankPlace) -> RankChannel:
     """The channel of rank 0, or of a rank that a launcher started. Raises ConfigError if the secret is missing."""
     secret, size, is_first = secret_of(place), place.world_size, place.rank == 0
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -109,7 +109,7 @@ def join_ranks(place: RankPlace) -> Channel:
         else:
             store = _listen(size, port)[0] if is_first else _connect(_LOOPBACK, port, size)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return Channel(PrefixStore(f"rollouts/{attempt}", store), secret, f"{run}/{attempt}")
+    return RankChannel(PrefixStore(f"rollouts/{attempt}", store), secret, f"{run}/{attempt}")
 
 
 def _all_here(place: RankPlace) -> bool:
@@ -143,7 +143,7 @@ def _connect(address: str, port: int, world_size: int, *, is_master: bool = Fals
 
 
 @dataclass(frozen=True, eq=False)
-class Channel:
+class RankChannel:
     """One rank's connection to the store. Use it in one thread; a second thread needs a `clone`.
 
     `run` is part of every signature, so a message of one run is invalid in another.
@@ -153,9 +153,9 @@ class Channel:
     secret: bytes = field(repr=False)
     run: str = ""
 
-    def clone(self) -> Channel:
+    def clone(self) -> RankChannel:
         """Another connection to the same store."""
-        return Channel(self.store.clone(), self.secret, self.run)
+        return RankChannel(self.store.clone(), self.secret, self.run)
 
     def group_store(self) -> Any:
         """The store in which torch makes a process group of the ranks. torch signs nothing."""

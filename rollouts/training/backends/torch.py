@@ -135,10 +135,10 @@ class Command(msgspec.Struct):
 
     def run(self, trainer: Trainer) -> Any:
         """Run it on this rank. Raises what the trainer raises, and OutOfMemoryError."""
-        return run_command(trainer, self.name, *([] if self.shard is None else [self.shard]), **self.settings)
+        return run_on_trainer(trainer, self.name, *([] if self.shard is None else [self.shard]), **self.settings)
 
 
-def run_command(trainer: Trainer, name: CommandName, *shards: BatchShard, **settings: Any) -> Any:
+def run_on_trainer(trainer: Trainer, name: CommandName, *shards: BatchShard, **settings: Any) -> Any:
     """Call a method of the trainer. Raises what it raises; OutOfMemoryError if the device has too little memory, with
     `can_halve` if the trainer is as it was before.
     """
@@ -189,11 +189,11 @@ class Executor:
 
         Raises what rank 0 raises, or RankError.
         """
-        return run_command(self.trainer, name, **settings)
+        return run_on_trainer(self.trainer, name, **settings)
 
     def each(self, name: CommandName, shards: Sequence[BatchShard] = (), **settings: Any) -> list[Any]:
         """Like `call`, with a shard of a batch for each rank. Returns all results, rank 0 first."""
-        return [run_command(self.trainer, name, *shards, **settings)]
+        return [run_on_trainer(self.trainer, name, *shards, **settings)]
 
     def close(self) -> None:
         """Stop the other ranks. Called once, when no command is running."""

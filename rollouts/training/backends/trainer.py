@@ -26,7 +26,7 @@ from rollouts.models import lora
 from rollouts.models.estimates import model_size_of, moments_of
 from rollouts.models.loading import prepare_gradient_checkpointing
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, needs, requests, setting_of
-from rollouts.training.algorithms.objective import evaluate, importance_weights
+from rollouts.training.algorithms.objective import evaluate_objective, importance_weights
 from rollouts.training.backends import forward, optimizer, sharding
 from rollouts.training.backends.auxiliary import Critic, Networks, ReferencePolicy, Teacher
 from rollouts.training.backends.forward import Models, Scored
@@ -559,7 +559,7 @@ class Trainer:
         mask = tensors["mask"]
         # The importance weight counts once: in the ratio to the sampler, or here.
         weights = importance_weights(algorithm, available, mask) if batch.anchor == "current" else None
-        evaluation = evaluate(
+        evaluation = evaluate_objective(
             algorithm, available, mask, unit=batch.unit, kl_coefficient=batch.kl_coefficient, weights=weights
         )
         objective = (evaluation.values * forward.unit_weights(tensors, batch.unit)).sum()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rollouts.author_code import why_no_list
 from rollouts.env.methods import as_task
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted
-from rollouts.training.datasets.samplers import TASKS_MAX, Sampling, Uniform
+from rollouts.training.datasets.samplers import TASKS_MAX, SampledTasks, Uniform
 from rollouts.types import Task
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class DataBuffer:
             )
         self.epoch_id = self.sample_offset = 0
         self._iterator: Iterator[Any] | None = None
-        self._sampling = None if self.sampler is None else Sampling(self.sampler, self._read_tasks, self.seed)
+        self._sampling = None if self.sampler is None else SampledTasks(self.sampler, self._read_tasks, self.seed)
 
     @property
     def epochs(self) -> dict[str, int]:
@@ -180,7 +180,7 @@ class DataBuffer:
 
     def _chosen_before(self, key: str) -> Task:
         """The task that a sampler chose; this run may have no sampler any more."""
-        return (self._sampling or Sampling(Uniform, self._read_tasks, self.seed)).task(key)
+        return (self._sampling or SampledTasks(Uniform, self._read_tasks, self.seed)).task(key)
 
     def _read_tasks(self) -> list[Task]:
         """The tasks among which a sampler chooses, in the order of the first epoch."""

@@ -52,6 +52,10 @@ class Cut(NamedTuple):
     left_out: int = 0
     tokens: int = 0
 
+    def plus(self, other: Cut) -> Cut:
+        """Both together."""
+        return Cut(*map(sum, zip(self, other, strict=True)))
+
 
 class Planned(NamedTuple):
     """A conversation before it is encoded: its messages, the weight of each, its tools, and the texts of its rows."""
@@ -131,10 +135,7 @@ def cut_rows(planned: Planned, rows: Sequence[TurnsRow], max_length: int | None)
             row = TurnsRow(row.tokens[:kept], turns)
         trains = any(planned.weights[place] for _, _, place in row.turns)
         if kept < size:
-            is_left_out = not trains
-            cut = Cut(
-                cut.rows + (not is_left_out), cut.left_out + is_left_out, cut.tokens + size - kept * (not is_left_out)
-            )
+            cut = cut.plus(Cut(trains, not trains, size - kept * trains))
         if trains:  # a segment of turns that are not trained teaches nothing
             found.append(row)
     return found, cut

@@ -1,10 +1,10 @@
 """Samplers: which task is next, by what the groups of earlier tasks earned. `uniform` keeps the order of the source.
 
 A sampler is an object with the methods of `rollouts.plugins.protocols.TaskSampler`. Each environment of a run has one
-of its own. `Sampling` asks it for the next task of one source, and checks what it returns. It refers to tasks by their
-keys (`Task.key`), and chooses among all tasks of a sequence, or among the first TASKS_MAX different ones of any other
-source. Every draw has random numbers of its own, which depend on the seed and on the number of draws, so the state in a
-checkpoint is that number and the sampler's own state.
+of its own. `SampledTasks` asks it for the next task of one source, and checks what it returns. It refers to tasks by
+their keys (`Task.key`), and chooses among all tasks of a sequence, or among the first TASKS_MAX different ones of any
+other source. Every draw has random numbers of its own, which depend on the seed and on the number of draws, so the
+state in a checkpoint is that number and the sampler's own state.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ TASKS_MAX = 10_000  # of a source that is no sequence, because it may be endless
 METHODS = ("choose", "finished", "metrics", "state", "restore")
 
 
-class Sampling:
+class SampledTasks:
     """One source with its sampler.
 
     `factory` makes the sampler, and may name `tasks`. `read_tasks` gives the tasks among which it chooses; it is called
@@ -224,7 +224,7 @@ class Sampling:
 class _Available(Mapping[str, Any]):
     """The inputs of a factory. The tasks are only read for a sampler that names them."""
 
-    def __init__(self, sampling: Sampling) -> None:
+    def __init__(self, sampling: SampledTasks) -> None:
         self._sampling = sampling
 
     def __getitem__(self, name: str) -> Any:

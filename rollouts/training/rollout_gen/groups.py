@@ -150,12 +150,16 @@ def check_judged(episodes: Sequence[Episode], what: str) -> None:
 # --- filters ----------------------------------------------------------------------------------------------------------
 
 
-class Filter(NamedTuple):
+class NamedFilter(NamedTuple):
     """A named group filter and its settings. It returns True to keep the group, or False or a reason to drop it."""
 
     name: str
     function: object
     settings: dict[str, object]
+
+
+SeeRewards = Callable[[Group, int], list[float | None]]
+"""Computes the rewards [G] that the advantage will get, from a group and a step."""
 
 
 class _Lazy(dict[str, Any]):
@@ -165,13 +169,11 @@ class _Lazy(dict[str, Any]):
         return super().__getitem__(name)()
 
 
-def filter_group(
-    group: Group, filters: Sequence[Filter], *, step: int, see: Callable[[Group, int], list[float | None]] | None = None
-) -> Group:
+def filter_group(group: Group, filters: Sequence[NamedFilter], *, step: int, see: SeeRewards | None = None) -> Group:
     """Return the group, with `dropped` set by the first filter that drops it, or if no reward could judge any of its
     rollouts.
 
-    `see` computes the rewards [G] that the advantage will get, from group and step. None: the group's own rewards.
+    `see` None: filters get the group's own rewards.
     """
     if all(reward is None for reward in group.rewards):
         return group._replace(dropped="no_reward")

@@ -35,10 +35,11 @@ from rollouts.inference.base import Capabilities, InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import (
-    Filter,
     Group,
     GroupScorer,
     LiveGroup,
+    NamedFilter,
+    SeeRewards,
     begin_group,
     check_judged,
     drop_all_but_best,
@@ -163,8 +164,8 @@ class AsyncRolloutManager:
         filter_fn: Callable[..., Any] | None = None,
         play: Play | None = None,
         inference: InferenceBackend | None = None,
-        filters: Sequence[Filter] = (),
-        see_rewards: Callable[[Group, int], list[float | None]] | None = None,
+        filters: Sequence[NamedFilter] = (),
+        see_rewards: SeeRewards | None = None,
         score_groups: GroupScorer | None = None,
         failures: Failures | None = None,
     ) -> None:
@@ -433,9 +434,9 @@ class AsyncRolloutManager:
 
     def _generate(self, job: Job, session: str, inference: SuspendableEngine) -> Awaitable[list[Sample]]:
         """A group of the configuration's `generate_fn`."""
-        from rollouts.training.rollout_gen.user_functions import generate
+        from rollouts.training.rollout_gen.user_functions import generate_group
 
-        return generate(self.config, job.task, self.policy_version)
+        return generate_group(self.config, job.task, self.policy_version)
 
     def _played(self, live: LiveGroup) -> Group:
         """A complete group, with all roles of its episodes."""

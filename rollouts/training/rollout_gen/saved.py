@@ -15,7 +15,7 @@ from typing import Any
 
 from rollouts.errors import ConfigError, RunError, counted
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.groups import Filter, Group, filter_group
+from rollouts.training.rollout_gen.groups import Group, NamedFilter, SeeRewards, filter_group
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStep
 from rollouts.types import Task
 
@@ -46,8 +46,8 @@ class SavedGroups:
         config: RolloutConfig,
         *,
         why_untrained: Callable[[Group, int], str | None],
-        filters: Sequence[Filter] = (),
-        see_rewards: Callable[[Group, int], list[float | None]] | None = None,
+        filters: Sequence[NamedFilter] = (),
+        see_rewards: SeeRewards | None = None,
     ) -> None:
         self.config = config
         self.policy_version: int | None = None

@@ -24,7 +24,7 @@ from rollouts.training.samples import episode_samples, with_grade, with_lists
 from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Task, Trajectory
 
 
-async def generate(config: RolloutConfig, task: Task, version: int | None) -> list[Sample]:
+async def generate_group(config: RolloutConfig, task: Task, version: int | None) -> list[Sample]:
     """Make one group with `generate_fn`. Samples with logprobs and without versions get `version` (None: unknown).
 
     If the function raises or takes too long, the returned samples have a failed status. Raises RunError if it returns

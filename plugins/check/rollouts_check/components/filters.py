@@ -8,7 +8,7 @@ from typing import Any
 
 from rollouts.author_code import shown
 from rollouts.errors import counted
-from rollouts.training.rollout_gen.groups import Filter, Group, filter_group
+from rollouts.training.rollout_gen.groups import Group, NamedFilter, filter_group
 from rollouts.types import Episode, Score
 from rollouts_check.components.episodes import TASK, invented_trajectory
 from rollouts_check.components.subject import Function, Subject, at, trying
@@ -95,6 +95,6 @@ def _filtered(subject: Subject, function: Function, group: Group) -> Any:
         returned.append(function(*args, **kwargs))
         return returned[-1]
 
-    filter_group(group, [Filter(subject.found.label, keep, {})], step=3)
+    filter_group(group, [NamedFilter(subject.found.label, keep, {})], step=3)
     assert returned, "the group has rewards, so the filter was called"
     return returned[-1]

@@ -11,7 +11,7 @@ from typing import Any
 from rollouts.author_code import shown
 from rollouts.errors import counted
 from rollouts.plugins.signature import call_with
-from rollouts.training.datasets.samplers import Sampling
+from rollouts.training.datasets.samplers import SampledTasks
 from rollouts.types import Task
 from rollouts_check.components.subject import Function, Subject, at, trying
 from rollouts_check.report import FailedError
@@ -78,11 +78,11 @@ def other_tasks(subject: Subject) -> str:
     return ""
 
 
-def _made(subject: Subject, function: Function, tasks: Sequence[Task] = TASKS) -> Sampling:
-    return Sampling(function, lambda: tasks, subject.seed)
+def _made(subject: Subject, function: Function, tasks: Sequence[Task] = TASKS) -> SampledTasks:
+    return SampledTasks(function, lambda: tasks, subject.seed)
 
 
-def _draws(sampling: Sampling, first: int, end: int) -> list[str | None]:
+def _draws(sampling: SampledTasks, first: int, end: int) -> list[str | None]:
     """The keys of the tasks that are drawn, None for the next one in order. A third of the tasks earns all, a third
     nothing, and a third some.
     """

@@ -13,7 +13,7 @@ from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import Algorithm, Term, is_reward_placed, requests
 from rollouts.training.algorithms.calls import call_author
 from rollouts.training.algorithms.checks import unit_of
-from rollouts.training.algorithms.objective import check_loss_values, evaluate, importance_weights
+from rollouts.training.algorithms.objective import check_loss_values, evaluate_objective, importance_weights
 from rollouts.training.batches import Unit
 from rollouts_check.components.stop_gradient import finite_differences
 from rollouts_check.components.subject import Function, Subject, at, trying
@@ -305,7 +305,7 @@ def _evaluated(subject: Subject, function: Function, tokens: Tokens) -> tuple[Te
     found = _call(subject, function, tokens)
     if subject.kind == "kl":
         return found.where(tokens.live, 0.0), []
-    evaluation = evaluate(
+    evaluation = evaluate_objective(
         bare._replace(terms=(Term(function),)), tokens.inputs, tokens.inputs["mask"], unit=_unit(subject)
     )
     return evaluation.values, list(evaluation.metrics)

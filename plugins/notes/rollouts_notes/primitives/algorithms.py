@@ -40,7 +40,7 @@ from rollouts.training.algorithms.algorithm import (
     signature_of,
 )
 from rollouts.training.algorithms.kl import rk3_loss
-from rollouts.training.algorithms.objective import evaluate
+from rollouts.training.algorithms.objective import evaluate_objective
 from rollouts.training.algorithms.recipes import DPO, GRPO, built_in
 from rollouts.training.backends.forward import unit_weights
 from rollouts_notes.primitives.batches import group_numbers, ids_at
@@ -421,7 +421,7 @@ def loss_sum(
     groups = batch.group_index[places].tolist()
     given = aggregate(config.algorithm.aggregation, Masks(masks, numbers[0].tolist(), groups, numbers[1].tolist()))
     weights = torch.tensor([weight for row in given.weights for weight in row], device=batch.mask.device)
-    found = evaluate(config.algorithm, available, batch.mask, unit=given.unit)
+    found = evaluate_objective(config.algorithm, available, batch.mask, unit=given.unit)
     for label, is_nan in found.nan.items():
         if bool(is_nan):
             raise TrainingError(f"the loss {label} is NaN at a trained id; see its inputs in the batch")
