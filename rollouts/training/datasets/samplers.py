@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from rollouts.author_code import authors_code, shown
 from rollouts.errors import ConfigError, RolloutsError, RunError, SignatureError, counted, suggestion, words_of
+from rollouts.lazy import LazyValues
 from rollouts.plugins.signature import make
 from rollouts.types import Task
 
@@ -146,7 +147,8 @@ class SampledTasks:
         self._read_tasks, self._seed = read_tasks, seed
         self._tasks: dict[str, Task] | None = None
         self._drawn = 0
-        self._sampler = make("sampler", self._name, factory, _Available(self), {})
+        available = LazyValues(tasks=lambda: list(self.tasks))  # tasks are only read for a sampler that names them
+        self._sampler = make("sampler", self._name, factory, available, {})
         if missing := [name for name in METHODS if not callable(getattr(self._sampler, name, None))]:
             raise SignatureError(
                 f"the sampler {self._name} has no method {' and no '.join(missing)}\n"
@@ -219,21 +221,3 @@ class SampledTasks:
             raise
         except Exception as error:  # a sampler may raise anything
             raise RunError(f"`{method}` of the sampler {self._name} raised {words_of(error)}") from error
-
-
-class _Available(Mapping[str, Any]):
-    """The inputs of a factory. The tasks are only read for a sampler that names them."""
-
-    def __init__(self, sampling: SampledTasks) -> None:
-        self._sampling = sampling
-
-    def __getitem__(self, name: str) -> Any:
-        if name != "tasks":
-            raise KeyError(name)
-        return list(self._sampling.tasks)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("tasks",))
-
-    def __len__(self) -> int:
-        return 1

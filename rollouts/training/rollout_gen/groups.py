@@ -42,6 +42,7 @@ from rollouts.error_log import report
 from rollouts.errors import RewardError, RolloutsError, RunError, words_of
 from rollouts.inference.base import GenerateRequest, Generation
 from rollouts.inference.suspend import SuspendedEpisode
+from rollouts.lazy import LazyValues
 from rollouts.plugins.signature import bind, call_with
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.pool import Job
@@ -162,13 +163,6 @@ SeeRewards = Callable[[Group, int], list[float | None]]
 """Computes the rewards [G] that the advantage will get, from a group and a step."""
 
 
-class _Lazy(dict[str, Any]):
-    """The values that a filter may name. Each is computed on first use, because samples copy every token."""
-
-    def __getitem__(self, name: str) -> Any:
-        return super().__getitem__(name)()
-
-
 def filter_group(group: Group, filters: Sequence[NamedFilter], *, step: int, see: SeeRewards | None = None) -> Group:
     """Return the group, with `dropped` set by the first filter that drops it, or if no reward could judge any of its
     rollouts.
@@ -188,11 +182,11 @@ def filter_group(group: Group, filters: Sequence[NamedFilter], *, step: int, see
             for each in group_samples([group])
         ]
 
-    available = _Lazy(
+    available = LazyValues(
         rewards=lambda: rewards,
         scores=lambda: group.rewards,
         parts=lambda: [episode.score.parts for episode in group.episodes],
-        samples=samples,
+        samples=samples,  # made on first use, because samples copy every token
         trajectories=lambda: [episode.trajectory for episode in group.episodes],
         step=lambda: step,
     )
@@ -238,6 +232,8 @@ def group_scorer(
     `raise`.
     """
     own = [term for term in terms if term.is_group]
+    if not own:
+        return None
 
     async def score_units(units: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
         played = [[episode for episode in unit if not episode.status.is_infrastructure] for unit in units]
@@ -258,7 +254,7 @@ def group_scorer(
             for episodes, units in zip(groups, split, strict=True)
         ]
 
-    return score if own else None
+    return score
 
 
 def _role_units(episodes: Sequence[Episode]) -> list[dict[int, Episode]]:
@@ -398,12 +394,6 @@ class LiveGroup:
         """The unfinished jobs."""
         left = (index for index in range(self.size) if index not in self.outcomes)
         return [Job(self.task, (self.number, index), self.suspended.get(index)) for index in left]
-
-
-def begin_group(data_buffer: DataBuffer, number: int, size: int, step: int) -> LiveGroup:
-    """Begin a group with the buffer's next task."""
-    task, position = data_buffer.draw(step)
-    return LiveGroup(number, task, size, step, position)
 
 
 def pending_sample(prompt: Any, request: GenerateRequest, reply: Generation) -> Sample:

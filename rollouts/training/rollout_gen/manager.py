@@ -40,7 +40,6 @@ from rollouts.training.rollout_gen.groups import (
     LiveGroup,
     NamedFilter,
     SeeRewards,
-    begin_group,
     check_judged,
     drop_all_but_best,
     filter_group,
@@ -397,7 +396,8 @@ class AsyncRolloutManager:
         """Begin `count` groups. All of their sessions are open before any episode starts."""
         jobs: list[Job] = []
         for _ in range(count):
-            group = begin_group(self.data_buffer, self._begun, self._jobs_per_group, self._steps)
+            task, position = self.data_buffer.draw(self._steps)
+            group = LiveGroup(self._begun, task, self._jobs_per_group, self._steps, position)
             self._live[group.number] = group
             self._begun += 1
             jobs += group.jobs

@@ -240,7 +240,7 @@ def test_what_a_backend_was_not_given_it_cannot_score(tiny, backend_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["head", "model"])
+@pytest.mark.parametrize("kind", ["head", pytest.param("model", marks=pytest.mark.nightly)])
 def test_a_critic_starts_at_0_and_learns_the_returns(tiny, backend_of, tmp_path, kind):
     """Rewards that the first prompt token decides: the value loss falls, and the explained variance rises."""
     samples = tiny.make_samples(groups=6)

@@ -94,9 +94,19 @@ def test_a_rank_that_is_stopped(tiny, model, ranks_of, monkeypatch):
     ("rank", "fault", "words"),
     [
         ("1", "raise ValueError('no such luck')", r"rank 1 failed in forward_backward, command \d+: .*no such luck"),
-        ("1", "os._exit(7)", r"rank 1 died \(exit code 7\); its last command: forward_backward, command \d+"),
+        pytest.param(
+            "1",
+            "os._exit(7)",
+            r"rank 1 died \(exit code 7\); its last command: forward_backward, command \d+",
+            marks=pytest.mark.nightly,
+        ),
         ("1", "time.sleep(600)", r"rank 1 at forward_backward, command \d+ \(rank 1: .*faulty.py, line \d+, in loss\)"),
-        ("0", "time.sleep(20)", r"rank 0 at forward_backward, command \d+ \(rank 0: .*faulty.py, line \d+, in loss\)"),
+        pytest.param(
+            "0",
+            "time.sleep(20)",
+            r"rank 0 at forward_backward, command \d+ \(rank 0: .*faulty.py, line \d+, in loss\)",
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["raises", "exits", "hangs", "rank 0 hangs"],
 )
@@ -109,7 +119,7 @@ def test_a_loss_that_goes_wrong_on_one_rank(rank, fault, words, tiny, model, ran
     fails(ranks, batch, words, 45)
 
 
-@pytest.mark.parametrize("fault", ["hangs", "dies"])
+@pytest.mark.parametrize("fault", ["hangs", pytest.param("dies", marks=pytest.mark.nightly)])
 def test_of_three_ranks_the_guilty_one_is_named(fault, tiny, model, ranks_of, faulty):
     """Rank 1 is the first that complains: it waits for rank 2, or has lost it."""
     loss, trigger = faulty("2", "time.sleep(600)" if fault == "hangs" else "os.kill(os.getpid(), 9)")

@@ -193,7 +193,7 @@ def two_ranks(code, *arguments, **streams):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ends", "fails"])
+@pytest.mark.parametrize("how", ["fails", pytest.param("ends", marks=pytest.mark.nightly)])
 def test_a_rank_that_ended_leaves_no_thread_and_no_process_group(how):
     """Either one may be inside torch while Python ends, which aborts the process: a launcher sees a run that failed."""
     ranks = two_ranks(ENDING, how, stderr=subprocess.PIPE)
