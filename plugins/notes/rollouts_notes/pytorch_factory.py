@@ -367,7 +367,7 @@ def _tensors_of(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 def _temperatures(batch: TrainBatch, rows: Sequence[Row]) -> Tensor:
     """The sampling temperature of each row [B]."""
-    return torch.tensor([batch.temperature if row.temperature is None else row.temperature for row in rows])
+    return torch.full((len(rows),), batch.temperature)
 
 
 def _tempered(logits: Tensor, temperatures: Tensor | None) -> Tensor:

@@ -68,7 +68,11 @@ def evaluate_objective(
         weights: [T] of an off-policy correction. They multiply the terms whose expectation is over sampled tokens:
             those that name `advantages` or `old_logprobs`
     """
-    live = _live(available, mask, unit)
+    import torch
+
+    # Which of the expected values are live: one per token, rollout or pair.
+    is_token = unit == "token"
+    live = mask > 0 if is_token else torch.ones_like(available[f"{unit}_index"].unique(), dtype=torch.bool)
     total: Tensor | None = None
     metrics: dict[str, MetricSum] = {}
     nan: dict[str, Tensor] = {}
@@ -112,24 +116,14 @@ def importance_weights(algorithm: Algorithm, available: Mapping[str, Any], mask:
     return weights.detach()
 
 
-def _live(available: Mapping[str, Any], mask: Tensor, unit: Unit) -> Tensor:
-    """Which of the expected values are live: one per token, rollout or pair."""
-    import torch
-
-    return mask > 0 if unit == "token" else torch.ones_like(available[f"{unit}_index"].unique(), dtype=torch.bool)
-
-
-def _expected_words(unit: Unit, count: int) -> str:
-    if unit == "token":
-        return f"one value per token, shape [{count}]: unreduced, because the engine masks, weighs and normalizes"
-    return f"one value per {unit}, shape [{count}], in the order of their numbers in `{unit}_index`"
-
-
 def check_loss_values(word: str, values: Any, function: Any, unit: Unit, count: int) -> None:
     """Raise TrainingError if a loss or a KL estimator (`word`) returned anything but `count` values, one per unit."""
     import torch
 
-    expected = _expected_words(unit, count)
+    how = ": unreduced, because the engine masks, weighs and normalizes"
+    if unit != "token":
+        how = f", in the order of their numbers in `{unit}_index`"
+    expected = f"one value per {unit}, shape [{count}]{how}"
     if not isinstance(values, torch.Tensor):
         raise wrong_result(word, function, type(values).__name__, expected)
     if values.dim() == 0:

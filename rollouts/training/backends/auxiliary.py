@@ -68,12 +68,12 @@ class Teacher(_Scorer):
         self._top_k = min(top_k, found)
 
     @torch.no_grad()
-    def logprobs(self, inputs: RowPositions, like: Selection, targets: Tensor, temperature: float | Tensor) -> Tensor:
+    def logprobs(self, inputs: RowPositions, like: Selection, targets: Tensor, temperature: float) -> Tensor:
         """Logprobs [T] of `targets` [T]."""
         return self.paths.logprobs_and_entropy(self.features(inputs, like), targets, temperature)[0]
 
     @torch.no_grad()
-    def top(self, inputs: RowPositions, like: Selection, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    def top(self, inputs: RowPositions, like: Selection, temperature: float) -> tuple[Tensor, Tensor]:
         """The K most likely ids [T, K] and their logprobs [T, K]."""
         features, paths = self.features(inputs, like), self.paths
         size = paths.vocabulary_size

@@ -95,8 +95,12 @@ class MetricSums:
         if self._record is not None:
             self._record.add(part.rows, tensors, part.clip)
         self._tokens = (self._tokens[0] + part.tokens[0], self._tokens[1] + part.tokens[1])
-        means, maxima = {**_policy_metrics(tensors, part.clip), **_value_metrics(tensors)}, _maxima(tensors)
+        means = {**_policy_metrics(tensors, part.clip), **_value_metrics(tensors)}
         mismatch = _mismatch_metrics(tensors)
+        maxima = {
+            "policy/ratio_max": means["policy/ratio_mean"],
+            "mismatch/abs_logp_max": (_trainer(tensors) - tensors["rollout_logprobs"]).abs() * tensors["sampled"],
+        }
         for name, value in means.items():
             self._add(name, MetricSum(value.sum(), torch.ones_like(value).sum(), "mean"))
         sampled, anchored = tensors["sampled"].float().sum(), tensors["anchored"].float().sum()
@@ -142,8 +146,12 @@ def batch_metrics(readings: Sequence[Reading], denominator: float) -> dict[str, 
     total = functools.reduce(_joined_readings, readings)
     if not total.count:
         return {"policy/loss": 0.0}
-    broken = {name.removeprefix(_NAN): bool(value) for name, (value, *_) in total.sums.items() if name.startswith(_NAN)}
-    _check_nan(broken)
+    broken = [name.removeprefix(_NAN) for name, (value, *_) in total.sums.items() if name.startswith(_NAN) and value]
+    if broken and _BAD_MODEL not in broken:  # a broken model makes every loss NaN; the optimizer will skip the step
+        raise TrainingError(
+            f"the loss {broken[0]} returned NaN at a trained token although the model's logprobs are numbers; "
+            "look for 0 / 0, inf - inf, or the logarithm of a negative number"
+        )
     found = {
         name: value / number if kind == "mean" and number else value
         for name, (value, number, kind) in total.sums.items()
@@ -168,17 +176,6 @@ def _joined_readings(one: Reading, other: Reading) -> Reading:
         sums[name] = (value, number if kind in _EXTREMES else counted + number, kind)
     tokens = (one.tokens[0] + other.tokens[0], one.tokens[1] + other.tokens[1])
     return Reading(sums, one.count + other.count, tokens)
-
-
-def _check_nan(broken: dict[str, bool]) -> None:
-    if broken.pop(_BAD_MODEL):  # a broken model makes every loss NaN; the optimizer will skip the step
-        return
-    for label, flag in broken.items():
-        if flag:
-            raise TrainingError(
-                f"the loss {label} returned NaN at a trained token although the model's logprobs are numbers; "
-                "look for 0 / 0, inf - inf, or the logarithm of a negative number"
-            )
 
 
 def _policy_metrics(tensors: Mapping[str, Tensor], clip: tuple[float, float] | None) -> dict[str, Tensor]:
@@ -231,13 +228,6 @@ def _value_metrics(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "value/error_square": error**2,
         "value/return_mean": returns,
         "value/return_square": returns**2,
-    }
-
-
-def _maxima(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        "policy/ratio_max": log_ratio(tensors["logprobs"], tensors["old_logprobs"]).exp(),
-        "mismatch/abs_logp_max": (_trainer(tensors) - tensors["rollout_logprobs"]).abs() * tensors["sampled"],
     }
 
 

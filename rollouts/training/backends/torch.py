@@ -23,14 +23,9 @@ from rollouts.models.loading import load_hf_model, resolve_model_name
 from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
+from rollouts.training.backends import optimizer
 from rollouts.training.backends.metric_sums import Reading, batch_metrics, join_records
-from rollouts.training.backends.optimizer import (
-    MakeOptimizer,
-    TorchSettings,
-    check_chosen,
-    check_settings,
-    check_trained_weights,
-)
+from rollouts.training.backends.optimizer import MakeOptimizer, TorchSettings
 from rollouts.training.backends.profiling import peak_gib
 from rollouts.training.backends.sharding import BatchShard, gather_outputs, shard_batch
 from rollouts.training.backends.trainer import Trainer
@@ -50,9 +45,9 @@ def check_torch(values: Mapping[str, Any]) -> None:
         )
         check_needs(algorithm, given)
     names = ("lr", "steps", "tokens_per_microbatch", "share_prefix")
-    check_settings(settings.of_run(**{name: values[name] for name in names}))
-    check_chosen(settings, values["make_optimizer"])
-    check_trained_weights(values["lora_rank"], settings.lora_alpha, settings.dtype, auxiliary_models.critic)
+    optimizer.check_settings(settings.of_run(**{name: values[name] for name in names}))
+    optimizer.check_chosen(settings, values["make_optimizer"])
+    optimizer.check_trained_weights(values["lora_rank"], settings.lora_alpha, settings.dtype, auxiliary_models.critic)
 
 
 @estimated_as("whole")
@@ -207,9 +202,9 @@ class TorchBackend:
 
     can_profile = True
 
-    def __init__(self, executor: Executor, thread: TorchThread | None = None) -> None:
+    def __init__(self, executor: Executor) -> None:
         trainer = executor.trainer
-        self.thread = thread or TorchThread("rollouts-torch")
+        self.thread = TorchThread("rollouts-torch")
         self.world_size = executor.size
         self.device = str(trainer.device)
         self.compute_dtype = trainer.compute_dtype

@@ -25,6 +25,7 @@ from rollouts.errors import ConfigError, TrainingError, words_of
 from rollouts.models import lora
 from rollouts.models.estimates import model_size_of, moments_of
 from rollouts.models.loading import prepare_gradient_checkpointing
+from rollouts.training import batching
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, needs, requests, setting_of
 from rollouts.training.algorithms.objective import evaluate_objective, importance_weights
 from rollouts.training.backends import forward, optimizer, sharding
@@ -36,14 +37,7 @@ from rollouts.training.backends.profiling import Profile
 from rollouts.training.backends.sharding import BatchShard, Sharding
 from rollouts.training.backends.transformer import ModelPaths, inspect_model, prefers_packing
 from rollouts.training.batches import AuxiliaryModels, Row, StepResult, TrainBatch
-from rollouts.training.batching import (
-    BUCKET_SAVING_MIN,
-    MICROBATCH_SAVING_MIN,
-    Keep,
-    microbatch_tokens,
-    split_by_role,
-    split_microbatches,
-)
+from rollouts.training.batching import Keep, microbatch_tokens
 from rollouts.training.weights import checkpoint, files, store
 
 # On a GPU, a pass through a small model mostly costs kernel launches, as much as some thousand tokens.
@@ -114,8 +108,8 @@ class Trainer:
         kind = causal.get_input_embeddings().weight.device.type if shards is None else shards.mesh.device_type
         self._files_group = None if shards is None else shards.files_group
         self._progressed: Callable[[], object] = (lambda: None) if shards is None else shards.progressed
-        self._microbatch_saving_min = MICROBATCH_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
-        saving = BUCKET_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
+        self._microbatch_saving_min = batching.MICROBATCH_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
+        saving = batching.BUCKET_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
         saving = saving if shards is None else sys.maxsize  # ranks meet in each pass, so it is one per microbatch
         apart = settings.gradient_checkpointing or settings.layout == "packed" or shards is not None
         share_prompts = settings.share_prefix and not apart
@@ -186,7 +180,7 @@ class Trainer:
     def split(self, batch: TrainBatch, keep: Keep, only_live: bool, *, trained: bool = False) -> list[list[Row]]:
         """Split the rows into microbatches. If `trained`, flat rows may get microbatches of their own."""
         split = functools.partial(
-            split_microbatches,
+            batching.split_microbatches,
             tokens_max=self.lower_limits.get("forward_backward" if trained else "forward", self.tokens_max),
             together_max=self.tokens_max,
             share_prefix=self.shares_prefix,
@@ -196,7 +190,7 @@ class Trainer:
             saving_min=self._microbatch_saving_min,
             flat_apart=trained and self._tries_flat(batch.algorithm),
         )
-        return split_by_role(batch, self.roles, split) if self.roles else split(batch)
+        return batching.split_by_role(batch, self.roles, split) if self.roles else split(batch)
 
     def _tries_flat(self, name: str) -> bool:
         """Whether flat rows may skip the backward pass. Never with several ranks, which wait for each other in every

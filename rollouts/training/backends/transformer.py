@@ -57,9 +57,7 @@ class ModelPaths(NamedTuple):
     packed: bool = False
     bucket_saving_min: int = 0
 
-    def logprobs_and_entropy(
-        self, features: Tensor, targets: Tensor, temperature: float | Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def logprobs_and_entropy(self, features: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Logprobs and entropy of `targets` [T], each [T]. The logits are computed in chunks."""
         size = self.vocabulary_size
         return logprobs_and_entropy(self.head, features, targets, vocabulary_size=size, temperature=temperature)

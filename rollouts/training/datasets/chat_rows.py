@@ -13,17 +13,9 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from rollouts.chat import masks
 from rollouts.chat.format import ChatFormat
-from rollouts.chat.masks import (
-    RowText,
-    SupervisedRow,
-    TurnsRow,
-    check_masks,
-    encode_rows,
-    supervised_texts,
-    thoughts_apart,
-    trained_turns,
-)
+from rollouts.chat.masks import RowText, SupervisedRow, TurnsRow
 from rollouts.data.conversations import BadRowError, Conversation
 from rollouts.data.messages import THOUGHT
 from rollouts.errors import ModelError
@@ -67,8 +59,8 @@ class Planned(NamedTuple):
 
     def check(self, rows: Sequence[TurnsRow], chat: ChatFormat) -> list[str]:
         """The fields that are in none of the encoded rows. Raises ModelError if the masks are not shown to be right."""
-        trained = trained_turns(self.messages, self.weights)
-        return check_masks(self.messages, self.tools, chat, trained, self.texts, rows)
+        trained = masks.trained_turns(self.messages, self.weights)
+        return masks.check_masks(self.messages, self.tools, chat, trained, self.texts, rows)
 
 
 def supervised_rows(
@@ -84,7 +76,7 @@ def supervised_rows(
     Raises BadRowError for a conversation without a trained turn, and ModelError if the template refuses it.
     """
     planned = plan_rows(conversation, chat, options)
-    encoded = encode_rows(planned.texts, chat)
+    encoded = masks.encode_rows(planned.texts, chat)
     lost = planned.check(encoded, chat)
     rows, cut = cut_rows(planned, encoded, options.max_length)
     return [row.masked(planned.weights) for row in rows], cut, lost
@@ -97,7 +89,7 @@ def plan_rows(conversation: Conversation, chat: ChatFormat, options: ChatOptions
         messages, given = [Message("system", options.system), *messages], [None, *given]
     if options.thinking == "drop":
         messages = [_without_thinking(message) for message in messages]
-    messages = thoughts_apart(messages, chat)
+    messages = masks.thoughts_apart(messages, chat)
     spoken = [place for place, message in enumerate(messages) if message.role == "assistant"]
     begun = next((place for place, message in enumerate(messages) if message.role != "assistant"), len(messages))
     weights = [0.0] * len(messages)
@@ -117,7 +109,7 @@ def plan_rows(conversation: Conversation, chat: ChatFormat, options: ChatOptions
         )
     tools = conversation.tools or [dict(tool) for tool in options.tools]
     try:
-        texts = supervised_texts(messages, tools, chat, trained_turns(messages, weights))
+        texts = masks.supervised_texts(messages, tools, chat, masks.trained_turns(messages, weights))
     except ModelError as error:
         if any(message.role != "system" for message in messages[: spoken[0]]):
             raise

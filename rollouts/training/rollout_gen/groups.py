@@ -25,19 +25,8 @@ import msgspec
 import trio
 
 from rollouts.author_code import authors_code, printable, shown, why_no_list, with_place
-from rollouts.env import calls
-from rollouts.env.mixing import (
-    FORGOTTEN,
-    RETURNED_NONE,
-    InvalidPolicy,
-    RewardTerm,
-    Verdict,
-    check_turns,
-    mix,
-    read_verdict,
-    turn_rewards,
-    with_reason,
-)
+from rollouts.env import calls, mixing
+from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, turn_rewards
 from rollouts.error_log import report
 from rollouts.errors import RewardError, RolloutsError, RunError, words_of
 from rollouts.inference.base import GenerateRequest, Generation
@@ -143,8 +132,8 @@ def check_judged(episodes: Sequence[Episode], what: str) -> None:
     none = f"not one of the {len(episodes)} rollouts of {what} could be judged:\n{tally}"
     if len(episodes) == 1:
         none = f"the only rollout of {what} could not be judged:\n{tally}"
-    if any(RETURNED_NONE in reason for reason in reasons):
-        raise RewardError(f"{none}\n{FORGOTTEN}\nto count such rollouts as 0: --on-invalid-reward zero")
+    if any(mixing.RETURNED_NONE in reason for reason in reasons):
+        raise RewardError(f"{none}\n{mixing.FORGOTTEN}\nto count such rollouts as 0: --on-invalid-reward zero")
     raise RunError(none)
 
 
@@ -242,7 +231,7 @@ def group_scorer(
         scored: list[list[Episode]] = []
         for unit, known in zip(units, played, strict=True):
             rows = zip(*(next(column) for column in columns), strict=True) if known else ()
-            scores = iter([mix(row, on_invalid, base=e.score) for e, row in zip(known, rows, strict=True)])
+            scores = iter([mixing.mix(row, on_invalid, base=e.score) for e, row in zip(known, rows, strict=True)])
             scored.append([e if e.status.is_infrastructure else e._replace(score=next(scores)) for e in unit])
         return scored
 
@@ -305,9 +294,12 @@ async def _ask_group(term: RewardTerm, episodes: Sequence[Episode], seconds: flo
 
 def _read_group(term: RewardTerm, episodes: Sequence[Episode], returned: Any) -> list[Verdict]:
     values = _one_each(term.alias, returned, len(episodes))
-    verdicts = [read_verdict(term.alias, term.weight, value) for value in values]
+    verdicts = [mixing.read_verdict(term.alias, term.weight, value) for value in values]
     counts = [episode.trajectory.turns for episode in episodes]
-    return [with_reason(check_turns(v, count), term.function) for v, count in zip(verdicts, counts, strict=True)]
+    return [
+        mixing.with_reason(mixing.check_turns(v, count), term.function)
+        for v, count in zip(verdicts, counts, strict=True)
+    ]
 
 
 async def _ask(term: RewardTerm, arguments: Sequence[Any], seconds: float, read: Callable[[Any], Any]) -> Any:

@@ -137,7 +137,7 @@ def test_of_three_ranks_the_guilty_one_is_named(fault, tiny, model, ranks_of, fa
 
 def test_what_rank_0_does_alone_may_take_longer_than_a_stall(tiny, model, ranks_of, tmp_path, monkeypatch):
     """Reading a model or a checkpoint: the others do not wait for it in a collective."""
-    from rollouts.training.backends import fsdp
+    from rollouts.models import loading
     from rollouts.training.weights import checkpoint, files
 
     def slow(function):
@@ -147,7 +147,7 @@ def test_what_rank_0_does_alone_may_take_longer_than_a_stall(tiny, model, ranks_
 
         return call
 
-    monkeypatch.setattr(fsdp, "load_hf_model", slow(fsdp.load_hf_model))
+    monkeypatch.setattr(loading, "load_hf_model", slow(loading.load_hf_model))
     ranks = ranks_of(model, 2, training={"stall_seconds": 2})
     batch = ranks.batch(tiny.make_samples(1, 2))
     ranks.train(batch, 1)
