@@ -64,7 +64,6 @@ def make_batch(
     rewards: Sequence[float | None] | None = None,
     trained: Sequence[bool] | None = None,
     pairs: Sequence[tuple[int, int]] | None = None,
-    turn_rewards: Sequence[Sequence[float]] = (),
 ) -> TrainBatch:
     """Make one batch of all samples.
 
@@ -79,7 +78,6 @@ def make_batch(
         trained: [N], False for rollouts that are not trained; None trains all
         pairs: (chosen, rejected) rollouts. The batch then has the rows of the pairs, with advantages +1 and -1. The
             rows of a rollout in two pairs appear twice
-        turn_rewards: [N] lists, the reward of each turn, for an advantage of the whole batch
     """
     numbered = [(number if s.rollout_index is None else s.rollout_index, s) for number, s in enumerate(samples)]
     for rollout, _ in numbered:
@@ -114,8 +112,7 @@ def make_batch(
     if pairs is not None:
         rows = _pair_rows(rows, pairs)
     denominator, unit = weigh_rows(rows, aggregation, max_tokens)
-    by_turn = [list(turns) for turns in turn_rewards]
-    return TrainBatch(rows, denominator, known, step, algorithm, temperature, unit, turn_rewards=by_turn)
+    return TrainBatch(rows, denominator, known, step, algorithm, temperature, unit)
 
 
 def _spread(given: float | Sequence[float], sample: Sample, mask: Sequence[float]) -> list[float]:

@@ -83,10 +83,8 @@ def dr_grpo(
     """
     divisor = max_tokens if length is None else length
     if divisor is None or divisor <= 0:
-        raise ConfigError(
-            f"the aggregation dr_grpo divides by a fixed number of tokens, but its length is {divisor}; "
-            "type --aggregation.length with the longest allowed reply"
-        )
+        what = f"the aggregation dr_grpo divides by a fixed number of tokens, but its length is {divisor}"
+        raise ConfigError(f"{what}; type --aggregation.length with the longest allowed reply")
     weights = [[value / divisor for value in mask] for mask in masks]
     return TokenWeights(weights, float(len(_live_keys(masks, rollout_index))))
 

@@ -128,10 +128,8 @@ def as_algorithm(component: Any) -> Algorithm:
         has_entropy = any(setting.name == "entropy_coef" for setting in own.settings)
         entropy = () if has_entropy else (Term(entropy_bonus, 0.0, "entropy"),)
         return Algorithm(group_norm, "token_mean", (Term(component), *entropy))
-    raise SignatureError(
-        f"a loss is a function of what it names (`def my_loss(logprobs, advantages)`), or an Algorithm of such "
-        f"functions; {function_label(component)} is neither"
-    )
+    what = "a loss is a function of what it names (`def my_loss(logprobs, advantages)`)"
+    raise SignatureError(f"{what}, or an Algorithm of such functions; {function_label(component)} is neither")
 
 
 def active_terms(algorithm: Algorithm) -> tuple[Term, ...]:

@@ -61,10 +61,8 @@ class Teacher(_Scorer):
         super().__init__(causal.requires_grad_(False), bucket_saving_min=policy.bucket_saving_min)
         found = self.paths.vocabulary_size
         if found != policy.vocabulary_size:
-            raise ModelError(
-                f"--teacher {name} has {found} tokens and the policy {policy.vocabulary_size}; a teacher needs the "
-                "tokenizer of the policy"
-            )
+            what = f"--teacher {name} has {found} tokens and the policy {policy.vocabulary_size}"
+            raise ModelError(f"{what}; a teacher needs the tokenizer of the policy")
         self._top_k = min(top_k, found)
 
     @torch.no_grad()
@@ -166,10 +164,8 @@ class ReferencePolicy:
         self._rule = rule
         self._adapters = adapters
         if not adapters and "adapters" in requests(rule, "references"):
-            raise ConfigError(
-                f"--reference {function_label(rule)} needs adapters, and this run trains all weights; type --lora-rank "
-                "16, or --reference frozen"
-            )
+            what = f"--reference {function_label(rule)} needs adapters, and this run trains all weights"
+            raise ConfigError(f"{what}; type --lora-rank 16, or --reference frozen")
         self.follow(0)
 
     def follow(self, version: int) -> None:

@@ -165,10 +165,8 @@ def _world_size(processes: int, kind: str) -> int:
     place = place_of_this_process()
     if place is not None:
         if processes and place.launched and processes != place.world_size:
-            raise ConfigError(
-                f"--training.processes {processes}, but the launcher started {place.world_size} ranks; leave the "
-                "setting out under a launcher"
-            )
+            what = f"--training.processes {processes}, but the launcher started {place.world_size} ranks"
+            raise ConfigError(f"{what}; leave the setting out under a launcher")
         return place.world_size
     gpus = torch.cuda.device_count() if kind == "cuda" else 0
     if kind == "cuda" and processes > gpus:
@@ -189,7 +187,5 @@ def _device(kind: str, local_rank: int) -> str:
 
 def _check_replicas(replicas: int, world_size: int) -> None:
     if replicas < 1 or world_size % replicas:
-        raise ConfigError(
-            f"--training.replicas {replicas}: {world_size} ranks cannot be split into {replicas} equal groups; give a "
-            f"number that divides {world_size}"
-        )
+        what = f"--training.replicas {replicas}: {world_size} ranks cannot be split into {replicas} equal groups"
+        raise ConfigError(f"{what}; give a number that divides {world_size}")

@@ -222,10 +222,8 @@ class FailureDetector:
             if heard.failure is not None:
                 continue
             if heard.beat is None and silent > self.start_seconds:
-                return (
-                    f"rank {rank} did not start within {self.start_seconds:g} s; look at its output, or give it "
-                    "more time with --training.start-seconds"
-                )
+                late = f"rank {rank} did not start within {self.start_seconds:g} s; look at its output"
+                return f"{late}, or give it more time with --training.start-seconds"
             if heard.beat is not None and silent > SILENCE_SECONDS:
                 last = self.own.words() + heard.status.where()
                 return f"rank {rank} sent no heartbeat for {silent:.0f} s; its last command: {last}"

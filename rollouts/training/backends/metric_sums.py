@@ -148,10 +148,8 @@ def batch_metrics(readings: Sequence[Reading], denominator: float) -> dict[str, 
         return {"policy/loss": 0.0}
     broken = [name.removeprefix(_NAN) for name, (value, *_) in total.sums.items() if name.startswith(_NAN) and value]
     if broken and _BAD_MODEL not in broken:  # a broken model makes every loss NaN; the optimizer will skip the step
-        raise TrainingError(
-            f"the loss {broken[0]} returned NaN at a trained token although the model's logprobs are numbers; "
-            "look for 0 / 0, inf - inf, or the logarithm of a negative number"
-        )
+        what = f"the loss {broken[0]} returned NaN at a trained token although the model's logprobs are numbers"
+        raise TrainingError(f"{what}; look for 0 / 0, inf - inf, or the logarithm of a negative number")
     found = {
         name: value / number if kind == "mean" and number else value
         for name, (value, number, kind) in total.sums.items()

@@ -89,10 +89,8 @@ class Profile:
             folder.mkdir(parents=True, exist_ok=True)
             return self._write_files(folder, rank)
         except OSError as error:
-            raise OutputError(
-                f"the profile cannot be written to {folder}: {error.strerror or error}; make room there, give another "
-                "--out, or leave --profile out"
-            ) from error
+            what = f"the profile cannot be written to {folder}: {error.strerror or error}"
+            raise OutputError(f"{what}; make room there, give another --out, or leave --profile out") from error
         finally:
             self._release()
 

@@ -103,10 +103,8 @@ class RankGroup:
         self.meet("composed", agreement)
         first = (self.channel.read("composed/0") or b"").decode()
         if first != agreement:
-            raise ConfigError(
-                f"rank {rank} has other settings than rank 0; start all ranks with the same command\n"
-                f"  rank 0: {first}\n  rank {rank}: {agreement}"
-            )
+            what = f"rank {rank} has other settings than rank 0; start all ranks with the same command"
+            raise ConfigError(f"{what}\n  rank 0: {first}\n  rank {rank}: {agreement}")
         revisions.adopt(json.loads(self.channel.read("revisions") or b"{}"))
         # On GPUs the failure detector must be first, because torch ends the process without a message there.
         seconds = self.stall_seconds * (1 if backend == "gloo" else 4)
@@ -132,10 +130,8 @@ class RankGroup:
             while not self.channel.is_there(f"{name}/{rank}"):
                 self.check()
                 if time.monotonic() > deadline:
-                    raise RankError(
-                        f"rank {rank} was not {name} within {self.start_seconds:g} s; read the output of "
-                        "that rank, or raise --training.start-seconds"
-                    )
+                    what = f"rank {rank} was not {name} within {self.start_seconds:g} s"
+                    raise RankError(f"{what}; read the output of that rank, or raise --training.start-seconds")
                 time.sleep(0.05)
             if self.channel.read(f"{name}/{rank}") is None:
                 raise ConfigError(

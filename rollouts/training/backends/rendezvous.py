@@ -71,10 +71,8 @@ def secret_of(place: RankPlace) -> bytes:
     secret = os.environ.get(SECRET, "")
     make = f"type `export {SECRET}=$(openssl rand -hex 32)` on one host, and give all ranks the same value"
     if not secret and not _all_here(place):
-        raise ConfigError(
-            f"the {place.world_size} ranks are on several hosts, and {SECRET} is not set: commands to ranks are signed "
-            f"with it; {make}"
-        )
+        what = f"the {place.world_size} ranks are on several hosts, and {SECRET} is not set"
+        raise ConfigError(f"{what}: commands to ranks are signed with it; {make}")
     if secret and len(secret) < _SECRET_LENGTH_MIN:
         raise ConfigError(f"{SECRET} has {len(secret)} characters: expected {_SECRET_LENGTH_MIN} or more; {make}")
     return secret.encode()
@@ -137,9 +135,8 @@ def _listen(world_size: int, port: int) -> tuple[Any, int]:
 
 
 def _connect(address: str, port: int, world_size: int, *, is_master: bool = False, **settings: Any) -> Any:
-    return TCPStore(
-        address, port, world_size, is_master=is_master, wait_for_workers=False, timeout=_TIMEOUT, **settings
-    )
+    settings |= {"is_master": is_master, "wait_for_workers": False, "timeout": _TIMEOUT}
+    return TCPStore(address, port, world_size, **settings)
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,7 +209,5 @@ def is_timeout(error: Exception) -> bool:
 
 
 def _unsigned(key: str) -> RankError:
-    return RankError(
-        f"the message {key} in the ranks' store is not signed with the secret of this run: something else writes "
-        "there; let nothing but the ranks reach MASTER_ADDR and MASTER_PORT"
-    )
+    what = f"the message {key} in the ranks' store is not signed with the secret of this run"
+    return RankError(f"{what}: something else writes there; let only the ranks reach MASTER_ADDR and MASTER_PORT")

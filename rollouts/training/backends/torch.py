@@ -1,8 +1,14 @@
-"""The training backend: returns futures, and runs all torch work in one thread, in order.
+"""The training backend: returns futures, and runs all torch work in one thread, in order. A step of a loop:
+
+1. `forward` (if the loss needs it): logprobs of a reference or a teacher, and values, without gradient
+2. `forward_backward`: splits the batch into microbatches for each rank, adds up gradients and the denominator D, and
+   reads the metrics from the device once
+3. `optim_step`: divides by D, clips, steps, and increases the version of the weights
 
 An executor runs commands, in this process or on all ranks (`ranks`). A command is the name of a method of `Trainer`,
-and plain data, never a function, so that any rank can run it. Not here: what a rank does (`trainer`), and how ranks
-start (`fsdp`).
+and plain data, never a function, so that any rank can run it. If a microbatch needs too much memory, the batch runs
+once more in smaller ones. Left out: tensor, context and pipeline parallelism, dropout, a scaler for float16. Not here:
+what a rank does (`trainer`), and how ranks start (`fsdp`).
 """
 
 from __future__ import annotations
@@ -40,10 +46,8 @@ def check_torch(values: Mapping[str, Any]) -> None:
     auxiliary_models: AuxiliaryModels = values["auxiliary_models"] or AuxiliaryModels()
     settings: TorchSettings = values["settings"]
     for algorithm in values["algorithms"].values():
-        given = available_names(
-            critic=bool(auxiliary_models.critic), teacher=bool(auxiliary_models.teacher), pairs=True
-        )
-        check_needs(algorithm, given)
+        critic, teacher = bool(auxiliary_models.critic), bool(auxiliary_models.teacher)
+        check_needs(algorithm, available_names(critic=critic, teacher=teacher, pairs=True))
     names = ("lr", "steps", "tokens_per_microbatch", "share_prefix")
     optimizer.check_settings(settings.of_run(**{name: values[name] for name in names}))
     optimizer.check_chosen(settings, values["make_optimizer"])
@@ -252,10 +256,8 @@ class TorchBackend:
         trainer = self._trainer
         algorithm = trainer.algorithms.get(batch.algorithm)
         if algorithm is None:
-            raise TrainingError(
-                f"the batch names the algorithm {batch.algorithm!r}; this backend has: "
-                f"{', '.join(sorted(trainer.algorithms))}"
-            )
+            what = f"the batch names the algorithm {batch.algorithm!r}"
+            raise TrainingError(f"{what}; this backend has: {', '.join(sorted(trainer.algorithms))}")
         keep = _kept_together(algorithm)
         start = time.perf_counter()
         shard = functools.partial(self._shard, batch, keep, only_live=True, trained=True)
@@ -391,11 +393,9 @@ def training_speed(
     for shard, reading in zip(shards, readings, strict=True):
         for number, part in enumerate(shard.microbatches()):
             (forward_only if number in reading.forward_only else trained).extend(part)
+    flops = _flops(trainer.size, trained, lora=trainer.adapter is not None)
     # Full training has the cost of three forward passes; two of them are the backward pass.
-    flops = (
-        _flops(trainer.size, trained, lora=trainer.adapter is not None)
-        + _flops(trainer.size, forward_only, lora=False) / 3
-    )
+    flops += _flops(trainer.size, forward_only, lora=False) / 3
     if not flops:
         return found
     rate = flops / max(seconds, 1e-9) / len(shards)

@@ -172,9 +172,8 @@ class Trainer:
             raise ConfigError(
                 f"--training.layout packed: {reasons or 'this model cannot'}; type --training.layout buckets"
             )
-        packed = settings.layout == "packed" or (
-            settings.layout == "auto" and paths.packs and prefers_packing(self.causal)
-        )
+        is_faster = settings.layout == "auto" and paths.packs and prefers_packing(self.causal)
+        packed = settings.layout == "packed" or is_faster
         return Models(paths._replace(share_prefix=paths.share_prefix and not packed, packed=packed), critic, teacher)
 
     def split(self, batch: TrainBatch, keep: Keep, only_live: bool, *, trained: bool = False) -> list[list[Row]]:
@@ -314,10 +313,8 @@ class Trainer:
             self.forget_gradients()
             self._not_finite += not finite  # with D = 0 the norms are 0.0, which is finite
             if self._not_finite >= _NOT_FINITE_MAX:
-                raise TrainingError(
-                    f"the weights or gradients were not finite in {self._not_finite} steps in a row, so training has "
-                    f"diverged; try a smaller --lr than {settings.lr:g}"
-                )
+                what = f"the weights or gradients were not finite in {self._not_finite} steps in a row"
+                raise TrainingError(f"{what}, so training has diverged; try a smaller --lr than {settings.lr:g}")
             return StepResult(metrics | {"optim/skipped": 1.0}, self.version)
         with torch.no_grad():
             for norm, each in zip(norms, gradients, strict=True):

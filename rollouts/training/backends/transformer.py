@@ -186,10 +186,8 @@ def use_float32_head(causal: Any) -> None:
     """
     outer = causal.get_output_embeddings()
     if outer is None:
-        raise ConfigError(
-            f"the float32 head: {type(causal).__name__} does not show its output embeddings; leave the setting out, or "
-            "load the whole model with --training.dtype float32"
-        )
+        what = f"the float32 head: {type(causal).__name__} does not show its output embeddings"
+        raise ConfigError(f"{what}; leave the setting out, or load the whole model with --training.dtype float32")
     head, embedding = _base_layer(outer), _base_layer(causal.get_input_embeddings())
     assert isinstance(head.weight, Tensor), f"the head {head} has no weight"
     dtype = head.weight.dtype

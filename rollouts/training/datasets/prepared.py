@@ -266,10 +266,8 @@ class Prepared:
         lines += [f"{name}: {words}" for words in (unread_words(self.unread), lost_words(self.lost)) if words]
         if any(self.cut):
             rows, left_out, tokens = self.cut
-            lines.append(
-                f"{name}: max_length cut {counted(rows, 'row')} and left out {counted(left_out, 'row')}, "
-                f"{counted(tokens, 'token')} in all"
-            )
+            lost = f"cut {counted(rows, 'row')} and left out {counted(left_out, 'row')}"
+            lines.append(f"{name}: max_length {lost}, {counted(tokens, 'token')} in all")
         if self.bad:
             lines.append(f"{name}: skipped {counted(len(self.bad), 'row')}, such as {bad_words(self.bad[0])}")
         return lines
@@ -440,10 +438,8 @@ def divided(prepared: Prepared, fraction: float) -> tuple[list[int], list[int]]:
     held_out = [number for number, at in enumerate(prepared.positions) if at < fraction]
     trained = [number for number, at in enumerate(prepared.positions) if at >= fraction]
     if not trained or (fraction and not held_out):
-        raise ConfigError(
-            f"--data.held-out {fraction}: of {counted(len(prepared), 'conversation')}, {len(held_out)} would be held "
-            "out; type another fraction, or 0"
-        )
+        what = f"--data.held-out {fraction}: of {counted(len(prepared), 'conversation')}"
+        raise ConfigError(f"{what}, {len(held_out)} would be held out; type another fraction, or 0")
     return trained, held_out
 
 

@@ -150,10 +150,8 @@ class SampledTasks:
         available = LazyValues(tasks=lambda: list(self.tasks))  # tasks are only read for a sampler that names them
         self._sampler = make("sampler", self._name, factory, available, {})
         if missing := [name for name in METHODS if not callable(getattr(self._sampler, name, None))]:
-            raise SignatureError(
-                f"the sampler {self._name} has no method {' and no '.join(missing)}\n"
-                f"a sampler has the methods {', '.join(METHODS)}"
-            )
+            what = f"the sampler {self._name} has no method {' and no '.join(missing)}"
+            raise SignatureError(f"{what}\na sampler has the methods {', '.join(METHODS)}")
 
     @property
     def tasks(self) -> dict[str, Task]:

@@ -138,7 +138,7 @@ async def train_rl(
     # because it cannot store functions.
     kept_coefficients = start.kl_coefficients.items()
     kl_of = {stage.name: stage.algorithm.kl for stage in stages}
-    coefficients = {kl: value for name, value in kept_coefficients if (kl := kl_of.get(name)) is not None}
+    coefficients: dict[KL | None, float] = {kl: value for name, value in kept_coefficients if (kl := kl_of.get(name))}
     start_versions = tuple(start.start_versions)
     syncing = syncing or WeightSyncManager(inference_engines, temperature=config.temperature)
     rollout_manager.policy_version = backend.version
@@ -196,10 +196,8 @@ def _training_metrics(
 ) -> dict[str, float]:
     """The metrics and the speed of a batch's optimizer steps. NaN values are left out: JSON has none."""
     tokens = sum(len(row.tokens) for row in batch.rows)
-    metrics = _joined_metrics(reports) | {
-        "time/forward_backward": seconds,
-        "perf/train_tok_s": tokens / max(seconds, 1e-9),
-    }
+    speed = tokens / max(seconds, 1e-9)
+    metrics = _joined_metrics(reports) | {"time/forward_backward": seconds, "perf/train_tok_s": speed}
     if kl is not None:
         metrics["policy/kl_coef"] = kl.coefficient if batch.kl_coefficient is None else batch.kl_coefficient
     return {name: value for name, value in metrics.items() if not math.isnan(value)}

@@ -296,10 +296,8 @@ def _read_group(term: RewardTerm, episodes: Sequence[Episode], returned: Any) ->
     values = _one_each(term.alias, returned, len(episodes))
     verdicts = [mixing.read_verdict(term.alias, term.weight, value) for value in values]
     counts = [episode.trajectory.turns for episode in episodes]
-    return [
-        mixing.with_reason(mixing.check_turns(v, count), term.function)
-        for v, count in zip(verdicts, counts, strict=True)
-    ]
+    checked = map(mixing.check_turns, verdicts, counts)
+    return [mixing.with_reason(verdict, term.function) for verdict in checked]
 
 
 async def _ask(term: RewardTerm, arguments: Sequence[Any], seconds: float, read: Callable[[Any], Any]) -> Any:

@@ -258,26 +258,21 @@ class Proof:
             bare = kind == "adapter" and not min(old)
             base = " (the model without an adapter, if the run began there)" if bare else ""
             return f"its numbers are those of version {max(old)}{base}: it serves an older version"
-        return (
-            "they are no earlier version's either: some tensor did not arrive whole, or it has another model or "
-            "precision than the trainer (see the server's own --dtype)"
-        )
+        what = "they are no earlier version's either: some tensor did not arrive whole"
+        return f"{what}, or it has another model or precision than the trainer (see the server's own --dtype)"
 
     async def _diagnose_sampling(self, member: InferenceBackend, reply: Generation, temperature: float) -> str:
         """Guess the cause of wrong log-probabilities of sampled tokens, if the scores are right."""
         if temperature != 1.0 and (await self._apart(self.sequences.prompt, reply, 1.0)).agrees:
-            return (
-                "they are those of temperature 1: start the server so that it gives the log-probabilities of what "
-                "it samples from (vLLM: --logprobs-mode processed_logprobs), or type --temperature 1"
-            )
+            how = "so that it gives the log-probabilities of what it samples from"
+            vllm = "vLLM: --logprobs-mode processed_logprobs"
+            return f"they are those of temperature 1: start the server {how} ({vllm}), or type --temperature 1"
         _, other = await self._sample(member, self.sequences.other, temperature)
         if other.agrees:
             before = f"of version {self.memory.version}" if self.memory.version >= 0 else "of the weights before"
             right = "with a prompt that it had not seen before it is right"
             return f"{right}, so its prefix cache still holds what is {before}: the cache was not flushed"
-        return (
-            "see which log-probabilities the server returns, and whether it samples with the model that it scores with"
-        )
+        return "see which log-probabilities the server returns, and whether it samples and scores with the same model"
 
 
 async def probe_parity(backend: TrainingBackend, engine: InferenceBackend, tolerance: float = TOLERANCE) -> float:
