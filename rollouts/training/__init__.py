@@ -87,38 +87,29 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_face(__name__)
 
 _ENGINE, _NOTES = __name__, "rollouts_notes"
-_SUPERVISED = f"{_NOTES}.supervised {_NOTES}.dataset_loaders"
-_MOVED = {
-    "agent_integration": f"{_ENGINE}.samples {_ENGINE}.rollout_gen.groups rollouts.agent.episode",
-    "async_rollout_manager": f"{_ENGINE}.rollout_gen.manager",
-    "backends.futures": "rollouts.models.futures",
-    "backends.protocol": f"{_ENGINE}.batches rollouts.models.futures",
-    "backends.pytorch": f"{_NOTES}.pytorch_factory",
-    "backends.pytorch_factory": f"{_NOTES}.pytorch_factory",
-    "data_buffer": f"{_ENGINE}.datasets.buffer",
-    "dataset_loaders": f"{_NOTES}.dataset_loaders",
-    "datasets.data_buffer": f"{_ENGINE}.datasets.buffer",
-    "datasets.dataset_loaders": f"{_NOTES}.dataset_loaders",
-    "datasets.sft": _SUPERVISED,
-    "distributed_utils": f"{_ENGINE}.backends.rendezvous {_ENGINE}.backends.ranks {_NOTES}.pytorch_factory",
-    "estimates": "rollouts.models.estimates",
-    "loops.rl_loop": f"{_NOTES}.batches {_NOTES}.rl {_ENGINE}.loops.rl",
-    "loops.sft_loop": f"{_NOTES}.sft {_NOTES}.supervised",
-    "metrics": f"rollouts.loggers.base {_NOTES}.metrics",
-    "models": "rollouts.models.loading",
-    "rl_loop": f"{_NOTES}.batches {_NOTES}.rl",
-    "rl_losses": f"{_NOTES}.losses",
-    "rollout_gen.async_rollout_manager": f"{_ENGINE}.rollout_gen.manager",
-    "rollout_gen.endpoint": f"{_NOTES}.endpoint",
-    "rollout_gen.rollout_generation": f"{_NOTES}.rollout_generation",
-    "rollout_gen.rollout_manager": f"{_NOTES}.rollout_generation",
-    "rollout_generation": f"{_NOTES}.rollout_generation {_ENGINE}.rollout_gen.steps",
-    "rollout_manager": f"{_NOTES}.rollout_generation",
-    "sample_prep": f"{_NOTES}.supervised",
-    "sft": _SUPERVISED,
-    "sft_loop": f"{_NOTES}.sft {_NOTES}.supervised",
-    "types": f"rollouts.types {_ENGINE}.batches {_ENGINE}.samples {_ENGINE}.rollout_gen.steps rollouts.models.futures"
-    f" rollouts.config.sections {_NOTES}.configs {_NOTES}.checkpoint_servers",
-    "weight_sync": f"{_ENGINE}.weights.sync {_NOTES}.checkpoint_servers",
+_HOMES = {
+    f"{_ENGINE}.samples {_ENGINE}.rollout_gen.groups rollouts.agent.episode": "agent_integration",
+    f"{_ENGINE}.rollout_gen.manager": "async_rollout_manager rollout_gen.async_rollout_manager",
+    "rollouts.models.futures": "backends.futures",
+    f"{_ENGINE}.batches rollouts.models.futures": "backends.protocol",
+    f"{_NOTES}.pytorch_factory": "backends.pytorch backends.pytorch_factory",
+    f"{_ENGINE}.datasets.buffer": "data_buffer datasets.data_buffer",
+    f"{_NOTES}.dataset_loaders": "dataset_loaders datasets.dataset_loaders",
+    f"{_NOTES}.supervised {_NOTES}.dataset_loaders": "datasets.sft sft",
+    f"{_ENGINE}.backends.rendezvous {_ENGINE}.backends.ranks {_NOTES}.pytorch_factory": "distributed_utils",
+    "rollouts.models.estimates": "estimates",
+    f"{_NOTES}.batches {_NOTES}.rl {_ENGINE}.loops.rl": "loops.rl_loop",
+    f"{_NOTES}.sft {_NOTES}.supervised": "loops.sft_loop sft_loop",
+    f"rollouts.loggers.base {_NOTES}.metrics": "metrics",
+    "rollouts.models.loading": "models",
+    f"{_NOTES}.batches {_NOTES}.rl": "rl_loop",
+    f"{_NOTES}.losses": "rl_losses",
+    f"{_NOTES}.endpoint": "rollout_gen.endpoint",
+    f"{_NOTES}.rollout_generation": "rollout_gen.rollout_generation rollout_gen.rollout_manager rollout_manager",
+    f"{_NOTES}.rollout_generation {_ENGINE}.rollout_gen.steps": "rollout_generation",
+    f"{_NOTES}.supervised": "sample_prep",
+    f"rollouts.types {_ENGINE}.batches {_ENGINE}.samples {_ENGINE}.rollout_gen.steps rollouts.models.futures"
+    f" rollouts.config.sections {_NOTES}.configs {_NOTES}.checkpoint_servers": "types",
+    f"{_ENGINE}.weights.sync {_NOTES}.checkpoint_servers": "weight_sync",
 }
-moved_modules({f"{__name__}.{name}": home for name, home in _MOVED.items()})
+moved_modules({f"{__name__}.{name}": home for home, names in _HOMES.items() for name in names.split()})

@@ -244,10 +244,8 @@ def split_by_role(
     """
     strange = {row.role for row in batch.rows}.difference(roles)
     if strange:
-        raise TrainingError(
-            f"a sample is of the role {min(strange)!r}, and there are adapters of {', '.join(roles)}; write the role "
-            'of each sample into its metadata, as {"role": "' + roles[0] + '"}'
-        )
+        what = f"a sample is of the role {min(strange)!r}, and there are adapters of {', '.join(roles)}"
+        raise TrainingError(f'{what}; write the role of each sample into its metadata, as {{"role": "{roles[0]}"}}')
     of_role = [[row for row in batch.rows if row.role == role] for role in roles]
     return [part for rows in of_role for part in split(msgspec.structs.replace(batch, rows=rows))]
 
@@ -268,11 +266,10 @@ def _units(
     if cost <= most or len(members) == 1:
         return [members]
     if keep:
-        raise TrainingError(
-            f"the loss names {keep}_index, so the {len(members)} rows of {keep} {getattr(members[0], f'{keep}_index')} "
-            f"must be run together; they take {cost} tokens but tokens_per_microbatch is {most}. Give "
-            f"--tokens-per-microbatch {cost}"
-        )
+        number, count = getattr(members[0], f"{keep}_index"), len(members)
+        what = f"the loss names {keep}_index, so the {count} rows of {keep} {number} must be run together"
+        sizes = f"they take {cost} tokens but tokens_per_microbatch is {most}"
+        raise TrainingError(f"{what}; {sizes}. Give --tokens-per-microbatch {cost}")
     rows = [[row] for row in members]
     return rows if packed else _fill(rows, tokens_max, share_prefix)
 

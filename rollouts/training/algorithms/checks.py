@@ -131,11 +131,8 @@ def is_weighed(algorithm: Algorithm) -> bool:
 def keeps_own_tokens(correction: Any) -> bool:
     """Whether a correction gives the weight 1 to every token that the trainer's own policy sampled."""
     names = set(VOCABULARY["corrections"]) - {"step"}
-    return bool(
-        _of_invented(
-            correction, "corrections", names, lambda: (call_with(correction, _three_tokens(None)) == 1).all().item()
-        )
-    )
+    found = _of_invented(correction, "corrections", names, lambda: call_with(correction, _three_tokens(None)))
+    return found is not None and bool((found == 1).all())
 
 
 def keeps_one_reward(mix: Any, weight: float) -> bool:

@@ -110,11 +110,8 @@ def make_streams(
     floats = {
         name: [value for row, positions in chosen for value in _take(getattr(row, name), positions)] for name in names
     }
-    floats["rollout_logprobs"] = [
-        value
-        for row, positions in chosen
-        for value in (_take(row.rollout_logprobs, positions) if row.rollout_logprobs else [0.0] * len(positions))
-    ]
+    known = [(row.rollout_logprobs or [0.0] * len(row.tokens), positions) for row, positions in chosen]
+    floats["rollout_logprobs"] = [value for stream, positions in known for value in _take(stream, positions)]
     if "old_values" in floats and "returns" not in floats:
         floats["returns"] = [rewards[row.rollout_index] for row, positions in chosen for _ in positions]
     floats["mask"] = floats.pop("loss_mask")

@@ -103,10 +103,9 @@ def check_settings(settings: TrainerSettings) -> None:
         one_of("--training.lr-schedule", settings.lr_schedule, get_args(ScheduleName)),
     )
     if settings.lr_schedule != "constant" and settings.steps == 0:
-        raise ConfigError(
-            f"--training.lr-schedule {settings.lr_schedule}: it falls until the last optimizer step, and the number of "
-            "steps is not known; give --steps, or type --training.lr-schedule constant"
-        )
+        what = f"--training.lr-schedule {settings.lr_schedule}: it falls until the last optimizer step"
+        hint = "give --steps, or type --training.lr-schedule constant"
+        raise ConfigError(f"{what}, and the number of steps is not known; {hint}")
     if settings.lr_schedule == "constant" and settings.lr_final:
         what = f"--training.lr-final {settings.lr_final}: a constant learning rate has no final value"
         raise ConfigError(f"{what}; type --training.lr-schedule cosine or linear, or leave --training.lr-final out")
@@ -122,12 +121,9 @@ def check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str, 
         ("--training.lora-alpha", lora_alpha, is_alpha, "a number above 0"),
     )
     if not lora_rank and dtype in ("bfloat16", "float16"):
-        raise ConfigError(
-            f"--training.dtype {dtype}: all weights would be trained in {dtype}, where small steps round to nothing "
-            "and training stalls or diverges; type --training fsdp, which computes in bfloat16 and keeps float32 "
-            "weights to add the steps to (with one process too), or --lora-rank 16, whose adapters are float32, or "
-            "--training.dtype float32"
-        )
+        what = f"--training.dtype {dtype}: all weights would be trained in {dtype}, where small steps round to nothing"
+        fsdp = "type --training fsdp, which computes in bfloat16 and keeps float32 weights (with one process too)"
+        raise ConfigError(f"{what}; {fsdp}, or --lora-rank 16, whose adapters are float32, or --training.dtype float32")
     if critic not in ("", "head") and dtype in ("bfloat16", "float16"):
         what = f"--critic {critic}: all of its weights would be trained in {dtype}, where small steps round to nothing"
         raise ConfigError(f"{what}; type --critic head, or --training.dtype float32")

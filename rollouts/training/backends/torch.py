@@ -110,19 +110,9 @@ def put_in(causal: Any, settings: TorchSettings, lora_rank: int, seed: int, role
 # --- executors --------------------------------------------------------------------------------------------------------
 
 
-CommandName = Literal[
-    "forward",
-    "forward_backward",
-    "forget_gradients",
-    "optim_step",
-    "get_weights",
-    "load_weights",
-    "save",
-    "load",
-    "start_profile",
-    "stop_profile",
-    "close",
-]
+_Computing = Literal["forward", "forward_backward", "forget_gradients", "optim_step"]
+_Moving = Literal["get_weights", "load_weights", "save", "load", "start_profile", "stop_profile", "close"]
+CommandName = Literal[_Computing, _Moving]
 
 
 class Command(msgspec.Struct):
@@ -149,7 +139,7 @@ def run_on_trainer(trainer: Trainer, name: CommandName, *shards: BatchShard, **s
         if not why:
             raise
     free_memory(trainer.device)
-    rows, checkpoints = trainer.microbatch, trainer.checkpoints_activations
+    rows, checkpoints = trainer.microbatch, trainer.settings.gradient_checkpointing
     tokens = trainer.microbatch_tokens(rows)
     smaller = _smaller(trainer, shards[0].batch, tokens) if shards else 0
     lengths = [len(row.tokens) for row in rows]
@@ -267,11 +257,9 @@ class TorchBackend:
         try:
             if learned and not any(learned):
                 labels = " + ".join(function_label(term.function) for term in active_terms(algorithm))
-                raise TrainingError(
-                    f"the loss {labels} returned values that carry no gradient, so nothing can be learned; compute "
-                    "them from `logprobs` or `entropy`, without .detach(), torch.no_grad() or a conversion to whole "
-                    "numbers"
-                )
+                what = f"the loss {labels} returned values that carry no gradient, so nothing can be learned"
+                without = "without .detach(), torch.no_grad() or a conversion to whole numbers"
+                raise TrainingError(f"{what}; compute them from `logprobs` or `entropy`, {without}")
             metrics = batch_metrics(readings, batch.denominator)
         except TrainingError:
             self._executor.call("forget_gradients")
