@@ -46,7 +46,7 @@ from rollouts.runs.components import Chosen
 from rollouts.runs.environments import Environment, held_out_tasks, task_buffer
 from rollouts.runs.folder import RunFolder, episode_records
 from rollouts.training.algorithms.algorithm import as_algorithm
-from rollouts.training.algorithms.calls import call_per_rollout
+from rollouts.training.algorithms.calls import call_author, check_per_rollout
 from rollouts.training.algorithms.objective import evaluate_objective
 from rollouts.training.rollout_gen.groups import NamedFilter, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
@@ -202,7 +202,9 @@ def _run(case: Case, folder: Path) -> None:
     for group in step.groups:
         judged = [reward for reward in group.rewards if reward is not None]
         if judged:
-            call_per_rollout("advantage", _named(advantage, "rewards"), {"rewards": torch.tensor(judged)}, len(judged))
+            function = _named(advantage, "rewards")
+            returned = call_author("advantage", function, {"rewards": torch.tensor(judged)})
+            check_per_rollout("advantage", function, returned, len(judged))
     metrics = rollout_metrics(step.groups) | _loss_metrics(case)
     _write(folder, step, metrics)
     manager = PluginManager()

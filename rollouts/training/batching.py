@@ -345,14 +345,13 @@ def _pair_rows(rows: Sequence[Row], pairs: Sequence[tuple[int, int]]) -> list[Ro
     rows_of: dict[int, list[Row]] = {}
     for row in rows:
         rows_of.setdefault(row.rollout_index, []).append(row)
-    return [
-        msgspec.structs.replace(
-            row, pair_index=number, advantages=[sign if weight > 0 else 0.0 for weight in row.loss_mask]
-        )
-        for number, pair in enumerate(pairs)
-        for rollout, sign in zip(pair, (1.0, -1.0), strict=True)
-        for row in rows_of.get(rollout, ())
-    ]
+    paired = []
+    for number, pair in enumerate(pairs):
+        for rollout, sign in zip(pair, (1.0, -1.0), strict=True):
+            for row in rows_of.get(rollout, ()):
+                advantages = [sign if weight > 0 else 0.0 for weight in row.loss_mask]
+                paired.append(msgspec.structs.replace(row, pair_index=number, advantages=advantages))
+    return paired
 
 
 def _prefix_lengths(samples: Sequence[Sample], masks: Sequence[Sequence[float]], groups: Sequence[int]) -> list[int]:

@@ -55,9 +55,8 @@ def accuracy_std(
             )
         return f"no_part_{part}"
     # If one reward could not judge a rollout, the rollout is not trained, even if this part is known.
-    chosen = [
-        each.get(part) if part and score is not None else score for score, each in zip(scores, parts, strict=True)
-    ]
+    both = zip(scores, parts, strict=True)
+    chosen = [own.get(part) if part and score is not None else score for score, own in both]
     return nonzero_std(chosen, spread_min=spread_min)
 
 

@@ -127,7 +127,7 @@ def test_several_optimizer_steps_a_batch(tiny):
     assert after > before + 0.2 and after > 0.85, (before, after)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_student_comes_to_its_teacher_without_rewards(tiny, tmp_path):
     before, taught, teacher = train(tiny.qwen3(vocab=ARMS), GRPO)
     teacher.save_pretrained(tmp_path / "teacher")

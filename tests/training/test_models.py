@@ -443,7 +443,7 @@ def test_a_path_is_never_asked_for(tmp_path, monkeypatch):
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_in_two_threads_are_as_alone(tmp_path):
     """In a process of its own, which has imported transformers: its first import fails in two threads."""
     code = """

@@ -94,9 +94,8 @@ def turn_return(
     check_setting("eps", eps, 0 <= eps < float("inf"), "a number of 0 or more", "--advantage.eps 1e-4")
     most = max(map(len, turn_rewards), default=0)
     nothing = float("nan")
-    padded = torch.tensor(
-        [[*turns, *[nothing] * (most - len(turns))] for turns in turn_rewards], dtype=torch.float64
-    ).reshape(len(turn_rewards), most)
+    rows = [[*turns, *[nothing] * (most - len(turns))] for turns in turn_rewards]
+    padded = torch.tensor(rows, dtype=torch.float64).reshape(len(turn_rewards), most)
     returns = padded.clone()
     for turn in range(most - 2, -1, -1):
         returns[:, turn] += gamma * returns[:, turn + 1].nan_to_num(0.0)

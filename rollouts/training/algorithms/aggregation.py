@@ -99,9 +99,8 @@ def per_rollout(masks: Sequence[Sequence[float]], rollout_index: Sequence[int]) 
 def pair_mean(masks: Sequence[Sequence[float]], pair_index: Sequence[int]) -> TokenWeights:
     """For losses with one value per pair: u = 1, D = live pairs. A pair is live if one of its rows is."""
     live = _live_keys(masks, pair_index) - {-1}
-    weights = [
-        [float(value > 0 and pair in live) for value in mask] for mask, pair in zip(masks, pair_index, strict=True)
-    ]
+    rows = zip(masks, pair_index, strict=True)
+    weights = [[float(value > 0 and pair in live) for value in mask] for mask, pair in rows]
     return TokenWeights(weights, float(len(live)), "pair")
 
 

@@ -173,10 +173,8 @@ def refuse_unknown(label: str, given: Iterable[str], known: Sequence[str]) -> No
 
 def setting_of(algorithm: Algorithm, name: str) -> Any | None:
     """The value of a setting in the first term that has it, bound or default. None if no term has it."""
-    settings = (
-        setting for term in active_terms(algorithm) for setting in signature_of(term.function, "losses").settings
-    )
-    return next((setting.default for setting in settings if setting.name == name), None)
+    signatures = (signature_of(term.function, "losses") for term in active_terms(algorithm))
+    return next((each.default for signature in signatures for each in signature.settings if each.name == name), None)
 
 
 def bind_own(function: Function, kind: str, settings: Mapping[str, Any]) -> Function:

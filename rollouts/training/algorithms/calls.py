@@ -45,13 +45,6 @@ def wrong_result(word: str, function: Function, given: str, expected: str, but: 
     return TrainingError(f"the {word} {function_label(function)} {but}returned {given}; expected {expected}")
 
 
-def call_per_rollout(word: str, function: Function, available: Mapping[str, Any], count: int) -> list[float]:
-    """The `count` finite numbers that the function returned, one per rollout. Raises TrainingError, which names the
-    function.
-    """
-    return check_per_rollout(word, function, call_author(word, function, available), count)
-
-
 def check_per_rollout(word: str, function: Function, returned: Any, count: int) -> list[float]:
     """The `count` finite numbers that a function returned. Raises TrainingError, which names the function, for anything
     else.
@@ -233,8 +226,10 @@ def _at_places(
     is empty.
     """
     spread: list[float | None] = [None] * count
-    values = call_per_rollout(word, function, available, len(places)) if places else []
-    for place, value in zip(places, values, strict=True):
+    if not places:
+        return spread
+    returned = call_author(word, function, available)
+    for place, value in zip(places, check_per_rollout(word, function, returned, len(places)), strict=True):
         spread[place] = value
     return spread
 

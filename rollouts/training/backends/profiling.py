@@ -41,11 +41,6 @@ class Profile:
         self._thread: threading.Thread | None = None
         self._device = torch.device("cpu")
 
-    @property
-    def running(self) -> bool:
-        """Whether it was started, and neither finished nor discarded."""
-        return self._profiler is not None
-
     def start(self, device: torch.device | str) -> None:
         """Record what this thread runs, on the CPU and on `device`.
 

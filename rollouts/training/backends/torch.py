@@ -220,11 +220,6 @@ class TorchBackend:
         """The algorithms that a batch may name."""
         return self._trainer.algorithms
 
-    @property
-    def shares_prefix(self) -> bool:
-        """Whether shared prompts run once."""
-        return self._trainer.shares_prefix
-
     @on_thread
     def forward(
         self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",), *, only_live: bool = False

@@ -124,10 +124,8 @@ def check_judged(episodes: Sequence[Episode], what: str) -> None:
     """
     if not episodes or any(episode.score.value is not None for episode in episodes):
         return
-    reasons = Counter(
-        f"{episode.status.value}: {episode.trajectory.error or episode.score.why or 'its reward is None'}"
-        for episode in episodes
-    )
+    whys = [episode.trajectory.error or episode.score.why or "its reward is None" for episode in episodes]
+    reasons = Counter(f"{episode.status.value}: {why}" for episode, why in zip(episodes, whys, strict=True))
     tally = "\n".join(f"  {count} x {reason}" for reason, count in reasons.most_common(3))
     none = f"not one of the {len(episodes)} rollouts of {what} could be judged:\n{tally}"
     if len(episodes) == 1:

@@ -323,9 +323,8 @@ class AsyncRolloutManager:
         samples = [episode_samples(each, 0, 0) if isinstance(each, Episode) else list(each) for each in outcomes]
         waiting = self._pool.waiting if self._pool is not None else {}
         tasks = {order: self._live[order[0]].task for order in sorted(waiting)}
-        return [sample for some in samples for sample in some] + [
-            pending_sample(task.prompt, *waiting[order]) for order, task in tasks.items()
-        ]
+        pending = [pending_sample(task.prompt, *waiting[order]) for order, task in tasks.items()]
+        return [*(sample for some in samples for sample in some), *pending]
 
     def state_dict(self) -> dict[str, Any]:
         """The manager's state for a checkpoint, as plain data. Call it between steps, in `pause`."""

@@ -67,10 +67,9 @@ async def send_over_group(
         ordered = [tensors[info.name] for info in update.manifest]
         await _in_thread(_broadcast, group, ordered, device, seconds, seconds=seconds)
 
-    joins = [
-        functools.partial(member.join_group, place, 1 + sum(ranks[:index]), received[index].set)
-        for index, member in enumerate(takers)
-    ]
+    firsts = [1 + sum(ranks[:index]) for index in range(len(takers))]
+    each_one = zip(takers, firsts, received, strict=True)
+    joins = [functools.partial(member.join_group, place, first, event.set) for member, first, event in each_one]
     try:
         await _together([join, *joins], f"no group for the weights of version {update.version} came about")
         updates = [functools.partial(engine.update_weights, update) for engine in engines]

@@ -60,10 +60,9 @@ class Sender:
         sequences, numbers = probe.Sequences([], [], [], 0), list[float]()
         if servers:
             members = [member for engine in servers for member in members_of(engine)] or servers
-            sequences = probe.probe_sequences(
-                min(member.context_tokens_max for member in members),
-                min(member.vocabulary_size or probe.COPY_TOKENS for member in members),
-            )
+            context_tokens = min(member.context_tokens_max for member in members)
+            vocabulary_size = min(member.vocabulary_size or probe.COPY_TOKENS for member in members)
+            sequences = probe.probe_sequences(context_tokens, vocabulary_size)
             numbers = await probe.trainer_logprobs(backend, sequences.scored)
         weights: dict[Kind, Mapping[str, Any]] = {kind: await future for kind, future in wanted.items()}
         given = self.tolerance

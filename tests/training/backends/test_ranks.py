@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 
+import forks
 import pytest
 
 from rollouts.errors import ConfigError, RankError, TrainingError
@@ -135,6 +136,7 @@ def test_of_three_ranks_the_guilty_one_is_named(fault, tiny, model, ranks_of, fa
     fails(ranks, batch, words, 45)
 
 
+@pytest.mark.nightly
 def test_what_rank_0_does_alone_may_take_longer_than_a_stall(tiny, model, ranks_of, tmp_path, monkeypatch):
     """Reading a model or a checkpoint: the others do not wait for it in a collective."""
     from rollouts.models import loading
@@ -187,7 +189,7 @@ def test_ranks_end_with_rank_0(tiny, model, tmp_path):
             """
         )
     )
-    started = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
+    started = forks.popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
     try:
         assert started.stdout is not None
         pid = int(started.stdout.readline())
