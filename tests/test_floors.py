@@ -96,7 +96,7 @@ MAY_HAVE_MANY = {
     *("env.serve", "command._check"),  # options of a command
     *("rollouts.create_batch_rollouts", "rl.run_rl_training"),  # as the first notes have them
     # too many
-    *("episode.run_episode", "estimates.estimate_memory", "train.train", "batching.make_batch", "rl.train_rl"),
+    *("episode.run_episode", "estimates.estimate_memory", "train.train", "rl.train_rl"),
     *("manager.__init__", "training.train"),
 }
 """Functions that take more parameters, with the name of their module."""

@@ -221,10 +221,10 @@ class PyTorchTrainingBackend:
         are unknown, they are those of this model. Rows without a trained token are left out. The logits are divided by
         the batch's sampling temperature.
         """
-        temperatures: Tensor | None = None
+        temperature = 1.0
         if isinstance(batch, TrainBatch):
             rows = [row for row in batch.rows if live_count(row)] or batch.rows
-            temperatures = _temperatures(batch, rows)
+            temperature = batch.temperature
             batch = _tensors_of(rows)
         if "input_ids" not in batch:
             raise TrainingError(f"the batch has {', '.join(sorted(batch)) or 'nothing'}; it needs input_ids [B, L]")
@@ -232,7 +232,8 @@ class PyTorchTrainingBackend:
         tensors = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
         beside = {name: tensors[name] for name in ("attention_mask", "position_ids") if name in tensors}
         output = self.model(tensors["input_ids"], **beside)
-        tensors["logits"] = _tempered(getattr(output, "logits", output), temperatures)
+        logits = getattr(output, "logits", output)
+        tensors["logits"] = logits if temperature == 1.0 else logits / temperature
         parameters = inspect.signature(self._loss_fn).parameters
         if _OLD in parameters and _OLD in tensors:
             own, _ = label_logprobs(tensors["logits"].detach(), tensors["labels"])
@@ -281,7 +282,7 @@ class PyTorchTrainingBackend:
         with torch.no_grad():
             tensors = {name: each.to(device) for name, each in _tensors_of(batch.rows).items()}
             output = self.model(tensors["input_ids"])
-            logits = _tempered(getattr(output, "logits", output), _temperatures(batch, batch.rows))
+            logits = getattr(output, "logits", output) / batch.temperature
             found = label_logprobs(logits, tensors["labels"])
         live = tensors["loss_mask"] > 0 if only_live else torch.ones_like(tensors["loss_mask"])
         logprobs, entropy = (
@@ -363,15 +364,6 @@ def _tensors_of(rows: Sequence[Row]) -> dict[str, Tensor]:
         live = [each for each, weight in zip(row.advantages, row.loss_mask, strict=True) if weight > 0]
         advantages[place] = sum(live) / max(len(live), 1)
     return {**tensors, "advantages": advantages, _OLD: old}
-
-
-def _temperatures(batch: TrainBatch, rows: Sequence[Row]) -> Tensor:
-    """The sampling temperature of each row [B]."""
-    return torch.full((len(rows),), batch.temperature)
-
-
-def _tempered(logits: Tensor, temperatures: Tensor | None) -> Tensor:
-    return logits if temperatures is None else logits / temperatures.to(logits)[:, None, None]
 
 
 def _sum_and_denominator(returned: Any, weight: float) -> tuple[Tensor, float]:

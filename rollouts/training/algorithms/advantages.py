@@ -60,11 +60,7 @@ def rloo(rewards: Tensor | Sequence[float | None]) -> Tensor:
 
 
 def turn_return(
-    turn_rewards: Sequence[Sequence[float]],
-    *,
-    gamma: float = 1.0,
-    scale: bool = True,
-    eps: float = 1e-4,
+    turn_rewards: Sequence[Sequence[float]], *, gamma: float = 1.0, scale: bool = True, eps: float = 1e-4
 ) -> list[Tensor]:
     """Credit by turn: each turn gets the discounted rewards from it on, compared with the group at the same turn.
 

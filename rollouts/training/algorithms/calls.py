@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 Rewards = Sequence[float | None]
+Parts = Mapping[str, float | None]
 
 
 def call_author(word: str, function: Function, available: Mapping[str, Any]) -> Any:
@@ -108,11 +109,7 @@ def check_advantages(function: Function, returned: Any, turn_rewards: Sequence[A
 
 
 def mixed_rewards(
-    function: Function,
-    parts: Sequence[Mapping[str, float | None] | None],
-    weights: Mapping[str, float],
-    *,
-    step: int = 0,
+    function: Function, parts: Sequence[Parts | None], weights: Mapping[str, float], *, step: int = 0
 ) -> list[float | None]:
     """The rewards [G] that a mixer computes from the parts. A rollout without parts (None) has no reward.
 

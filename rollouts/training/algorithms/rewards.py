@@ -103,9 +103,8 @@ def overlong(
         raise ConfigError(f"{what}; type --max-tokens with a number of tokens")
     width = max(1, max_tokens // 4) if buffer is None else buffer
     expected = f"a number from 1 to max_tokens ({max_tokens}), or none"
-    check_setting(
-        "buffer", buffer, 1 <= width <= max_tokens, expected, f"--shaping.overlong.buffer {max(1, max_tokens // 4)}"
-    )
+    example = f"--shaping.overlong.buffer {max(1, max_tokens // 4)}"
+    check_setting("buffer", buffer, 1 <= width <= max_tokens, expected, example)
     check_setting("factor", factor, 0 <= factor < float("inf"), "a number of 0 or more", "--shaping.overlong.factor 1")
     excess = lengths.to(rewards.dtype) - (max_tokens - width)
     return rewards - excess.clamp(min=0) / width * factor

@@ -21,7 +21,7 @@ from rollouts.models.loading import load_hf_model, one_at_a_time
 from rollouts.training.algorithms.algorithm import function_label, requests
 from rollouts.training.algorithms.calls import call_author
 from rollouts.training.algorithms.logprobs import topk_logprobs
-from rollouts.training.backends.transformer import ModelPaths, Selection, inspect_model, run
+from rollouts.training.backends.transformer import ModelPaths, Selection, inspect_model, run_features
 from rollouts.training.batches import Row
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class _Scorer:
 
     def features(self, inputs: RowPositions, like: Selection) -> Tensor:
         """Features [T, F] in the order of `like`."""
-        features, own, _ = run(self.paths, *inputs)
+        features, own, _ = run_features(self.paths, *inputs)
         if own == like:
             return features
         place = {token: number for number, token in enumerate(own.tokens())}
@@ -170,11 +170,8 @@ class ReferencePolicy:
 
     def follow(self, version: int) -> None:
         """Apply the rule. `version` is the number of optimizer steps of the policy."""
-        available: dict[str, Any] = {
-            "reference": self.tensors,
-            "policy": [parameter.detach() for parameter in self._parameters],
-            "version": version,
-        }
+        policy = [parameter.detach() for parameter in self._parameters]
+        available: dict[str, Any] = {"reference": self.tensors, "policy": policy, "version": version}
         if self._adapters:
             available["adapters"] = self.tensors
         with torch.no_grad():

@@ -20,7 +20,7 @@ from torch import Tensor
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, is_reward_placed, requests
 from rollouts.training.algorithms.logprobs import logprobs_with_alternatives, token_logprobs
 from rollouts.training.backends.auxiliary import Critic, RowPositions, Teacher
-from rollouts.training.backends.transformer import ModelPaths, Selection, run
+from rollouts.training.backends.transformer import ModelPaths, Selection, run_features
 from rollouts.training.batches import Row
 
 _T = TypeVar("_T")
@@ -51,7 +51,7 @@ class Models(NamedTuple):
         self, inputs: RowPositions, temperature: float, needs: Sequence[str]
     ) -> tuple[dict[str, Tensor], Selection]:
         """Compute each of `needs` [T] with the policy, the critic or the teacher."""
-        features, selection, _ = run(self.paths, *inputs)
+        features, selection, _ = run_features(self.paths, *inputs)
         targets = _targets(inputs[0], selection, features.device)
         tensors: dict[str, Tensor] = {}
         if {"logprobs", "entropy"} & set(needs):
@@ -66,7 +66,7 @@ class Models(NamedTuple):
         """Run the rows with gradient. `extra` has the requested outputs beside logprobs, entropy and values: logits, or
         the teacher's most likely tokens.
         """
-        features, selection, tokens = run(self.paths, *inputs)
+        features, selection, tokens = run_features(self.paths, *inputs)
         targets = _targets(inputs[0], selection, features.device)
         extra: dict[str, Tensor] = {}
         if requested & {"topk_logprobs", "teacher_topk_ids", "teacher_topk_logprobs"}:

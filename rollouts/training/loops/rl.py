@@ -7,8 +7,8 @@
 5. pauses the manager, and gives the engines the new weights
 6. calls the observers, which evaluate, log and save
 
-It is simple in these ways: weights change only in a pause, so a reply never mixes versions without a record of it; the
-observers run inside the step, so a checkpoint is never newer than the logs; and an error ends the loop.
+It leaves out: training of two steps at the same time; recovery from an error, which ends the loop; and evaluations and
+checkpoints, which observers do inside the step, so that a checkpoint is never newer than the logs.
 
 `train_rl` returns the metrics. Of its arguments, it changes only the weights of the backend and the `policy_version` of
 the manager. Not here: how rollouts are played and prefetched (`rollout_gen.manager`), losses and gradients (the
@@ -129,17 +129,9 @@ async def train_rl(
         should_stop: called after each step is logged; the loop ends if it returns True
         start: an earlier `StepReport.state`. Backend, buffer and manager must have their states of that time
     """
-    if (of_manager := rollout_manager.config.staleness) != config.staleness:
-        differ = f"the manager's RolloutConfig has a staleness of {of_manager} and the loop one of {config.staleness}"
-        result = "tokens would be older than the loop allows, or nothing would be prefetched"
-        raise ConfigError(f"{differ}: {result}; give both the same")
+    _check_staleness(rollout_manager.config.staleness, config.staleness)
     stages = tuple(schedule) or (Stage(0, "main", algorithm),)
-    # The coefficients of adaptive KL terms, which stages may share. A checkpoint has them by the names of stages,
-    # because it cannot store functions.
-    kept_coefficients = start.kl_coefficients.items()
-    kl_of = {stage.name: stage.algorithm.kl for stage in stages}
-    coefficients: dict[KL | None, float] = {kl: value for name, value in kept_coefficients if (kl := kl_of.get(name))}
-    start_versions = tuple(start.start_versions)
+    coefficients, start_versions = _coefficients(stages, start), tuple(start.start_versions)
     syncing = syncing or WeightSyncManager(inference_engines, temperature=config.temperature)
     rollout_manager.policy_version = backend.version
     history: list[dict[str, float]] = []
@@ -165,18 +157,33 @@ async def train_rl(
             if (step + 1) % config.sync_every == 0:
                 metrics |= await syncing.sync(backend)
                 rollout_manager.policy_version = backend.version
-            times = (began, generated, prepared, trained, time.perf_counter())
-            phases = list(zip(("wait", "prepare", "train", "sync"), times, times[1:], strict=False))
-            metrics |= _rollout_metrics(rollouts, data_buffer.epoch_id, samples=config.samples)
-            metrics |= {"time/wait": generated - began, "time/step": times[-1] - began}
-            kl_coefficients = {name: coefficients[kl] for name, kl in kl_of.items() if kl in coefficients}
-            state = LoopState(step + 1, kl_coefficients, start_versions)
+            phases = _phases(began, generated, prepared, trained, time.perf_counter())
+            metrics |= _rollout_metrics(rollouts, data_buffer.epoch_id, samples=config.samples) | _seconds(phases)
+            state = LoopState(step + 1, _by_stage(stages, coefficients), start_versions)
             means, kept = rollout_advantages(batch, len(advantages)), parts if config.record else ()
             finished = StepReport(step, metrics, rollouts.groups, means, state, kept, phases)
             history.append(await _observed(finished, on_step, metrics_logger, on_logged))
         if should_stop():
             break
     return history
+
+
+def _check_staleness(of_manager: int, of_loop: int) -> None:
+    if of_manager != of_loop:
+        differ = f"the manager's RolloutConfig has a staleness of {of_manager} and the loop one of {of_loop}"
+        result = "tokens would be older than the loop allows, or nothing would be prefetched"
+        raise ConfigError(f"{differ}: {result}; give both the same")
+
+
+def _coefficients(stages: Sequence[Stage], start: LoopState) -> dict[KL | None, float]:
+    """The saved coefficients of adaptive KL terms. Stages may share a term."""
+    kept = start.kl_coefficients
+    return {stage.algorithm.kl: kept[stage.name] for stage in stages if stage.algorithm.kl and stage.name in kept}
+
+
+def _by_stage(stages: Sequence[Stage], coefficients: Mapping[KL | None, float]) -> dict[str, float]:
+    """The coefficients by the names of stages, because a checkpoint cannot store functions."""
+    return {stage.name: coefficients[kl] for stage in stages if (kl := stage.algorithm.kl) in coefficients}
 
 
 def _steered(kl: KL | None, coefficient: float | None, metrics: Mapping[str, float]) -> dict[KL | None, float]:
@@ -189,6 +196,17 @@ def _steered(kl: KL | None, coefficient: float | None, metrics: Mapping[str, flo
 
     current = kl.coefficient if coefficient is None else coefficient
     return {kl: steer_coefficient(current, metrics["policy/kl_ref"], kl.target, kl.horizon)}
+
+
+def _phases(*times: float) -> list[tuple[str, float, float]]:
+    """A step's phases, each as (name, begin, end): wait for its rollouts, make the batch, train, sync the weights."""
+    return list(zip(("wait", "prepare", "train", "sync"), times, times[1:], strict=False))
+
+
+def _seconds(phases: Sequence[tuple[str, float, float]]) -> dict[str, float]:
+    """How long a step waited for its rollouts, and how long it took."""
+    (_, began, generated), *_, (_, _, ended) = phases
+    return {"time/wait": generated - began, "time/step": ended - began}
 
 
 def _training_metrics(

@@ -3,7 +3,7 @@
 In an environment with roles, each role of a prompt is a group of its own (`role_groups`): what a role earns is compared
 with what the same role earned in the other episodes. Then come the rewards that see the whole group (`group_scorer`),
 the filters (`filter_group`), and numbered samples for the batch (`group_samples`). Not here: rewards of single
-rollouts, which run while the environment is open (`rollouts.agent.episode`), and metrics (`metrics`).
+rollouts, which run while the environment is open (`rollouts.agent.episode`), and metrics (`steps`).
 
 A `LiveGroup` has begun, but no step has returned it. Its state in a checkpoint is the group's number and step, the
 place of its task in the data buffer, its finished episodes, and the suspended episodes whose environment has `state()`

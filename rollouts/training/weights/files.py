@@ -200,13 +200,7 @@ def version_folder(parent: str | Path, version: int) -> Path:
 
 
 def write_folder(
-    parent: str | Path,
-    version: int,
-    kind: Kind,
-    weights: Mapping[str, Any],
-    files: ModelFiles,
-    *,
-    like: str | Path | None = None,
+    parent: str, version: int, kind: Kind, weights: Mapping[str, Any], files: ModelFiles, *, like: str | None = None
 ) -> Path:
     """Write `parent`/v000012, which replaces an older folder, with one rename. Returns its path. Files other than
     weights that are missing, such as the tokenizer, come from `like`, an earlier folder of the same run.
