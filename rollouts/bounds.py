@@ -73,6 +73,18 @@ def bounded_call(call: ToolCall) -> ToolCall:
     return ToolCall(call.name, {}, call.id, f"its arguments are {problem}") if problem else call
 
 
+def _with_single_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):  # JSON parsers keep the last one without a word
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return table
+
+
+CALL_JSON = json.JSONDecoder(object_pairs_hook=_with_single_keys)
+"""Reads JSON of a call. A key that is there twice is a ValueError."""
+
+
 def call_arguments(raw: Any) -> dict[str, Any] | str:
     """The arguments of a call as a chat API, a data set or a model writes them: a table, or its JSON text. Absent, null
     and "" mean no arguments. If they are none of these: the reason, as text for the model.
@@ -84,7 +96,7 @@ def call_arguments(raw: Any) -> dict[str, Any] | str:
     """
     if isinstance(raw, str):
         try:
-            raw = json.loads(raw) if raw.strip() else None
+            raw = CALL_JSON.decode(raw) if raw.strip() else None
         except (ValueError, RecursionError) as error:
             return f'"arguments" is not a JSON object: {error}'
     if raw is None or raw == "":

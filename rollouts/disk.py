@@ -116,7 +116,11 @@ def remove_folder(path: Path) -> None:
 
 def sync_file(path: Path) -> None:
     """Sync a file's content to the disk. Raises OSError."""
-    _sync(path)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(path: Path) -> None:
@@ -124,20 +128,12 @@ def sync_folder(path: Path) -> None:
     folders. Raises OSError.
     """
     try:
-        _sync(path)
+        sync_file(path)
     except PermissionError:
         return  # we may write into this folder, but not list it
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _settle(folder: Path) -> None:

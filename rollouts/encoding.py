@@ -30,8 +30,8 @@ def encode(value: Any) -> bytes:
     try:
         with authors_code():
             return msgspec.json.encode(value, enc_hook=_words)
-    except Exception:  # some object inside raised; `plain` encodes each object by itself
-        return msgspec.json.encode(plain(value))
+    except Exception:  # some object inside raised; `plain_json` encodes each object by itself
+        return msgspec.json.encode(plain_json(value))
 
 
 def encode_indented(value: Any) -> str:
@@ -39,13 +39,13 @@ def encode_indented(value: Any) -> str:
     return msgspec.json.format(encode(value), indent=2).decode() + "\n"
 
 
-def plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
     """The value as dicts, lists, text and numbers, with values that JSON cannot represent replaced."""
     return _plain(value, ())
 
 
 def _plain(value: Any, around: tuple[int, ...]) -> Any:
-    """Like `plain`. `around` are the `id()` of the containers around this value, to find cycles."""
+    """Like `plain_json`. `around` are the `id()` of the containers around this value, to find cycles."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, float):

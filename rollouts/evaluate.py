@@ -37,13 +37,9 @@ class Evaluation(NamedTuple):
             "greedy_stderr": self.greedy["reward_stderr"],
             "parts": self.sampled["parts"],
             "greedy_parts": self.greedy["parts"],
-            "weights": self.sampled["weights"],
-            "metrics": self.sampled["metrics"],
-            "tool_calls": self.sampled["tool_calls"],
-            "tool_failures": self.sampled["tool_failures"],
-            "tasks": self.sampled["tasks"],
-            "judged": self.sampled["judged"],
         }
+        of_sampled = ("weights", "metrics", "tool_calls", "tool_failures", "tasks", "judged")
+        found |= {name: self.sampled[name] for name in of_sampled}
         several = {}
         for kind in ("environments", "roles"):  # if every episode of a pass failed, its roles may be unknown
             both = self.sampled.get(kind, {}), self.greedy.get(kind, {})
@@ -208,8 +204,9 @@ def _reduced(group: Sequence[Episode], reducer: Reducer) -> float | None:
 
 
 def _passes(judged: Iterable[Sequence[float]], estimate: Callable[[int, int, int], float]) -> dict[str, float]:
-    """The mean over tasks of an estimate for k = 1, 2, 4 ... samples; empty if a reward is neither 0 nor 1."""
-    """pass@1, pass@2, pass@4 … up to the smallest number of samples of a task; empty if a reward is not 0 or 1."""
+    """The mean over tasks of an estimate for k = 1, 2, 4 … up to the smallest number of samples of a task; empty if a
+    reward is neither 0 nor 1.
+    """
     groups = [rewards for rewards in judged if rewards]
     if not groups or any(reward not in (0.0, 1.0) for rewards in groups for reward in rewards):
         return {}

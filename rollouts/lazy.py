@@ -26,6 +26,13 @@ from rollouts.doors import open_module
 IMPORT = re.compile(r"^    from (rollouts[\w.]*) import (?:\(\s*)?(\w+) as \2\b", re.MULTILINE)
 
 
+class LazyValues(dict[str, Any]):
+    """A dict of functions. Reading a key calls its function."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
 def lazy_face(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The functions `__getattr__` and `__dir__` for `package`. They provide the names that the package's source imports
     under TYPE_CHECKING. Also sets the package's `__all__` to these names: constants first, then classes, then

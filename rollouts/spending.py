@@ -2,7 +2,7 @@
 
 Several processes may use one file. Before a request, the most that it can cost is added to what was spent, if the
 limits allow it. After the reply, the difference is taken back. So a limit is never exceeded, and a process that dies
-leaves its open requests counted. Not here: requests, and what to do if the money is spent (`inference.servers.meter`,
+leaves its open requests counted. Not here: requests, and what to do if the money is spent (`inference.servers.openai`,
 and the reward `judge`).
 """
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 
@@ -54,6 +55,7 @@ def binned(values: Sequence[float], width: int) -> list[float]:
 
 
 _NUMBERS = ("steps", "reward", "size", "number")  # the columns that are aligned to the right
+_LAST_COLUMN_MIN = 20  # characters; in a narrower terminal, lines wrap
 _PIPE_WIDTH = 10_000  # nothing is cut that goes to a file or another program
 
 
@@ -90,3 +92,18 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], 
     for row in zip(*(column[1:] for column in columns), strict=True):
         table.add_row(*map(Text, row))
     console.print(table)
+
+
+def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:
+    """The rows as lines, with their columns below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [f"{indent}{'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
+
+
+def aligned_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of rows with a header. In a terminal the last column is cut to the width."""
+    if sys.stdout is not None and sys.stdout.isatty():
+        others = sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in [head, *rows]), strict=True))
+        room = max(shutil.get_terminal_size().columns - others, _LAST_COLUMN_MIN)
+        rows = [(*row[:-1], row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 1]}…") for row in rows]
+    return "\n".join(aligned([head, ["-" * len(word) for word in head], *rows]))

@@ -43,12 +43,12 @@ from rollouts.loggers.jsonl import JSONLLogger
 from rollouts.plugins import hookimpl
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import Chosen
-from rollouts.runs.environments import Environment, held_out_tasks, task_buffer
+from rollouts.runs.environments import PlannedEnvironment, held_out_tasks, task_buffer
 from rollouts.runs.folder import RunFolder, episode_records
 from rollouts.training.algorithms.algorithm import as_algorithm
-from rollouts.training.algorithms.calls import call_per_rollout
-from rollouts.training.algorithms.objective import evaluate
-from rollouts.training.rollout_gen.groups import Filter, group_scorer
+from rollouts.training.algorithms.calls import call_author, check_per_rollout
+from rollouts.training.algorithms.objective import evaluate_objective
+from rollouts.training.rollout_gen.groups import NamedFilter, group_scorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig, rollout_metrics
 from rollouts.types import Message, Score, Task, ToolCall, Trajectory
@@ -190,7 +190,7 @@ def play(case: Case, folder: Path) -> str:
 
 
 def _run(case: Case, folder: Path) -> None:
-    env = Environment(Chosen("fuzzed", _environment(case), {}, None), 1.0, None, 1.0, 0, "", 60.0)
+    env = PlannedEnvironment(Chosen("fuzzed", _environment(case), {}, None), 1.0, None, 1.0, 0, "", 60.0)
     env.make_checked()
     if case.where == "demonstrations":
         for _, _messages in zip(range(2), env.demonstrations(), strict=False):
@@ -202,7 +202,9 @@ def _run(case: Case, folder: Path) -> None:
     for group in step.groups:
         judged = [reward for reward in group.rewards if reward is not None]
         if judged:
-            call_per_rollout("advantage", _named(advantage, "rewards"), {"rewards": torch.tensor(judged)}, len(judged))
+            function = _named(advantage, "rewards")
+            returned = call_author("advantage", function, {"rewards": torch.tensor(judged)})
+            check_per_rollout("advantage", function, returned, len(judged))
     metrics = rollout_metrics(step.groups) | _loss_metrics(case)
     _write(folder, step, metrics)
     manager = PluginManager()
@@ -217,7 +219,7 @@ def _run(case: Case, folder: Path) -> None:
     manager.list("rewards", hooks=True)
 
 
-async def _step(case: Case, env: Environment, buffer: Any) -> Any:
+async def _step(case: Case, env: PlannedEnvironment, buffer: Any) -> Any:
     judge = _named(_at(case, "reward_function", lambda *_: 1.0), "trajectory")
     judge_all = _named(_at(case, "group_reward", lambda t: [1.0] * len(t)), "trajectories")
     terms = [env_term(), reward_term("own", judge), reward_term("group", judge_all)]
@@ -238,7 +240,7 @@ async def _step(case: Case, env: Environment, buffer: Any) -> Any:
         RolloutConfig(2, 2),
         play=play_job,
         inference=_Sessions(),
-        filters=[Filter("fuzzed", keep, {})],
+        filters=[NamedFilter("fuzzed", keep, {})],
         score_groups=group_scorer(terms, "drop", timeout_seconds=60.0),
     )
     async with manager:
@@ -285,7 +287,7 @@ def _loss_metrics(case: Case) -> dict[str, float]:
     reported = _at(case, "loss_metric", lambda *_: 1.0)
     function = _at(case, "loss", lambda logprobs: (logprobs * 1.0, {"own": reported()}))
     values = {"logprobs": torch.zeros(3, requires_grad=True)}
-    metrics = evaluate(as_algorithm(_named(function, "logprobs")), values, torch.ones(3)).metrics
+    metrics = evaluate_objective(as_algorithm(_named(function, "logprobs")), values, torch.ones(3)).metrics
     return {f"policy/{name}": float(metric.value) for name, metric in metrics.items()}
 
 

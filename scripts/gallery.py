@@ -14,8 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollouts_check.descriptions import description
+
 from rollouts.config.settings import COMPONENT_KINDS
-from rollouts.plugins.descriptions import description
 from rollouts.plugins.index import KINDS, ComponentRef
 
 ROOT = Path(__file__).resolve().parent.parent

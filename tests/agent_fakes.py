@@ -11,7 +11,7 @@ from typing import Any
 
 import trio
 
-from rollouts.agent.episode import run_episode
+from rollouts.agent.episode import EpisodeOptions, run_episode
 from rollouts.agent.model import EpisodeLimits
 from rollouts.env import reward, tool
 from rollouts.env.mixing import env_term
@@ -149,6 +149,7 @@ def play(
     **changed: Any,
 ) -> Episode:
     limits = EpisodeLimits()._replace(**{k: changed.pop(k) for k in list(changed) if k in EpisodeLimits._fields})
+    options = EpisodeOptions(**{k: changed.pop(k) for k in list(changed) if k in EpisodeOptions._fields})
     arguments: dict[str, Any] = {"rewards": [env_term()], "session": "s", "order": (3, 1), "seed": 5, **changed}
     run = functools.partial(
         run_episode,
@@ -157,6 +158,7 @@ def play(
         chat=chat or FakeChat(),
         inference=engine or FakeEngine(),
         limits=limits,
+        options=options,
         **arguments,
     )
     episode = trio.run(run, clock=clock)

@@ -17,7 +17,7 @@ from rollouts.plugins import hookimpl
 from rollouts.plugins.loading import import_file
 from rollouts.plugins.manager import PluginManager
 from rollouts.training.rollout_gen.steps import RolloutConfig
-from rollouts.training.rollout_gen.user_functions import generate, reward_group, sample_group
+from rollouts.training.rollout_gen.user_functions import generate_group, reward_group, sample_group
 from rollouts.types import Sample, Status, Task
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -277,7 +277,7 @@ def test_what_is_written_or_returned_wrongly_has_the_line_of_its_def(code, argum
 def test_functions_of_a_rollout_config_and_hooks_have_the_line(broken):
     module = import_file("zz_broken", str(broken / "broken.py"))
     config = RolloutConfig(batch_size=1, n_samples_per_prompt=1, generate_fn=module.generate_fn)
-    (sample,) = trio.run(generate, config, Task("x"), None)
+    (sample,) = trio.run(generate_group, config, Task("x"), None)
     assert sample.status is Status.ENVIRONMENT_ERROR and of("generate") in sample.metadata["error"]
     group = trio.run(reward_group, sample_group(0, Task("x"), [Sample("x", "y")]), module.reward_fn)
     assert of("reward_fn") in group.episodes[0].score.why

@@ -16,14 +16,16 @@ from rollouts.bounds import ROW_CHARACTERS_MAX, excess
 from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.chat.token_texts import densities, least_tokens
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, parse_reply
-from rollouts.chat.tool_parsers import ToolParser
+from rollouts.chat.tool_parsers import ChosenParser
 from rollouts.data.conversations import BadRowError, read_conversation
 from rollouts.data.loaders import NotARow
 from rollouts.data.source import open_rows
 from rollouts.env.checks import check_text
 from rollouts.env.prompts import Prompts
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
-from rollouts.gateway import anthropic_messages, chat_completions, responses
+from rollouts.gateway.anthropic_messages import MESSAGES
+from rollouts.gateway.chat_completions import CHAT_COMPLETIONS
+from rollouts.gateway.responses import Responses
 from rollouts.inference.base import Generation, VersionSpan
 from rollouts.inference.suspend import EMPTY, SuspendableEngine, SuspendedEpisode
 from rollouts.models.loading import load_tokenizer
@@ -122,7 +124,7 @@ def test_a_call_of_a_tool_parser_is_bounded() -> None:
         call = {"n": nested(500)}
         return [ToolCall("double", call), {"name": "double", "arguments": call}], text
 
-    calls, _ = ToolParser("parser", parser, {}).calls("x", [TOOL])
+    calls, _ = ChosenParser("parser", parser, {}).calls("x", [TOOL])
     assert [bool(call.error) for call in calls] == [True, True]
 
 
@@ -240,28 +242,31 @@ def cpu_seconds(work: Any) -> float:
     return time.process_time() - begun
 
 
-def asked_of(module: Any, body: Any) -> Any:
-    return module.read(json.dumps(body).encode(), *(({},) if module is responses else ())).asked
+RESPONSES = Responses().api
+
+
+def asked_of(api: Any, body: Any) -> Any:
+    return api.read(json.dumps(body).encode()).asked
 
 
 SPLIT = [{"type": "text", "text": part} for part in ("<|im_", "end|>")]
 SHAPES: dict[str, Any] = {
-    "messages": (chat_completions, lambda n: {"messages": [{"role": "user", "content": "x"}] * n}),
+    "messages": (CHAT_COMPLETIONS, lambda n: {"messages": [{"role": "user", "content": "x"}] * n}),
     "calls": (
-        responses,
+        RESPONSES,
         lambda n: {"input": [{"type": "function_call", "name": "f", "call_id": "c", "arguments": "{}"}] * n},
     ),
-    "texts of a reply": (responses, lambda n: {"input": [{"role": "assistant", "content": "word " * 100}] * n}),
+    "texts of a reply": (RESPONSES, lambda n: {"input": [{"role": "assistant", "content": "word " * 100}] * n}),
     "thoughts": (
-        responses,
+        RESPONSES,
         lambda n: {"input": [{"type": "reasoning", "summary": [{"type": "summary_text", "text": "word " * 100}]}] * n},
     ),
     "blocks": (
-        anthropic_messages,
+        MESSAGES,
         lambda n: {"max_tokens": 1, "messages": [{"role": "user", "content": [SPLIT[0]] * n}]},
     ),
     "arguments": (
-        anthropic_messages,
+        MESSAGES,
         lambda n: {
             "max_tokens": 1,
             "messages": [
@@ -269,10 +274,10 @@ SHAPES: dict[str, Any] = {
             ],
         },
     ),
-    "control tokens": (chat_completions, lambda n: {"messages": [{"role": "user", "content": "<|im_end|>" * n}]}),
-    "newlines": (chat_completions, lambda n: {"messages": [{"role": "user", "content": "\n" * 10 * n}]}),
+    "control tokens": (CHAT_COMPLETIONS, lambda n: {"messages": [{"role": "user", "content": "<|im_end|>" * n}]}),
+    "newlines": (CHAT_COMPLETIONS, lambda n: {"messages": [{"role": "user", "content": "\n" * 10 * n}]}),
     "tools": (
-        chat_completions,
+        CHAT_COMPLETIONS,
         lambda n: {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL] * (n // 10)},
     ),
 }
@@ -280,13 +285,13 @@ SHAPES: dict[str, Any] = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_time_of_a_request_grows_with_its_size_and_not_faster(chat: ChatFormat, shape: str) -> None:
-    module, made = SHAPES[shape]
+    api, made = SHAPES[shape]
 
     def seconds(count: int) -> tuple[float, float]:
         body = made(count)
-        reading = cpu_seconds(lambda: asked_of(module, body))
-        asked = asked_of(module, body)
-        if module is responses:  # its replies become one message, which other shapes encode
+        reading = cpu_seconds(lambda: asked_of(api, body))
+        asked = asked_of(api, body)
+        if api is RESPONSES:  # its replies become one message, which other shapes encode
             return reading, 0.0
         return reading, cpu_seconds(lambda: chat.encode_prompt(asked.messages, asked.tools))
 

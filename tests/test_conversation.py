@@ -6,7 +6,7 @@ import pytest
 import trio
 from agent_fakes import TASK, FakeChat, FakeEngine, Quiz, check_segments
 
-from rollouts.agent.conversation import Conversation
+from rollouts.agent.conversation import ChatSession
 from rollouts.agent.episode import EpisodeRun
 from rollouts.agent.model import EpisodeLimits
 from rollouts.env.mixing import env_term
@@ -23,7 +23,7 @@ def talk(engine, steps, *, env=Quiz, task=None, system=(), **limits):
         suspendable = SuspendableEngine(engine, None, (0, 0), "s")
         suspendable.clock.begin()
         run = EpisodeRun(suspendable, task or TASK, env, FakeChat(), EpisodeLimits()._replace(**limits), 5)
-        conversation = Conversation(run, shown.append, list(system))
+        conversation = ChatSession(run, shown.append, list(system))
         try:
             await conversation.open(for_task=task is not None)
             return await steps(conversation)

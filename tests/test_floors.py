@@ -41,7 +41,7 @@ ROOMS = (
 )
 """From the ground up. A room imports only from itself and from those before it."""
 
-FACES = ("training", *(f"training.{name}" for name in ("backends", "datasets", "loops", "rollout_gen")))
+FACES = ("config", "training", *(f"training.{name}" for name in ("backends", "datasets", "loops", "rollout_gen")))
 MAY_POINT_UP = {f"rollouts.{face}": "rollouts_notes" for face in FACES}
 """Modules that import from a room above theirs all the same: lazy faces, which have names of the notes."""
 
@@ -52,6 +52,7 @@ TOP_LEVEL = {
     "rollouts.env.background": "trio",
     "rollouts.env.calls": "trio",
     "rollouts.env.clashes": "packaging",
+    "rollouts.env.installing": "packaging",
     "rollouts.env.processes": "trio",
     "rollouts.env.shared": "trio",
     "rollouts.env.threads": "outcome trio",
@@ -62,7 +63,7 @@ TOP_LEVEL = {
     "rollouts.inference.suspend": "trio",
     "rollouts.models.futures": "trio",
     "rollouts.models.lora": "torch",
-    "rollouts.runs": "click outcome trio",
+    "rollouts.runs": "click outcome rich trio",
     "rollouts.training.algorithms.logprobs": "torch",  # it defines a torch.autograd.Function
     "rollouts.training.backends": "numpy torch",
     "rollouts.training.rollout_gen": "trio",
@@ -80,9 +81,7 @@ LOADS_TORCH = {
     "rollouts.training.algorithms.logprobs",
     "rollouts.training.backends",
     "rollouts.training.weights.checkpoint",
-    "rollouts_notes.losses",
     "rollouts_notes.primitives",
-    "rollouts_notes.pytorch_checkpoint",
     "rollouts_notes.pytorch_factory",
 }
 """The rooms, or parts of them, that load torch when they are imported."""
@@ -93,11 +92,10 @@ MAY_HAVE_MANY = {
     # settings of a component, or names of a vocabulary
     *("fsdp.create_fsdp_backend", "hf.create_hf_inference", "torch.create_torch_backend", "token_advantages.gae"),
     "types.__init__",  # the fields of a Sample
-    *("env.serve", "command._check"),  # options of a command
-    *("rollouts.create_batch_rollouts", "rl.run_rl_training"),  # as the first notes have them
+    "command._check",  # options of a command
+    *("rollouts.create_batch_rollouts", "loops.run_rl_training"),  # as the first notes have them
     # too many
-    *("episode.run_episode", "estimates.estimate_memory", "train.train", "batching.make_batch", "rl.train_rl"),
-    *("manager.__init__", "training.train"),
+    *("estimates.estimate_memory", "train.train", "rl.train_rl", "manager.__init__"),
 }
 """Functions that take more parameters, with the name of their module."""
 

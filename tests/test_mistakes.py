@@ -97,6 +97,11 @@ def row(
     return pytest.param(mistake, id=name.replace(" ", "-"))
 
 
+def nightly(mistake: Any) -> Any:
+    """A row whose branch another row is in."""
+    return pytest.param(*mistake.values, id=mistake.id, marks=pytest.mark.nightly)
+
+
 def env(*changes: tuple[str, str]) -> dict[str, str]:
     """The environment's file with these replacements."""
     text = ENV
@@ -135,7 +140,7 @@ COMMANDS = [
     row("help as a command", "help", "rollouts --help"),
     row("plugin", "plugin list", "did you mean: rollouts plugins?"),
     row("plugins install", "plugins install acme", "no command 'install'", "pip install PACKAGE"),
-    row("a plugin's name mistyped", "plugins show gpro", "'gpro'", "did you mean", "grpo"),
+    nightly(row("a plugin's name mistyped", "plugins show gpro", "'gpro'", "did you mean", "grpo")),
     row("a kind in the singular", "plugins list --kind loss", "did you mean: losses?"),
     row("no environment", "run", "no environment was named", "--env calculator"),
     row("an environment without its flag", "run calculator", "there is no such settings file", "`--env calculator`"),
@@ -429,8 +434,8 @@ REWARDS = [
     ),
     reward("a number as function", "r = 1.0\n", "cannot be called", "a function"),
     reward("a reward that does not import", "def r(task)\n", "r.py, line 1", "SyntaxError"),
-    reward("text", "def r(task):\n    return 'yes'\n", "'yes' (str)", "finite float", code=1),
-    reward("a tuple", "def r(task):\n    return 1, 2\n", "(tuple)", "finite float", code=1),
+    nightly(reward("text", "def r(task):\n    return 'yes'\n", "'yes' (str)", "finite float", code=1)),
+    nightly(reward("a tuple", "def r(task):\n    return 1, 2\n", "(tuple)", "finite float", code=1)),
     reward("nan", "def r(task):\n    return float('nan')\n", "returned nan", "finite float", code=1),
     reward("none", "def r(task):\n    print(task)\n", *NO_RETURN, code=1),
     reward("a name error", "def r(task):\n    return nope\n", "NameError", "r.py, line 2", code=1),
@@ -496,7 +501,7 @@ FOLDERS = [
         "resume with another lr",
         "resume done --lr 1",
         "settings of components can change",
-        "write lr = 1 into",
+        "write lr = VALUE into",
         after_run=True,
     ),
     row("resume with many steps", "resume done --steps many", 'a whole number; got "many"', after_run=True),
@@ -540,21 +545,29 @@ NOTES = [
         "--kl rk3_loss",
         code=0,
     ),
-    row(
-        "a critic that nothing uses",
-        f"{CALC} --critic head --dry-run",
-        "--critic head is not used",
-        "--loss ppo",
-        code=0,
+    nightly(
+        row(
+            "a critic that nothing uses",
+            f"{CALC} --critic head --dry-run",
+            "--critic head is not used",
+            "--loss ppo",
+            code=0,
+        )
     ),
-    row(
-        "a teacher that nothing uses",
-        f"{CALC} --teacher tiny --dry-run",
-        "--teacher tiny is not used",
-        "--loss opd",
-        code=0,
+    nightly(
+        row(
+            "a teacher that nothing uses",
+            f"{CALC} --teacher tiny --dry-run",
+            "--teacher tiny is not used",
+            "--loss opd",
+            code=0,
+        )
     ),
-    row("lora without a rank", f"{CALC} --training.lora-alpha 16 --dry-run", "is not used", "--lora-rank 16", code=0),
+    nightly(
+        row(
+            "lora without a rank", f"{CALC} --training.lora-alpha 16 --dry-run", "is not used", "--lora-rank 16", code=0
+        )
+    ),
     row("refill without a filter", f"{CALC} --refill 8 --dry-run", "is not used", "--filter nonzero_std", code=0),
     row("a near miss of setup", f"{DICE} --dry-run", "Dice.set_up", "did you mean `setup`", code=0, files=SET_UP),
     row("a tool without words", f"{DICE} --dry-run", "no docstring", "write one below", code=0, files=WORDLESS),

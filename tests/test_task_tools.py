@@ -19,7 +19,7 @@ from rollouts.config.resolving import resolve
 from rollouts.env.schema import read_arguments, schema_of
 from rollouts.errors import EnvironmentDefinitionError
 from rollouts.models.loading import load_tokenizer
-from rollouts.runs.jobs.demonstrations import demonstration_samples
+from rollouts.runs.jobs.chat_data import demonstration_samples
 from rollouts.runs.plan import make_plan
 from rollouts.runs.session import load_chat
 from rollouts.types import Status

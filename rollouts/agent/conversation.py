@@ -21,7 +21,7 @@ from rollouts.types import Message, Score, Status, Trajectory
 
 
 @dataclass(eq=False)
-class Conversation:
+class ChatSession:
     """The messages so far, and the model that answers them.
 
     `show` is called at once with each new message of the model, a tool or the environment. Close the conversation with

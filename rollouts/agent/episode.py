@@ -2,10 +2,17 @@
 
     episode = await run_episode(task, make_env=Calculator, chat=chat, inference=engine, limits=EpisodeLimits(), ...)
 
-A failed episode is data (`Status`), not an exception. A bug in rollouts itself is an exception, and it ends the run. In
-the standard loop the model replies, and its tool calls are run and answered. If a reply has no call, the environment's
-`reply` may answer; if it returns no message, the episode is complete. Concurrent episodes and rewards of whole groups
-are in `training.rollout_gen`, and the conversation's tokens in `model`.
+In this order:
+
+1. The environment is built and set up for the task, with a sandbox and a shared value if its `setup` names them.
+2. The model replies, and its tool calls are run and answered. If a reply has no call, the environment's `reply` may
+   answer; if it returns no message, the episode is complete. An environment with its own `rollout` replaces this loop.
+3. Rewards and metrics judge the trajectory of each role, unless the episode failed.
+4. The environment and the sandbox are closed, also on cancellation.
+
+A failed episode is data (`Status`), not an exception. A bug in rollouts itself is an exception, and it ends the run.
+Not here: concurrent episodes and rewards of whole groups (`training.rollout_gen`), the tokens of a conversation
+(`model`), deadlines that pause (`rollouts.inference.suspend`).
 """
 
 from __future__ import annotations
@@ -26,8 +33,8 @@ from rollouts.agent.records import EpisodeOver
 from rollouts.author_code import message_of, shown
 from rollouts.env import calls
 from rollouts.env.authoring import (
-    Remote,
     ToolMethod,
+    WorkerEnvironment,
     environment_name,
     of_role,
     roles_of,
@@ -73,7 +80,7 @@ from rollouts.types import (
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
-    from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+    from rollouts.env.workers.proxy import RemoteSandboxes
     from rollouts.sandboxes.base import Sandboxes
 
 
@@ -87,6 +94,26 @@ class Opponent(NamedTuple):
 NO_OPPONENTS: Mapping[str, Opponent] = MappingProxyType({})
 
 
+class EpisodeOptions(NamedTuple):
+    """What the episodes of an environment have beside their task and model.
+
+    `tools` are added to those of the environment. If its `setup` names `sandbox`, `sandboxes` opens one, which is
+    closed after the environment's `close`. If it names `shared`, `shared` returns that value; None: one for each
+    `make_env`. `opponents` are the models of roles that are not trained: no reward judges them, and they have no
+    result. `on_invalid_reward` says what happens if a reward could not judge. `on_end` is called with the episode.
+    """
+
+    tools: Sequence[AddedTool] = ()
+    sandboxes: Sandboxes | RemoteSandboxes | None = None
+    shared: Callable[[], SharedValue] | None = None
+    opponents: Mapping[str, Opponent] = NO_OPPONENTS
+    on_invalid_reward: InvalidPolicy = "drop"
+    on_end: Callable[[Episode], None] | None = None
+
+
+NO_OPTIONS = EpisodeOptions()
+
+
 async def run_episode(
     task: Task,
     *,
@@ -98,17 +125,9 @@ async def run_episode(
     session: str,
     order: tuple[int, int],
     seed: int,
-    on_invalid_reward: InvalidPolicy = "drop",
-    tools: Sequence[AddedTool] = (),
-    sandboxes: Sandboxes | RemoteSandboxes | None = None,
-    shared: Callable[[], SharedValue] | None = None,
-    opponents: Mapping[str, Opponent] = NO_OPPONENTS,
-    on_end: Callable[[Episode], None] | None = None,
+    options: EpisodeOptions = NO_OPTIONS,
 ) -> Episode:
-    """Run one episode in a new environment, judge it, and call `on_end` with it. `opponents` are the models of roles
-    that are not trained: no reward judges them, and they have no result. `tools` are added to those of the environment.
-    If its `setup` names `sandbox`, `sandboxes` opens one, which is closed after the environment's `close`. If it names
-    `shared`, `shared` returns that value; None: one for each `make_env`.
+    """Run one episode in a new environment, and judge it.
 
     `chat` is None for an engine that takes messages (`CanChat`). The caller has opened `session`; this function closes
     it after the model's last reply. The environment's `close` always runs, also on cancellation, for at most
@@ -119,8 +138,7 @@ async def run_episode(
     do not advance.
 
     Raises:
-        RewardError: a reward returned NaN or no number; or a reward could not judge, and `on_invalid_reward` is
-            "raise".
+        RewardError: a reward returned NaN or no number; or it could not judge, and `on_invalid_reward` is "raise".
         EnvironmentDefinitionError: the environment's code is not valid.
         Exception: a bug in rollouts itself, even if the environment's `rollout` caught it.
     """
@@ -128,7 +146,7 @@ async def run_episode(
         inference if isinstance(inference, SuspendableEngine) else SuspendableEngine(inference, None, order, session)
     )
     engine.clock.begin()
-    episode_run = EpisodeRun(engine, task, make_env, chat, limits, seed, tools, sandboxes, shared, opponents=opponents)
+    episode_run = EpisodeRun(engine, task, make_env, chat, limits, seed, options)
     engine.snapshot = episode_run.snapshot
     results: dict[str, tuple[Score, dict[str, float]]] = {}
     try:
@@ -137,9 +155,8 @@ async def run_episode(
         status, error = episode_run.finish(status, error)
         try:
             for role, trajectory in episode_run.played.items() if not status.is_infrastructure else ():
-                results[role] = await judge(
-                    episode_run.env, trajectory, rewards, limits.reward_seconds, on_invalid_reward
-                )
+                policy = options.on_invalid_reward
+                results[role] = await judge(episode_run.env, trajectory, rewards, limits.reward_seconds, policy)
         except WorkerError as lost:
             status, error = episode_run.finish(Status.ENVIRONMENT_ERROR, f"judging: {lost}")
             episode_run.may_retry = True
@@ -152,8 +169,8 @@ async def run_episode(
         failed = Score(None, {}, f"{status.value}: {error}")
         results = {role: (failed, results[role][1] if role in results else {}) for role in episode_run.played}
     episode = episode_run.result(results)
-    if on_end is not None:
-        on_end(episode)
+    if options.on_end is not None:
+        options.on_end(episode)
     return episode
 
 
@@ -162,17 +179,14 @@ async def tools_of_task(
     make_env: Callable[[], Any],
     inference: InferenceBackend,
     limits: EpisodeLimits,
-    sandboxes: Sandboxes | RemoteSandboxes | None = None,
-    shared: Callable[[], SharedValue] | None = None,
-    *,
-    tools: Sequence[AddedTool] = (),
+    options: EpisodeOptions = NO_OPTIONS,
 ) -> list[ToolMethod]:
     """All tools in an episode of this task: builds the environment, sets it up and closes it. Raises
     EnvironmentDefinitionError, and RunError if the environment fails.
     """
     engine = SuspendableEngine(inference, None, (0, 0), "")
     engine.clock.begin()
-    run = EpisodeRun(engine, task, make_env, None, limits, 0, tools, sandboxes, shared)
+    run = EpisodeRun(engine, task, make_env, None, limits, 0, options)
     try:
         await run.set_up()
     except Exception as error:  # outcome_of raises errors of the core again
@@ -187,6 +201,7 @@ async def tools_of_task(
 # --- running --------------------------------------------------------------------------------------------------------
 
 BUILDING, OPENING = "building the environment", "opening a sandbox"
+CLOSING = "closing the sandbox"
 SETUP, TOOLS, ADDING = "running setup", "running tools", "opening the added tools"
 
 
@@ -200,35 +215,32 @@ class EpisodeRun:
     chat: ChatFormat | None
     limits: EpisodeLimits
     seed: int
-    tools: Sequence[AddedTool] = ()
-    sandboxes: Sandboxes | RemoteSandboxes | None = None
-    shared: Callable[[], SharedValue] | None = None
+    options: EpisodeOptions = NO_OPTIONS
     role: str = ""  # the role of a conversation with a person
     stage: str = BUILDING
     may_retry: bool = False
     env: Any = None
     own_tools: list[ToolMethod] = field(default_factory=list)
-    added: list[ToolMethod] = field(default_factory=list)  # those of `tools`
-    opened: list[Any] = field(default_factory=list)  # the objects of the classes in `tools`
+    added: list[ToolMethod] = field(default_factory=list)  # those of `options.tools`
+    opened: list[Any] = field(default_factory=list)  # the objects of the classes in `options.tools`
     model: ChatModel | None = None
     chosen: Trajectory | None = None  # the trajectory that the environment's `rollout` returned
     trajectories: list[Trajectory] = field(default_factory=list)
     judged: dict[str, Trajectory] = field(default_factory=dict)  # by role; "" in an environment without roles
     lease: Any = None  # a Lease, or that of an environment in a worker
-    opponents: Mapping[str, Opponent] = field(default_factory=dict)
     sessions: list[SuspendableEngine] = field(default_factory=list)  # of opponents
 
     @property
     def played(self) -> dict[str, Trajectory]:
         """The judged trajectory of each role of the policy."""
-        return {role: each for role, each in self.judged.items() if role not in self.opponents}
+        return {role: each for role, each in self.judged.items() if role not in self.options.opponents}
 
     @property
     def can_restore(self) -> bool:
         """Whether another process can continue the episode. An environment with its own `rollout` cannot be resumed,
         nor an episode with a class of tools, whose objects have no state that is kept.
         """
-        env, opens = self.env, any(isinstance(each, Toolset) for each in self.tools)
+        env, opens = self.env, any(isinstance(each, Toolset) for each in self.options.tools)
         return not opens and hasattr(env, "state") and hasattr(env, "restore") and not hasattr(env, "rollout")
 
     @property
@@ -294,8 +306,9 @@ class EpisodeRun:
         inputs, seconds = dict[str, Any](), self.limits.setup_seconds
         if names_input(self.env, "setup", "shared"):
             self.stage = "running shared"
-            shared = self.shared() if self.shared is not None else shared_value(self.make_env, {}, self.make_env)
-            inputs["shared"] = await shared.get(seconds)
+            shared = self.options.shared
+            value = shared() if shared is not None else shared_value(self.make_env, {}, self.make_env)
+            inputs["shared"] = await value.get(seconds)
         if (lease := self._new_lease()) is not None:
             self.stage, self.lease = OPENING, lease
             # A separate limiter, so that tools do not wait for sandboxes that start.
@@ -307,16 +320,15 @@ class EpisodeRun:
 
     def _new_lease(self) -> Any:
         """What opens the sandbox of this episode; None if `setup` names none."""
-        if isinstance(self.env, Remote):
-            return self.env.remote_lease(self.sandboxes)
+        if isinstance(self.env, WorkerEnvironment):
+            return self.env.remote_lease(self.options.sandboxes)
         if not names_input(self.env, "setup", "sandbox"):
             return None
-        from rollouts.sandboxes.base import Sandboxes
+        from rollouts.sandboxes.base import Lease, Sandboxes
 
-        assert isinstance(self.sandboxes, Sandboxes), f"no sandboxes were given for {environment_name(self.env)}"
-        from rollouts.sandboxes.opening import Lease
-
-        return Lease(self.sandboxes)
+        sandboxes = self.options.sandboxes
+        assert isinstance(sandboxes, Sandboxes), f"no sandboxes were given for {environment_name(self.env)}"
+        return Lease(sandboxes)
 
     async def _tools_of(self, env: Any) -> list[ToolMethod]:
         """The tools that the `tools` of an object returns: the environment, or one of a class of tools. Raises
@@ -336,7 +348,7 @@ class EpisodeRun:
         EnvironmentDefinitionError if two tools have one name.
         """
         self.added, seconds = [], self.limits.setup_seconds
-        for each in self.tools:
+        for each in self.options.tools:
             found = [each] if isinstance(each, ToolMethod) else []
             if isinstance(each, Toolset):
                 self.stage = ADDING
@@ -358,12 +370,16 @@ class EpisodeRun:
         for engine in self.sessions:
             engine.close_session(engine.session)
         seconds, opened, self.opened = self.limits.cleanup_seconds, self.opened, []
-        failures = [await close_environment(each, seconds) for each in (*reversed(opened), self.env)]
+        failures = []
+        for each in (*reversed(opened), self.env):
+            if hasattr(each, "close"):
+                label = f"close of the environment {environment_name(each)}"
+                failures.append(await _close(each.close, "running close", label, seconds))
         why = next(filter(None, failures), None)
         lease, self.lease = self.lease, None
         if lease is None:
             return why
-        failed = await _close_sandbox(lease, seconds)
+        failed = await _close(lease.close, CLOSING, CLOSING, seconds)
         self.may_retry = self.may_retry or bool(lease.lost)
         return lease.lost or why or failed
 
@@ -383,7 +399,7 @@ class EpisodeRun:
 
     def _engine_of(self, role: str) -> tuple[SuspendableEngine, ChatFormat | None]:
         """The engine and the chat format of a role."""
-        opponent = self.opponents.get(role)
+        opponent = self.options.opponents.get(role)
         if opponent is None:
             return self.engine, self.chat
         order = self.engine.order
@@ -531,33 +547,18 @@ def outcome_of(error: Exception, stage: str) -> tuple[Status, str, bool]:
     return Status.ENVIRONMENT_ERROR, f"{stage}: {words}", may_retry
 
 
-async def close_environment(env: Any, seconds: float) -> str | None:
-    """Run the environment's `close`, also under cancellation. Returns the reason if it failed, else None."""
-    if not hasattr(env, "close"):
-        return None
-    try:
-        why = await _close(env.close, f"close of the environment {environment_name(env)}", seconds)
-    except calls.CallTimeoutError:
-        return f"close took longer than {seconds:g} seconds"
-    return why and f"running close: {why}"
-
-
-async def _close_sandbox(lease: Any, seconds: float) -> str | None:
-    """Close the sandbox, also under cancellation. Returns the reason if it failed, else None."""
-    try:
-        why = await _close(lease.close, "closing the sandbox", seconds)
-    except calls.CallTimeoutError:
-        return f"closing the sandbox took longer than {seconds:g} seconds"
-    return why and f"closing the sandbox: {why}"
-
-
-async def _close(function: Callable[[], Any], label: str, seconds: float) -> str | None:
+async def _close(function: Callable[[], Any], stage: str, label: str, seconds: float) -> str | None:
+    """Close the environment, an object with tools, or the sandbox, also under cancellation. Returns the reason if it
+    failed, else None. `stage` begins a reason, and `label` a report.
+    """
     with trio.CancelScope(shield=True):
         try:
             # A separate limiter, so that it does not wait for other episodes' tools.
             await calls.call(function, timeout_seconds=seconds, limiter=trio.CapacityLimiter(1))
-        except (calls.CallTimeoutError, EnvironmentDefinitionError):
+        except calls.CallTimeoutError:
+            return f"{stage.removeprefix('running ')} took longer than {seconds:g} seconds"
+        except EnvironmentDefinitionError:
             raise
         except Exception as error:  # an author's code may raise anything
-            return report(error, label)
+            return f"{stage}: {report(error, label)}"
     return None

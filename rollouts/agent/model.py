@@ -38,7 +38,7 @@ from rollouts.agent.records import (
     turn_seed,
 )
 from rollouts.author_code import shown
-from rollouts.encoding import plain
+from rollouts.encoding import plain_json
 from rollouts.env.authoring import ToolMethod, no_role
 from rollouts.env.checks import check_text
 from rollouts.env.results import AnswerAs, answers_of
@@ -52,7 +52,7 @@ from rollouts.types import COUNTS, Message, Role, Segment, Status, Task, Traject
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
     from rollouts.gateway.endpoint import Endpoint
-    from rollouts.gateway.exchange import Answered, Asked, Reply
+    from rollouts.gateway.exchange import Answered, Asked, ClientReply
 
 NO_ROLE = Role("")  # of the only agent of an environment without roles
 
@@ -166,9 +166,7 @@ class ChatModel:
         return max(self._limits.max_turns - self._state.turns, 0)
 
     async def chat(
-        self,
-        messages: str | Sequence[Message | Mapping[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
+        self, messages: str | Sequence[Message | Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None = None
     ) -> Message:
         """The model's reply. `tools` are OpenAI function schemas; None: the environment's tools, []: no tools.
 
@@ -185,7 +183,7 @@ class ChatModel:
         """
         if self._roles:
             raise self._mistake(f"the environment has roles: write model.role({next(iter(self._roles))!r}).chat(...)")
-        schemas = self._schemas if tools is None else plain(list(tools))
+        schemas = self._schemas if tools is None else plain_json(list(tools))
         given = self._copied(messages)
         conversation = self._longest(given) or self._begun(given)
         try:
@@ -309,16 +307,15 @@ class ChatModel:
         is sampled. Raises APIError for a mistake of the client and for a limit of the episode, and what `chat` raises.
         """
         from rollouts.agent.served import prefix_keys
-        from rollouts.gateway.exchange import Answered, APIError
+        from rollouts.gateway.exchange import Answered, mistake_in
 
         if self._roles:
             raise self._mistake(f"the environment has roles: write model.role({next(iter(self._roles))!r}).serve()")
         if self.turns_left < asked.count > 1:
             words = f"n is {asked.count}, but this episode has {self.turns_left} turns left (--max-turns)"
-            raise APIError(400, words, parameter="n")
+            raise mistake_in("n", words)
         if asked.logprobs and self._chat is None:
-            words = "logprobs is not supported: the model is behind an API without them"
-            raise APIError(400, words, parameter="logprobs")
+            raise mistake_in("logprobs", "logprobs is not supported: the model is behind an API without them")
         async with self._turns.lock:
             keys = prefix_keys(asked.messages)
             if asked.count == 0:
@@ -326,7 +323,7 @@ class ChatModel:
             taken = [await self._answer_once(asked, keys) for _ in range(asked.count)]
         return Answered([reply for reply, _ in taken], taken[0][1])
 
-    async def _answer_once(self, asked: Asked, keys: Sequence[bytes]) -> tuple[Reply, int]:
+    async def _answer_once(self, asked: Asked, keys: Sequence[bytes]) -> tuple[ClientReply, int]:
         """One reply, and the number of tokens before it."""
         from rollouts.agent.served import next_key, refusals
         from rollouts.gateway.exchange import seen_reply
@@ -382,10 +379,10 @@ class ChatModel:
     def _prompt_tokens(self, asked: Asked, keys: Sequence[bytes]) -> int:
         """The number of tokens of a conversation as a request would send it. Nothing is sampled or recorded."""
         from rollouts.agent.served import refusals
-        from rollouts.gateway.exchange import APIError
+        from rollouts.gateway.exchange import mistake_in
 
         if self._chat is None:
-            raise APIError(400, "the tokens of this model cannot be counted: it is behind an API", parameter="messages")
+            raise mistake_in("messages", "the tokens of this model cannot be counted: it is behind an API")
         with refusals(ServedTurns()):  # counting tokens is no request for a reply
             conversation, messages = self._continued(asked, keys)
             if self.turns_left == 0:

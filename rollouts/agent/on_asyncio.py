@@ -93,9 +93,7 @@ async def play_on_asyncio(model: Any, play: Callable[[AsyncioModel], Awaitable[R
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_serve, model, requests, model_errors)
         try:
-            results.append(
-                await calls.call(play, AsyncioModel(model, send.send_nowait), async_library="asyncio"),
-            )
+            results.append(await calls.call(play, AsyncioModel(model, send.send_nowait), async_library="asyncio"))
         except Exception as error:
             play_errors.append(error)
         nursery.cancel_scope.cancel()

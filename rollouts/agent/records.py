@@ -13,7 +13,7 @@ import msgspec
 from rollouts.author_code import printable, shown
 from rollouts.bounds import bounded_call
 from rollouts.chat.shown import SHAPES_MAX, check_extension, shapes
-from rollouts.encoding import DEPTH_MAX, plain
+from rollouts.encoding import DEPTH_MAX, plain_json
 from rollouts.error_log import report
 from rollouts.errors import InferenceError, ModelError, RolloutsError, leaves_of
 from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
@@ -245,7 +245,7 @@ def _readable_value(value: Any, around: tuple[int, ...] = ()) -> Any:
     if not isinstance(value, dict | list | tuple):
         return value
     if id(value) in around or len(around) >= DEPTH_MAX:
-        return plain(value)
+        return plain_json(value)
     around = (*around, id(value))
     if isinstance(value, dict):
         return {_readable_value(key): _readable_value(each, around) for key, each in value.items()}
@@ -259,7 +259,7 @@ def _readable_call(call: ToolCall) -> ToolCall:
     except (TypeError, ValueError, RecursionError):
         name, number, error = map(_readable_text, (call.name, call.id, call.error))
         return ToolCall(
-            name or "", plain(call.arguments) if isinstance(call.arguments, dict) else {}, number or "", error
+            name or "", plain_json(call.arguments) if isinstance(call.arguments, dict) else {}, number or "", error
         )
     return call
 

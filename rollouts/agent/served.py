@@ -19,7 +19,7 @@ import msgspec
 from rollouts.agent.records import EpisodeOver, ServedTurns, readable_message
 from rollouts.env.results import AnswerAs, answers_of
 from rollouts.errors import ModelError
-from rollouts.gateway.exchange import APIError
+from rollouts.gateway.exchange import mistake_in
 from rollouts.types import Message
 
 
@@ -60,13 +60,13 @@ def as_recorded(messages: Sequence[Message], answer_as: AnswerAs, reply: Message
             last = None
         elif message.role == "tool":
             words = f"the result of the call {message.tool_call_id!r} follows no reply with that call"
-            raise APIError(400, words, parameter="messages")
+            raise mistake_in("messages", words)
         else:
             recorded.append(readable_message(message))
             last = recorded[-1] if message.role == "assistant" else None
             place += 1
     if last is not None:
-        raise APIError(400, "the last message is the model's: a reply cannot be continued", parameter="messages")
+        raise mistake_in("messages", "the last message is the model's: a reply cannot be continued")
     return recorded
 
 
@@ -75,9 +75,9 @@ def _answers(reply: Message, results: Sequence[Message], answer_as: AnswerAs) ->
     texts = {result.tool_call_id: result.text for result in results}
     for call in reply.tool_calls:
         if call.error is None and call.id not in texts:
-            raise APIError(400, f"the call {call.id!r} of {call.name} has no result", parameter="messages")
+            raise mistake_in("messages", f"the call {call.id!r} of {call.name} has no result")
     for number in texts.keys() - {call.id for call in reply.tool_calls}:
-        raise APIError(400, f"the result of the call {number!r} follows no reply with that call", parameter="messages")
+        raise mistake_in("messages", f"the result of the call {number!r} follows no reply with that call")
     if not results:  # the client saw no call
         return []
     given = [texts[call.id] if call.error is None else f"Error: {call.error}" for call in reply.tool_calls]
@@ -90,10 +90,10 @@ def refusals(served: ServedTurns) -> Iterator[None]:
     try:
         yield
     except ModelError as error:
-        raise APIError(400, str(error), parameter="messages") from error
+        raise mistake_in("messages", str(error)) from error
     except EpisodeOver as over:
         if over.status.is_infrastructure:
             raise
         served.refusal = over
         code = "context_length_exceeded" if over.is_context else "episode_over"
-        raise APIError(400, over.reason, parameter="messages", code=code) from over
+        raise mistake_in("messages", over.reason, code=code) from over

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import trio
 
 from rollouts.errors import InferenceError, ModelError
-from rollouts.gateway.exchange import Answered, APIError, Asked, Reply, new_id, seen_reply
+from rollouts.gateway.exchange import Answered, APIError, Asked, ClientReply, mistake_in, new_id, seen_reply
 from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class SingleTurns:
     async def answer(self, asked: Asked) -> Answered:
         """The replies. Raises APIError."""
         for key in asked.unsupported:
-            raise APIError(400, f"{key} is not supported here; leave it out", parameter=key)
+            raise mistake_in(key, f"{key} is not supported here; leave it out")
         tokens = self._encode(asked)
         replies = [self._reply(generation, asked, tokens) for generation in await self._sample(asked, tokens)]
         return Answered(replies, len(tokens))
@@ -60,14 +60,15 @@ class SingleTurns:
         """The conversation as ids [L], with room for a reply."""
         chat, most = self._model.chat, self._model.engine.context_tokens_max
         # Encoding ten megabytes takes half a minute, in which no other request is answered.
+        words, code = f"and the model's context length is {most}", "context_length_exceeded"
         if chat.tokens_at_least(asked.messages, asked.tools) > most:
-            raise too_long("more than", most, most)
+            raise mistake_in("messages", f"the conversation has more than {most} tokens, {words}", code=code)
         try:
             tokens = chat.encode_prompt(asked.messages, asked.tools)
         except ModelError as error:
-            raise APIError(400, str(error), parameter="messages") from error
+            raise mistake_in("messages", str(error)) from error
         if len(tokens) >= most:
-            raise too_long("", len(tokens), most)
+            raise mistake_in("messages", f"the conversation has {len(tokens)} tokens, {words}", code=code)
         return tokens
 
     async def _sample(self, asked: Asked, tokens: list[int]) -> list[Generation]:
@@ -109,7 +110,7 @@ class SingleTurns:
             raise APIError(504, f"there was no reply within {model.request_seconds:g} seconds")
         return [replies[place] for place in range(asked.count)]
 
-    def _reply(self, generation: Generation, asked: Asked, context: list[int]) -> Reply:
+    def _reply(self, generation: Generation, asked: Asked, context: list[int]) -> ClientReply:
         chat = self._model.chat
         message = chat.parse(generation.tokens, asked.tools, context)
         is_cut = generation.finish == "length"
@@ -118,14 +119,3 @@ class SingleTurns:
             pairs = zip(generation.tokens, generation.logprobs, strict=True)
             reply.logprobs = [(chat.decode([token]), logprob) for token, logprob in pairs]
         return reply
-
-
-def too_long(words: str, tokens: int, most: int) -> APIError:
-    """The error for a conversation that does not fit in the context."""
-    length = f"{words} {tokens}".strip()
-    return APIError(
-        400,
-        f"the conversation has {length} tokens, and the model's context length is {most}",
-        parameter="messages",
-        code="context_length_exceeded",
-    )

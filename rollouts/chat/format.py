@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
 import re
 from collections import OrderedDict
@@ -42,14 +41,14 @@ from rollouts.chat.template_style import (
     tool_reply,
 )
 from rollouts.chat.thoughts import find_thoughts
-from rollouts.chat.token_texts import CUT, ControlTokens, decode, plain, plain_backend, safe_cuts
+from rollouts.chat.token_texts import CUT, ControlTokens, decode, plain_backend, safe_cuts, unmarked
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, Parsed, detect_tool_call_format, parse_reply
 from rollouts.errors import ConfigError, ModelError, near_misses
 from rollouts.types import Message, ToolCall
 
 if TYPE_CHECKING:
-    from rollouts.chat.incremental import IncrementalRenderer, Prefixes, Rendering
-    from rollouts.chat.tool_parsers import ToolParser
+    from rollouts.chat.incremental import IncrementalRenderer, Rendering
+    from rollouts.chat.tool_parsers import ChosenParser
 
 _RESERVED = {"add_generation_prompt", "continue_final_message", "conversation", "messages", "tokenize", "tools"}
 _CACHED_CHARACTERS_MAX = 16_000_000
@@ -113,7 +112,7 @@ class ChatFormat:
     """
 
     def __init__(
-        self, tokenizer: Any, template_arguments: Mapping[str, Any], tool_parser: ToolParser | None = None
+        self, tokenizer: Any, template_arguments: Mapping[str, Any], tool_parser: ChosenParser | None = None
     ) -> None:
         self.tokenizer = tokenizer
         self._parser = tool_parser
@@ -139,7 +138,6 @@ class ChatFormat:
         self._marked_tools: _Cache[list[dict[str, Any]]] = _Cache()
         self._heads: _Cache[list[int]] = _Cache()
         self._incremental = _incremental_renderer(tokenizer, self._arguments)
-        self._compared: set[Any] = set()  # the kinds of neighboring messages whose texts were compared
         self.literals = tuple({*compared_literals(text), self.thoughts.opens, self.thoughts.closes} - {""})
         tags = re.findall(r"</?[\w:|]+[=>]|\[/?[A-Z_]+\]", call_format.example)
         # A parser of an author may read a call in any text.
@@ -207,12 +205,12 @@ class ChatFormat:
         if turn is None:  # history is rewritten, so test the call as the last message
             texts = (self.render(messages, [PROBE_TOOL], False) for messages in (before, [*before, call]))
             turn = self.split_turn(*texts)
-        read = self._read(plain(turn.reply), tools=[PROBE_TOOL]).message.tool_calls if turn is not None else []
+        read = self._read(unmarked(turn.reply), tools=[PROBE_TOOL]).message.tool_calls if turn is not None else []
         return [(c.name, c.arguments) for c in read] == [(c.name, c.arguments) for c in call.tool_calls]
 
     def render(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
         """The text of a conversation. Raises ModelError if the template refuses it."""
-        return plain(self.render_marked(messages, tools, generation_prompt))
+        return unmarked(self.render_marked(messages, tools, generation_prompt))
 
     def render_marked(self, messages: list[Message], tools: Tools, generation_prompt: bool) -> str:
         """The text of a conversation for `encode_marked`, in which the text that is not the template's is marked as
@@ -254,25 +252,6 @@ class ChatFormat:
                 self._keep(_key(whole, tools, True), again[1])
                 self._texts.put(_key(whole, tools, True), again[0], len(again[0]))
         return self.render_marked(before, tools, True), self.render_marked(whole, tools, generation_prompt)
-
-    def prefixes(self, messages: list[Message], tools: Tools, asked: Sequence[tuple[int, bool]]) -> Prefixes | None:
-        """The texts of the first messages, for `encode_marked`, from as few renderings as the template allows. `asked`
-        are numbers of messages, each with whether the generation prompt follows. None if each must be rendered.
-
-        Raises ModelError if the template refuses the conversation.
-        """
-        if self._incremental is None:
-            return None
-        counts = {count for count, _ in asked}
-        found = self._incremental.prefixes(self._marked(messages), self._schemas(tools), counts)
-        kinds = [(message.role, bool(message.tool_calls), bool(message.reasoning), bool(tools)) for message in messages]
-        new = {*kinds[:1], *itertools.pairwise(kinds)} - self._compared
-        if found is not None and new:  # the tokenizer may render in its own way
-            some = {*asked[:2], *asked[-2:]}
-            if any(found.text(*each) != self.render_marked(messages[: each[0]], tools, each[1]) for each in some):
-                return None
-            self._compared |= new
-        return found
 
     def _rendering(self, messages: list[Message], tools: Tools) -> Rendering | None:
         """The cached rendering of a conversation with its generation prompt, for incremental rendering."""
@@ -334,9 +313,9 @@ class ChatFormat:
     def encode_marked(self, text: str) -> list[int]:
         """The ids of a text from `render_marked`. Only the template's and the model's control tokens get their ids."""
         first, *rest = text.split(CUT)
-        ids = list(self.encode(plain(first)))
+        ids = list(self.encode(unmarked(first)))
         for piece in rest:
-            ids += self._encode_behind(plain(piece))
+            ids += self._encode_behind(unmarked(piece))
         return ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
@@ -346,7 +325,7 @@ class ChatFormat:
         if len(texts) < _BATCH_MIN or not self._is_backend_plain():
             return [self.encode_marked(text) for text in texts]
         places = [place for place, text in enumerate(texts) if CUT not in text]
-        whole = [plain(texts[place]).encode("utf-8", "replace").decode() for place in places]
+        whole = [unmarked(texts[place]).encode("utf-8", "replace").decode() for place in places]
         encoded = self._backend.encode_batch_fast(whole, add_special_tokens=False)
         found = dict(zip(places, (each.ids for each in encoded), strict=True))
         return [found[place] if place in found else self.encode_marked(text) for place, text in enumerate(texts)]
@@ -412,7 +391,7 @@ class ChatFormat:
         if ended and sampled[-1] != turn.closer:
             return None  # the model's last token differs from the closing token in the history
         text = self.decode(sampled[:-1] if ended else sampled)
-        shown = plain(turn.reply)
+        shown = unmarked(turn.reply)
         # If the reply contains a closing token as text, the end of the turn is not certain.
         if any(token in shown for token in self.closers) or not self.shows(shown, text, tools):
             return None
@@ -500,7 +479,7 @@ def _kept_format(tokenizer: Any, template: str) -> ChatFormat:
 
 
 def load_chat_format(
-    tokenizer: Any, template_arguments: dict[str, Any] | None = None, tool_parser: ToolParser | None = None
+    tokenizer: Any, template_arguments: dict[str, Any] | None = None, tool_parser: ChosenParser | None = None
 ) -> ChatFormat:
     """The chat format of a transformers tokenizer. `template_arguments`, such as `enable_thinking`, are passed to the
     template at every render. `tool_parser` None: the template decides how calls are read.
@@ -549,8 +528,7 @@ def _incremental_renderer(tokenizer: Any, arguments: Mapping[str, Any]) -> Incre
     """A renderer of new messages only; None if the template does not allow it. Without it, every turn renders the whole
     conversation.
     """
-    from rollouts.chat.incremental import IncrementalRenderer
-    from rollouts.chat.loop_rewriting import NotIncremental
+    from rollouts.chat.incremental import IncrementalRenderer, NotIncremental
 
     if isinstance(tokenizer.chat_template, str):
         with contextlib.suppress(NotIncremental):

@@ -1,9 +1,9 @@
-"""Render only what is new in a conversation, or all of its prefixes at once, so that a turn costs its own text.
+"""Render only what is new in a conversation, so that a turn costs its own text.
 
 A chat template is a program. Its main loop writes one message after another. `IncrementalRenderer` compiles the
-template a second time with a changed loop (`rollouts.chat.loop_rewriting`). This loop can start at a later message, it
-can show a message once more as the last of a conversation, and it writes a mark before each message. Everything else
-runs unchanged on the whole conversation. So the text between two marks is exactly what the template writes there.
+template a second time with a changed loop (`rewritten`). This loop can start at a later message, and
+it writes a mark before each message. Everything else runs unchanged on the whole conversation. So the text between two
+marks is exactly what the template writes there.
 
 The result is used only if the text before the new messages is proved to be unchanged. The text of a message may depend
 on the message, its neighbors, its index, whether it is first or last, and on values from outside the loop. If the loop
@@ -17,18 +17,25 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
-from jinja2 import Undefined
+from jinja2 import Undefined, nodes
 from jinja2.runtime import Macro
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
-from rollouts.chat.loop_rewriting import LOOP, MARK, TAIL, NotIncremental, Proved, rewritten
-
+MARK = "\ufdd3"  # a Unicode noncharacter; a conversation that contains it is rendered as a whole
+LOOP = "_rollouts_loop"
+_CONSTANT = frozenset({"dict", "namespace", "raise_exception", "range"})  # the globals of Jinja that never change
+_MESSAGES = "messages"
 _LEAVES = frozenset({str, int, float, bool, type(None)})
 _DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
+class NotIncremental(Exception):
+    """This conversation, or every conversation of this template, must be rendered as a whole."""
 
 
 class Rendering(NamedTuple):
@@ -47,39 +54,7 @@ class Rendering(NamedTuple):
     last: str
 
 
-class _Texts(NamedTuple):
-    """The texts of one rendering: before the loop, and of each message with another one behind it, and as the last."""
-
-    head: str
-    inner: list[str]
-    last: dict[int, str]
-
-
-class Prefixes(NamedTuple):
-    """The texts of the first messages of a conversation, for several numbers of messages (`texts`). `tails` are the
-    texts after the last message, without and with the generation prompt.
-    """
-
-    texts: dict[int, _Texts]
-    tails: tuple[str, str]
-
-    def text(self, count: int, generation_prompt: bool) -> str:
-        """The text of the first `count` messages."""
-        head, inner, last = self.texts[count]
-        return "".join((head, *inner[: count - 1], last[count - 1], self.tails[generation_prompt]))
-
-    def pair(self, before: int, count: int, generation_prompt: bool) -> tuple[str, str]:
-        """The texts of the first `before` messages with the generation prompt, and of the first `count`, both without
-        the known common beginning.
-        """
-        (_, inner, last), longer = self.texts[before], self.texts[count]
-        if longer.inner is not inner:
-            return self.text(before, True), self.text(count, generation_prompt)
-        rest = (*inner[before - 1 : count - 1], longer.last[count - 1], self.tails[generation_prompt])
-        return last[before - 1] + self.tails[True], "".join(rest)
-
-
-def shown(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+def _passed(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """Messages as transformers passes them to a template: without None values, and with a thought under both of its
     keys. Returns None if a message contains anything but plain data.
     """
@@ -107,15 +82,14 @@ class IncrementalRenderer:
     def __init__(self, template_text: str, given: Mapping[str, Any]) -> None:
         if not is_plain(given):
             raise NotIncremental("the template receives objects")
-        self._template, self._namespace, self._proved = _compile(template_text)
+        self._template, self._namespace = _compile(template_text)
         self._given = given
-        self._tails: tuple[str, str] | None = None
 
     def whole(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], generation_prompt: bool
     ) -> tuple[str, Rendering] | None:
         """The text of a conversation, and its rendering; None if the conversation cannot be rendered incrementally."""
-        given = shown(messages)
+        given = _passed(messages)
         done = self._run(given, tools, generation_prompt, 0) if given is not None and is_plain(tools) else None
         return None if done is None else (done[0].before + done[1], done[0])
 
@@ -124,96 +98,28 @@ class IncrementalRenderer:
 
         None if the text before `old.last` is not provably unchanged.
         """
-        skips, more = self._proved.skips_head and bool(old.items), shown(new)
-        start = max(0, len(old.items) - 1)
-        done = None if more is None else self._run([*old.messages, *more], old.tools, generation_prompt, start, skips)
+        more, start = _passed(new), max(0, len(old.items) - 1)
+        done = None if more is None else self._run([*old.messages, *more], old.tools, generation_prompt, start)
         if done is None:
             return None
         now, text = done
-        if skips:
-            now = now._replace(before=old.before + now.before)
         same = (now.before, now.values) == (old.before, old.values) and len(now.items) >= len(old.items)
         return (text, now) if same and all(map(operator.is_, old.items, now.items)) else None
 
-    def prefixes(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], counts: Collection[int]
-    ) -> Prefixes | None:
-        """The texts of the first messages, for each of the counts. None if they cannot be rendered at once.
-
-        Prefixes with the same text before the loop and the same outside values share one rendering.
-        """
-        given = shown(messages) if self._proved.has_prefixes and min(counts) and is_plain(tools) else None
-        tails = None if given is None else self._both_tails(given[: min(counts)])
-        if given is None or tails is None:
-            return None
-        groups: dict[Any, list[int]] = {}
-        for count in counts:
-            outside = () if self._proved.keeps_prefixes else self._outside(given[:count], tools)
-            if outside is None:
-                return None
-            groups.setdefault(outside, []).append(count)
-        found: dict[int, _Texts] = {}
-        for group in groups.values():
-            texts = self._views(given[: max(group)], tools, group)
-            if texts is None:
-                return None
-            found |= dict.fromkeys(group, texts)
-        return Prefixes(found, tails)
-
-    def _both_tails(self, messages: list[dict[str, Any]]) -> tuple[str, str] | None:
-        """The texts after the loop, which no conversation changes."""
-        if self._tails is None:
-            runs = [self._render(_Loop(), messages, [], prompt) for prompt in (False, True)]
-            if None not in runs:
-                without, prompt = (str(run).rpartition(MARK)[2] for run in runs)
-                self._tails = without, prompt
-        return self._tails
-
-    def _outside(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> tuple[Any, ...] | None:
-        """What surrounds the loop: the text before it, the outside values that it reads, and the messages left out."""
-        loop = _Loop(start=len(messages))
-        text = self._render(loop, messages, tools, False, self._proved.skips_head)
-        first = None if text is None else loop.runs_from(messages)
-        return None if text is None or first is None else (text.partition(MARK)[0], loop.values, first)
-
-    def _views(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], counts: Collection[int]
-    ) -> _Texts | None:
-        """The texts of the messages, of which those before `counts` are shown as the last ones too."""
-        loop = _Loop(last={count - len(messages) for count in counts}, keeps_values=False)
-        text = self._render(loop, messages, tools, False)
-        if text is None:
-            return None
-        head, *texts, _ = text.split(MARK)
-        first = loop.runs_from(messages)
-        if first is None or first >= min(counts) or len(texts) != len(loop.views) or loop.is_tied:
-            return None
-        inner, last = [""] * len(messages), {}
-        for (place, is_last), text in zip(loop.views, texts, strict=True):
-            if not is_last:
-                inner[first + place] = text
-            last[first + place] = text  # of a message with two texts, the second is the one as the last
-        return _Texts(head, inner, last)
-
     def _run(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool, start: int, skips: bool = False
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool, start: int
     ) -> tuple[Rendering, str] | None:
         loop = _Loop(start)
-        text = self._render(loop, messages, tools, prompt, skips)
+        text = self._render(loop, messages, tools, prompt)
         if text is None:
             return None
         before, *texts = text.split(MARK)
-        if not loop.is_entered or len(texts) != len(loop.views) + 1 or loop.is_tied:
+        if not loop.is_entered or len(texts) != len(loop.items) - start + 1 or loop.is_tied:
             return None
         return Rendering(messages, tools, loop.items, before, loop.values, "".join(texts[-2:])), "".join(texts)
 
     def _render(
-        self,
-        loop: _Loop,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]],
-        prompt: bool,
-        skips: bool = False,
+        self, loop: _Loop, messages: list[dict[str, Any]], tools: list[dict[str, Any]], prompt: bool
     ) -> str | None:
         """The text of the changed template, with its marks. None if the template raises: then the caller renders the
         whole conversation, and reports the error.
@@ -221,7 +127,6 @@ class IncrementalRenderer:
         names = {
             **self._given,
             LOOP: loop,
-            TAIL: skips,
             "namespace": functools.partial(_watched(self._namespace), loop),
             "messages": messages,
             "tools": tools or None,
@@ -235,18 +140,13 @@ class IncrementalRenderer:
 
 
 class _Loop:
-    """What the changed template knows as its main loop: gives it the messages, and records the pass.
-
-    A message is shown a second time, as the last of a conversation, if the text may depend on the messages behind it
-    and `last` has its place. Places in `last` are counted from the end: -1 is the message before the last one.
+    """What the changed template knows as its main loop: gives it the messages from place `start` on, and records the
+    pass.
     """
 
-    def __init__(self, start: int = 0, last: Collection[int] = (), *, keeps_values: bool = True) -> None:
-        self._start, self._last, self._keeps_values = start, last, keeps_values
-        self._place, self._end = 0, 0
-        self._looks_ahead = False
+    def __init__(self, start: int) -> None:
+        self._start, self._place = start, 0
         self.items: list[Any] = []
-        self.views: list[tuple[int, bool]] = []  # each text: the place of the message, and whether it is the last
         self.values = b""
         self.is_entered = False
         self.is_tied = False  # whether a message depends on more than its neighbors
@@ -256,26 +156,13 @@ class _Loop:
         if self.is_entered or not isinstance(items, list):
             raise NotIncremental("the loop runs twice, or over something else than a list")
         self.items, self.is_entered = items, True
-        if self._keeps_values:
-            self.values = msgspec.msgpack.encode(values, enc_hook=_plain_value)
+        self.values = msgspec.msgpack.encode(values, enc_hook=_plain_value)
         return self._pass()
 
     def _pass(self) -> Iterator[Any]:
-        size = len(self.items)
-        for place in range(self._start, size):
-            self._place, self._end, self._looks_ahead = place, size, False
-            self.views.append((place, place + 1 == size))
+        for place in range(self._start, len(self.items)):
+            self._place = place
             yield self.items[place]
-            if self._looks_ahead and place + 1 - size in self._last and place + 1 < size:
-                self._end = place + 1
-                self.views.append((place, True))
-                yield self.items[place]
-
-    def runs_from(self, messages: list[Any]) -> int | None:
-        """The place of the first message of the loop. None if it does not run over all messages from there on."""
-        first = len(messages) - len(self.items)
-        is_rest = self.is_entered and first >= 0 and all(map(operator.is_, messages[first:], self.items))
-        return first if is_rest else None
 
     @property
     def index0(self) -> int:
@@ -291,8 +178,7 @@ class _Loop:
 
     @property
     def last(self) -> bool:
-        self._looks_ahead = True
-        return self._place + 1 == self._end
+        return self._place + 1 == len(self.items)
 
     @property
     def previtem(self) -> Any:
@@ -307,9 +193,7 @@ class _Loop:
         means another item when the list is longer.
         """
         self.is_tied = self.is_tied or place < 0
-        self._looks_ahead = self._looks_ahead or place > self._place
-        size = len(items) - (len(self.items) - self._end)
-        return items[place] if -size <= place < size else Undefined(f"there is no item {place}")
+        return items[place] if -len(items) <= place < len(items) else Undefined(f"there is no item {place}")
 
 
 def _plain_value(value: Any) -> Any:
@@ -341,8 +225,8 @@ def _watched(base: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=32)
-def _compile(template_text: str) -> tuple[Any, type, Proved]:
-    """The changed template, the class of its namespaces, and what is proved. Raises NotIncremental."""
+def _compile(template_text: str) -> tuple[Any, type]:
+    """The changed template and the class of its namespaces. Raises NotIncremental."""
     try:
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -351,9 +235,9 @@ def _compile(template_text: str) -> tuple[Any, type, Proved]:
     except (ImportError, AttributeError, KeyError) as error:  # another version of transformers
         raise NotIncremental(str(error)) from error
     tree = environment.parse(template_text)
-    proved = rewritten(tree, environment.globals)
+    rewritten(tree, environment.globals)
     template = environment.template_class.from_code(environment, environment.compile(tree), environment.globals)
-    return template, namespace, proved
+    return template, namespace
 
 
 def _quick(environment: Any) -> Any:
@@ -383,3 +267,131 @@ def _quick(environment: Any) -> Any:
 
 
 _ABSENT = object()
+
+
+# --- rewriting the loop ---------------------------------------------------------------------------------------------
+
+
+def rewritten(tree: Any, known: Mapping[str, Any]) -> None:
+    """Rewrite the main loop of a parsed template in place. `known` are the globals of its environment.
+
+    Raises NotIncremental if messages may depend on more than the recorded values.
+    """
+    _GenerationBlocksRemover().visit(tree)
+    foreign = (nodes.Include, nodes.Import, nodes.FromImport, nodes.Extends, nodes.Block)
+    if any(True for _ in tree.find_all(foreign)):
+        raise NotIncremental("the template includes other files")
+    found = list(_loops(tree.body))
+    if not found:
+        raise NotIncremental("the template has no loop")
+    siblings, main = found[-1]
+    if main.test is not None or main.else_ or main.recursive or not isinstance(main.target, nodes.Name):
+        raise NotIncremental("the loop has a filter, an else branch, recursion, or several targets")
+    macros = list(tree.find_all(nodes.Macro))
+    if len({macro.name for macro in macros}) < len(macros):
+        raise NotIncremental("the template has two macros of one name")
+    assigned = _named(tree, "store", "param") | {macro.name for macro in macros}
+    runs_over = main.iter.name if isinstance(main.iter, nodes.Name) else ""
+    lists = ({runs_over} - {""}) | ({_MESSAGES} - assigned)
+    lists = lists.difference(*(_named(node, "store") for node in main.body))
+    in_body, in_macros = _LoopRewriter(lists), _LoopRewriter(set())
+    main.body = [in_body.visit(node, True) for node in main.body]
+    for macro in macros:
+        in_macros.visit(macro, False)
+    read = (in_body.read - {main.target.name} | in_macros.read) - {macro.name for macro in macros}
+    read -= _CONSTANT & (set(known) - assigned)
+    if read & {_MESSAGES, "loop", "caller", *lists, *known}:
+        raise NotIncremental("the loop reads more than single messages")
+    place = next(number for number, node in enumerate(siblings) if node is main)
+    values = [nodes.Keyword(name, nodes.Name(name, "load")) for name in sorted(read)]
+    main.iter = nodes.Call(nodes.Getattr(nodes.Name(LOOP, "load"), "enter", "load"), [main.iter], values, None, None)
+    main.body.insert(0, nodes.Output([nodes.TemplateData(MARK)]))
+    siblings.insert(place + 1, nodes.Output([nodes.TemplateData(MARK)]))
+    for node in tree.find_all(nodes.Node):
+        node.set_lineno(1, override=False)
+        node.environment = tree.environment
+
+
+def _named(node: Any, *contexts: str) -> set[str]:
+    """The names in a node, in the given contexts, or in all contexts if none is given."""
+    return {name.name for name in node.find_all(nodes.Name) if not contexts or name.ctx in contexts}
+
+
+class _GenerationBlocksRemover(NodeTransformer):
+    """Replaces `{% generation %}` blocks, with which transformers counts characters, by their content."""
+
+    def visit_CallBlock(self, node: Any) -> Any:
+        self.generic_visit(node)
+        called = node.call.node
+        is_mark = isinstance(called, nodes.ExtensionAttribute) and called.name == "_generation_support"
+        return nodes.Scope(node.body) if is_mark else node
+
+
+def _loops(body: list[Any]) -> Iterator[tuple[list[Any], Any]]:
+    """The loops outside of other loops, each with its sibling statements."""
+    for node in body:
+        if isinstance(node, nodes.For):
+            yield body, node
+        elif isinstance(node, nodes.If):
+            yield from _loops(node.body)
+            for branch in node.elif_:
+                yield from _loops(branch.body)
+            yield from _loops(node.else_)
+
+
+class _LoopRewriter(NodeTransformer):
+    """Rewrites the uses of `loop` in the body of the main loop, and collects the names that it reads (`read`). In each
+    visit, `is_ours` says whether the name `loop` means the main loop.
+    """
+
+    def __init__(self, lists: set[str]) -> None:
+        self._lists = lists  # the names of the lists that the loop runs over
+        self.read: set[str] = set()
+
+    def visit_Name(self, node: nodes.Name, is_ours: bool) -> Any:
+        if node.ctx == "load":
+            self.read.add(node.name)
+        return node
+
+    def visit_Break(self, node: Any, is_ours: bool) -> Any:
+        if is_ours:
+            raise NotIncremental("the loop may end early")
+        return node
+
+    def visit_Filter(self, node: nodes.Filter, is_ours: bool) -> Any:
+        if node.name == "random":
+            raise NotIncremental("the loop is random")
+        return self.generic_visit(node, is_ours)
+
+    def visit_Macro(self, node: Any, is_ours: bool) -> Any:
+        return self.generic_visit(node, False)
+
+    def visit_For(self, node: Any, is_ours: bool) -> Any:
+        node.iter, *node.else_ = [self.visit(each, is_ours) for each in (node.iter, *node.else_)]
+        node.target, *node.body = [self.visit(each, False) for each in (node.target, *node.body)]
+        node.test = node.test and self.visit(node.test, False)
+        return node
+
+    def visit_Getattr(self, node: Any, is_ours: bool) -> Any:
+        if not (isinstance(node.node, nodes.Name) and node.node.name == "loop"):
+            return self.generic_visit(node, is_ours)
+        if not is_ours:
+            return node
+        if node.attr not in ("index0", "index", "first", "last", "previtem", "nextitem"):
+            raise NotIncremental(f"the loop reads loop.{node.attr}")
+        return nodes.Getattr(nodes.Name(LOOP, "load"), node.attr, "load")
+
+    def visit_Getitem(self, node: Any, is_ours: bool) -> Any:
+        """Rewrite `messages[loop.index0 - 1]`, `messages[loop.index0 + 1]` and `messages[0]`. Expressions with other
+        indexes stay, so they read the list itself.
+        """
+        place = node.arg
+        is_beside = isinstance(place, nodes.Const) and place.value == 0
+        if is_ours and isinstance(place, nodes.Add | nodes.Sub) and isinstance(place.left, nodes.Getattr):
+            base, one = place.left.node, place.right
+            is_beside = isinstance(base, nodes.Name) and (base.name, place.left.attr) == ("loop", "index0")
+            is_beside = is_beside and isinstance(one, nodes.Const) and one.value == 1
+        if not (is_beside and isinstance(node.node, nodes.Name) and node.node.name in self._lists):
+            return self.generic_visit(node, is_ours)
+        item = nodes.Getattr(nodes.Name(LOOP, "load"), "item", "load")
+        return nodes.Call(item, [node.node, self.visit(place, is_ours)], [], None, None)

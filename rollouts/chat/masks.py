@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rollouts.chat.format import ChatFormat, RenderedTurn
 from rollouts.chat.shown import SHAPES_MAX, Field, check_rows, lost_fields, sentinels, shapes
-from rollouts.chat.token_texts import plain
+from rollouts.chat.token_texts import unmarked
 from rollouts.errors import ModelError
 from rollouts.types import Message
-
-if TYPE_CHECKING:
-    from rollouts.chat.incremental import Prefixes
 
 
 class SupervisedRow(NamedTuple):
@@ -70,10 +67,7 @@ class TurnsRow(NamedTuple):
 
 
 def tokenize_supervised(
-    messages: list[Message],
-    tools: Sequence[dict[str, Any]],
-    chat: ChatFormat,
-    weights: Sequence[float] | None = None,
+    messages: list[Message], tools: Sequence[dict[str, Any]], chat: ChatFormat, weights: Sequence[float] | None = None
 ) -> list[SupervisedRow]:
     """The rows of one conversation: one row if the template is append-only, else one per segment. `weights` has the
     weight of each message in place of 1.0; only those of the assistant count, and a turn with weight 0 is context.
@@ -117,10 +111,7 @@ def trained_turns(messages: Sequence[Message], weights: Sequence[float] | None =
 
 
 def supervised_texts(
-    messages: list[Message],
-    tools: Sequence[dict[str, Any]],
-    chat: ChatFormat,
-    trained: Sequence[int] | None = None,
+    messages: list[Message], tools: Sequence[dict[str, Any]], chat: ChatFormat, trained: Sequence[int] | None = None
 ) -> list[RowText]:
     """The texts of the rows of one conversation. `trained` are the numbers of the turns to train, in order; None: all.
     Raises ModelError if the template refuses the conversation, or does not show how a turn ends.
@@ -129,24 +120,23 @@ def supervised_texts(
     if not trained:
         return []
     messages = messages[: trained[-1] + 1]
-    asked = [each for place in trained for each in ((place, True), (place + 1, False))]
-    texts = chat.prefixes(messages, tools, asked) or _Apart(messages, tools, chat)
+    talk = _Talk(messages, tools, chat)
     is_shared = bool(tools) or messages[0].role == "system"
     rows: list[RowText] = []
     is_open = False
     for place, next_place in zip(trained, [*trained[1:], None], strict=True):
-        turn, missing = _own_turn(texts, place, _Talk(messages, tools, chat))
+        turn, missing = _own_turn(place, talk)
         if not is_open or missing:
-            prompt = texts.text(place, True)
+            prompt = talk.text(place, True)
             prompt = prompt[: len(prompt) - missing]
             rows.append(RowText(*(chat.split_head(prompt) if is_shared else ("", prompt)), []))
-        following = chat.split_turn(*texts.pair(place, next_place, True)) if next_place else None
+        following = chat.split_turn(*talk.pair(place, next_place, True)) if next_place else None
         # The history may show this turn otherwise (drop its thinking, for example). Then its row ends here.
         is_open = (
             following is not None
             and not missing
             and following.closer == turn.closer
-            and chat.shows(plain(following.reply), plain(turn.reply), tools)
+            and chat.shows(unmarked(following.reply), unmarked(turn.reply), tools)
         )
         if following is not None and is_open:
             turn = turn._replace(rest=following.rest)
@@ -172,7 +162,7 @@ def check_masks(
     known = [chat.shapes.get(shape) for shape in found]
     new = {place for place, fields in enumerate(known) if fields is None}
     suspects = {place for place in trained if new & {place - 1, place, place + 1}} if new else new
-    replies = {turn.place: plain(turn.reply) for text in texts for turn in text.turns}
+    replies = {turn.place: unmarked(turn.reply) for text in texts for turn in text.turns}
     lost = check_rows(rows, messages, tools, trained, chat, suspects, replies)
     if new and len(chat.shapes) < SHAPES_MAX:
         fields = _lost_in_shapes(messages, tools, chat, trained, suspects)
@@ -227,20 +217,6 @@ def _encoded_row(row: RowText, encoded: Iterator[list[int]], cuts: Set[int], cha
     return TurnsRow(tokens, turns)
 
 
-class _Apart(NamedTuple):
-    """`Prefixes` of a conversation for which each text has to be rendered."""
-
-    messages: list[Message]
-    tools: Sequence[dict[str, Any]]
-    chat: ChatFormat
-
-    def text(self, count: int, generation_prompt: bool) -> str:
-        return self.chat.render_marked(self.messages[:count], self.tools, generation_prompt)
-
-    def pair(self, before: int, count: int, generation_prompt: bool) -> tuple[str, str]:
-        return self.chat.render_pair(self.messages[:before], self.messages[before:count], self.tools, generation_prompt)
-
-
 class _Talk(NamedTuple):
     """A conversation, its tools, and the format that renders it."""
 
@@ -248,13 +224,23 @@ class _Talk(NamedTuple):
     tools: Sequence[dict[str, Any]]
     chat: ChatFormat
 
+    def text(self, count: int, generation_prompt: bool) -> str:
+        """The text of the first `count` messages."""
+        return self.chat.render_marked(self.messages[:count], self.tools, generation_prompt)
 
-def _own_turn(texts: Prefixes | _Apart, place: int, talk: _Talk) -> tuple[RenderedTurn, int]:
+    def pair(self, before: int, count: int, generation_prompt: bool) -> tuple[str, str]:
+        """The texts of the first `before` messages with the generation prompt, and of the first `count`, both without
+        the known common beginning.
+        """
+        return self.chat.render_pair(self.messages[:before], self.messages[before:count], self.tools, generation_prompt)
+
+
+def _own_turn(place: int, talk: _Talk) -> tuple[RenderedTurn, int]:
     """The reply as the last message, which is the form that the model must write, and the number of characters at the
     end of the prompt that this form does without.
     """
     message = talk.messages[place]
-    prompt, whole = texts.pair(place, place + 1, False)
+    prompt, whole = talk.pair(place, place + 1, False)
     reply, missing = whole[len(prompt) :], 0
     if not whole.startswith(prompt):
         reply, missing = _reply_elsewhere(place, talk)

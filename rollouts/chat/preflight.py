@@ -13,15 +13,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from rollouts.chat.template_style import (
-    PROBE_NAME,
-    PROBE_RESULT,
-    PROBE_VALUE,
-    USER,
-    Prober,
-    probe_call,
-    tool_reply,
-)
+from rollouts.chat.template_style import PROBE_NAME, PROBE_RESULT, PROBE_VALUE, USER, Prober, probe_call, tool_reply
 from rollouts.chat.template_style import PROBE_TEXT as _TEXT
 from rollouts.chat.template_style import PROBE_THOUGHT as _THOUGHT
 from rollouts.chat.thoughts import ThoughtForm

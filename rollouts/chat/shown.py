@@ -164,11 +164,7 @@ def _said(text: str, chat: ChatFormat) -> str:
 
 
 def _unread(
-    reply: Sequence[int],
-    context: Sequence[int],
-    message: Message,
-    tools: Sequence[dict[str, Any]],
-    chat: ChatFormat,
+    reply: Sequence[int], context: Sequence[int], message: Message, tools: Sequence[dict[str, Any]], chat: ChatFormat
 ) -> list[str]:
     """The fields of the message that the reply does not show. Raises Unshown if it shows another message."""
     stops = sum(map(chat.stop_ids.__contains__, reply))

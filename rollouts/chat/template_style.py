@@ -18,7 +18,7 @@ from rollouts.errors import ModelError
 from rollouts.types import Message, ToolCall
 
 Tools = Sequence[dict[str, Any]]
-Place = Literal["key", "part", "inline"]
+ThoughtPlace = Literal["key", "part", "inline"]
 # (messages as template dicts, tools, generation_prompt) -> text; may raise any exception of the template
 Render = Callable[[list[dict[str, Any]], Tools, bool], str]
 
@@ -52,7 +52,7 @@ class TemplateStyle(NamedTuple):
 
     arguments_as_text: bool = False
     empty_content_none: bool = False
-    thought: Place = "key"
+    thought: ThoughtPlace = "key"
     tags: tuple[str, str] = ("<think>", "</think>")
 
 
@@ -153,7 +153,7 @@ def _with_thoughts(style: TemplateStyle, render: Render, template_text: str) -> 
     if tag is not None and "</think>" not in code:
         style = style._replace(tags=("".join(tag.groups()), tag.group()))
     # A template that reads the key may show it under a condition only, such as an argument of the template.
-    variants: tuple[Place, ...] = ("key",) if "reasoning_content" in code else ("key", "part", "inline")
+    variants: tuple[ThoughtPlace, ...] = ("key",) if "reasoning_content" in code else ("key", "part", "inline")
     return next((each for place in variants if _shows(Prober(render, each := style._replace(thought=place)))), style)
 
 

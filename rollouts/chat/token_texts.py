@@ -129,7 +129,7 @@ _ITSELF = _MARK + "\ufdd1"
 CUT = _MARK + "\ufdd2"
 
 
-def plain(text: str) -> str:
+def unmarked(text: str) -> str:
     """Rendered text without its marks."""
     return text.replace(CUT, "").replace(_ITSELF, _MARK) if _MARK in text else text
 

@@ -24,14 +24,14 @@ from typing import Any, Literal, NamedTuple, Union
 
 import msgspec
 
-from rollouts.bounds import call_arguments
+from rollouts.bounds import CALL_JSON, call_arguments
 from rollouts.chat.thoughts import THINK_TAGS, ThoughtForm
 from rollouts.types import Message, ToolCall
 
 Tools = Sequence[Mapping[str, Any]]
 
 
-class Found(NamedTuple):
+class FoundCalls(NamedTuple):
     """Calls at [start, end) of a text. `is_plain`: a template writes them so too, except for white space."""
 
     start: int
@@ -46,7 +46,7 @@ class ToolCallFormat(NamedTuple):
     """
 
     name: str
-    find_calls: Callable[[str, Tools], list[Found]]
+    find_calls: Callable[[str, Tools], list[FoundCalls]]
     example: str
     tokens: str
     needs_tools: bool = False  # a call looks like plain text, so calls are read only if tools were offered
@@ -65,7 +65,6 @@ UNREADABLE, EXAMPLE = "The tool call could not be read: ", ". Write it like this
 
 _NAME = re.compile(r'"name"\s*:\s*"([^"\\]*)"')
 _CALL_KEYS = {"name", "arguments", "parameters", "id", "type", "function"}
-_JSON = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 _JSON_CALLS = re.compile(r"\s*(?:\{|\[\s*(?:[{\]]|\Z))")
 _SEPARATORS = re.compile(r"[\s;,]*")  # between calls: Llama 3 writes `;`
@@ -127,7 +126,7 @@ def _plainly_spelt(raw: Any) -> bool:
 def _json_call(body: str) -> ToolCall:
     """The call of a text that is not valid JSON, or has more than JSON, with its `error`."""
     try:
-        json.loads(body)
+        CALL_JSON.decode(body)
         error = "not valid JSON"
     except (ValueError, RecursionError) as reason:
         error = f"not valid JSON: {reason}"
@@ -144,7 +143,7 @@ def _values(text: str, at: int) -> tuple[list[Any], int]:
         start = _SEPARATORS.match(text, place).end()  # type: ignore[union-attr]
         if place > at and text[start : start + 1] not in ("{", "["):
             return found, place
-        value, size = _JSON.raw_decode(text[start:])  # a copy, because an error counts all lines before it
+        value, size = CALL_JSON.raw_decode(text[start:])  # a copy, because an error counts all lines before it
         found += value if isinstance(value, list) else [value]
         place = start + size
 
@@ -160,9 +159,9 @@ _XML_END = re.compile(r"\s*</function>\s*(?:</tool_call>|(?=<tool_call>)|\Z)")
 _XML_LAST = re.compile(rf"</parameter>(?={_XML_END.pattern})")  # the end tag of a call's last argument
 
 
-def _find_tagged(text: str, read: Callable[[str, int, int], Found]) -> list[Found]:
+def _find_tagged(text: str, read: Callable[[str, int, int], FoundCalls]) -> list[FoundCalls]:
     """The calls in tags. `read` gets the places of an opening tag and of its body."""
-    found, at = list[Found](), 0
+    found, at = list[FoundCalls](), 0
     while (start := text.find(_OPEN, at)) >= 0:
         at = start + len(_OPEN)
         body = _SPACE.match(text, at).end()  # type: ignore[union-attr]
@@ -189,30 +188,30 @@ def _body_end(text: str, at: int) -> tuple[int, int]:
     return (close, close + len(_CLOSE)) if close >= 0 else (end, end)
 
 
-def _hermes_call(text: str, start: int, at: int) -> Found:
+def _hermes_call(text: str, start: int, at: int) -> FoundCalls:
     """The call, or the calls, in a tag."""
     with contextlib.suppress(ValueError, RecursionError):  # explained below
         values, place = _values(text, at)
         if (end := _TAG_END.match(text, place)) is not None:
             is_plain = len(values) == 1 and _plainly_spelt(values[0])
-            return Found(start, end.end(), [read_call(value) for value in values], is_plain)
+            return FoundCalls(start, end.end(), [read_call(value) for value in values], is_plain)
     close, end_of_call = _body_end(text, at)
-    return Found(start, end_of_call, [_json_call(text[at:close])])
+    return FoundCalls(start, end_of_call, [_json_call(text[at:close])])
 
 
-def _xml_call(text: str, start: int, at: int) -> Found:
+def _xml_call(text: str, start: int, at: int) -> FoundCalls:
     opened, close = _XML_OPEN.match(text, at), _body_end(text, at)
     if opened is None:
-        return Found(start, close[1], [ToolCall("", error="no <function=name>…</function> in the call")])
+        return FoundCalls(start, close[1], [ToolCall("", error="no <function=name>…</function> in the call")])
     name = opened.group(1).strip()
     arguments, place = _xml_arguments(text, opened.end())
     end = _XML_END.match(text, place)
     if isinstance(arguments, dict) and end is not None:
-        return Found(start, end.end(), [ToolCall(name, arguments)])
+        return FoundCalls(start, end.end(), [ToolCall(name, arguments)])
     if isinstance(arguments, dict):
         got = text[place : max(place, close[0])].strip()[:60]
         arguments = f"expected <parameter=key>…</parameter> or </function>, got {got!r}"
-    return Found(start, close[1], [ToolCall(name, error=arguments)])
+    return FoundCalls(start, close[1], [ToolCall(name, error=arguments)])
 
 
 def _xml_arguments(text: str, at: int) -> tuple[dict[str, Any] | str, int]:
@@ -239,41 +238,43 @@ def _xml_arguments(text: str, at: int) -> tuple[dict[str, Any] | str, int]:
 # --- other calls ------------------------------------------------------------------------------------------------------
 
 
-def _find_mistral(text: str, tools: Tools) -> list[Found]:
-    tag, found, at = "[TOOL_CALLS]", list[Found](), 0
+def _find_mistral(text: str, tools: Tools) -> list[FoundCalls]:
+    tag, found, at = "[TOOL_CALLS]", list[FoundCalls](), 0
     while (start := text.find(tag, at)) >= 0:
         at = start + len(tag)
         if _JSON_CALLS.match(text, at) is None:
             continue  # a sentence that mentions the tag
         try:
             values, end = _values(text, at)
-            found.append(Found(start, end, [read_call(value) for value in values], all(map(_plainly_spelt, values))))
+            found.append(
+                FoundCalls(start, end, [read_call(value) for value in values], all(map(_plainly_spelt, values)))
+            )
         except (ValueError, RecursionError):
             following = text.find(tag, at)
             end = following if following >= 0 else len(text)
-            found.append(Found(start, end, [_json_call(text[at:end])]))
+            found.append(FoundCalls(start, end, [_json_call(text[at:end])]))
         at = end
     return found
 
 
-def _find_bare(text: str, tools: Tools) -> list[Found]:
+def _find_bare(text: str, tools: Tools) -> list[FoundCalls]:
     """Calls at the start of the reply; later in the text, JSON is prose about JSON. A JSON answer is no call: a call
     has a name and arguments, or is of a tool that takes none.
     """
-    found, start = list[Found](), re.match(r"\s*(?:<\|python_tag\|>\s*)?", text).end()  # type: ignore[union-attr]
+    found, start = list[FoundCalls](), re.match(r"\s*(?:<\|python_tag\|>\s*)?", text).end()  # type: ignore[union-attr]
     at = start
     while text.startswith(("{", "["), at):
         try:
-            raw, place = _JSON.raw_decode(text, at)
+            raw, place = CALL_JSON.raw_decode(text, at)
         except (ValueError, RecursionError):
             if _means_call(text[at:], tools):
-                found.append(Found(at, len(text), [_json_call(text[at:])]))
+                found.append(FoundCalls(at, len(text), [_json_call(text[at:])]))
             break
         values = raw if isinstance(raw, list) else [raw]
         if not values or not all(_is_call(value, tools) for value in values):
             break
         place = _SEPARATORS.match(text, place).end()  # type: ignore[union-attr]
-        found.append(Found(at, place, [read_call(value) for value in values], all(map(_plainly_spelt, values))))
+        found.append(FoundCalls(at, place, [read_call(value) for value in values], all(map(_plainly_spelt, values))))
         at = place
     return [found[0]._replace(start=0), *found[1:]] if found else []
 
@@ -389,7 +390,7 @@ def parse_reply(
     return Parsed(message, content == beside[0] and all(each.is_plain for each in found))
 
 
-def _from_response(parsed: Any, visible: str, found: Sequence[Found], tools: Tools) -> Parsed | None:
+def _from_response(parsed: Any, visible: str, found: Sequence[FoundCalls], tools: Tools) -> Parsed | None:
     """The dict of transformers as a Message; None if a call is malformed or missing."""
     if not isinstance(parsed, dict):
         return None

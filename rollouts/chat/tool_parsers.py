@@ -33,7 +33,7 @@ ParsedCalls = tuple[list[ToolCall], str]
 """The calls of a reply, and its remaining text."""
 
 
-class ToolParser(NamedTuple):
+class ChosenParser(NamedTuple):
     """A chosen parser with its settings. `write`, if the parser has it, is a function of calls that returns the text
     that the parser reads: it shows calls that the model did not write, such as those of demonstrations.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import itertools
+import inspect
 import os
 import re
 import signal
@@ -23,7 +23,7 @@ import click
 from rollouts.author_code import innermost_place, message_of, place_of
 from rollouts.cli.ending import interrupted_by_signals, stray_errors_in_words
 from rollouts.doors import MissingPackageError, open_module
-from rollouts.errors import RolloutsError, UserError, in_lines, leaves_of, near_misses, words_of
+from rollouts.errors import RolloutsError, UserError, in_lines, leaves_of, suggestion, words_of
 from rollouts.runs.streams import silent_when_closed
 from rollouts.version import __version__
 
@@ -36,7 +36,7 @@ COMMANDS = {
     "runs": ("rollouts_view.runs_command:runs", "List, compare, label and clean the runs on the disk."),
     "view": ("rollouts_view.command:view", "Look at runs in a browser, from a curve down to one token."),
     "data": ("rollouts.cli.data:data", "Look at training data: tokens, masks and lengths."),
-    "export": ("rollouts.cli.export:export", "Export a run's model for transformers, vLLM and SGLang."),
+    "export": ("rollouts.cli.export:export_command", "Export a run's model for transformers, vLLM and SGLang."),
     "chat": ("rollouts.cli.chat:chat", "Talk to a run's model, with the tools of its environment."),
     "play": ("rollouts.cli.play:play", "Take the model's place in an environment."),
     "serve": ("rollouts.cli.serve:serve", "Serve a run's model at an address that speaks OpenAI's API."),
@@ -44,7 +44,7 @@ COMMANDS = {
     "config": ("rollouts.cli.config:config", "Print a complete settings file."),
     "env": ("rollouts.cli.env:env", "Install environments in virtual environments of their own."),
     "new": ("rollouts_check.command:new", "Make a package, ready to publish: an environment, a reward, a loss, ..."),
-    "plugins": ("rollouts.cli.plugins:plugins", "List, show and check installed plugins."),
+    "plugins": ("rollouts_check.plugins_command:plugins", "List, show and check installed plugins."),
 }
 """The commands of this distribution: where each is defined, and its line in the help. The help imports no command."""
 
@@ -54,24 +54,24 @@ INTERRUPTED = 130
 SIGNALS = "rollouts.signals"
 """A key in a context's `meta`. The value is a list with the signal that ended the command, or an empty list."""
 
-ARGUMENTS = "rollouts.arguments"
-"""A key in a context's `meta`. The value is the list of arguments of a command that click refused."""
-
 TAKES_SETTINGS = ("run", "sft", "eval", "config", "resume", "rescore", "chat", "play", "serve", "check", "data", "view")
 """The commands that take dotted flags. A command of a plugin receives them in `ctx.obj`."""
 
 
 class NamedCommand(click.Command):
-    """A command whose name is in every error of its options; click forgets it where a value is missing."""
+    """A command whose name is in every error of its options; click forgets it where a value is missing. Without `help`,
+    the docstring of the callback is the help.
+    """
+
+    def __init__(self, *given: Any, **settings: Any) -> None:
+        super().__init__(*given, **{"help": inspect.getdoc(settings.get("callback")), **settings})
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """As click's."""
-        given = list(args)  # click empties the list
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
             error.ctx = error.ctx or ctx
-            ctx.meta[ARGUMENTS] = given
             raise
 
 
@@ -88,11 +88,8 @@ class NamedGroup(click.Group):
         if not name.startswith("-") and self.get_command(ctx, name) is None:
             from rollouts.config.foreign import command_hint
 
-            near = near_misses(name, known)
-            hint = "did you mean: " + ", ".join(f"{path} {each}" for each in near) + "?\n" if near else ""
-            if words := command_hint(name):
-                hint = words + "\n"
-            raise UserError(f"`{path}` has no command {name!r}\n{hint}commands: {', '.join(known)}")
+            hint = command_hint(name) or suggestion(name, known, f"{path} {{}}".format)
+            raise UserError(in_lines(f"`{path}` has no command {name!r}", hint, f"commands: {', '.join(known)}"))
         return super().resolve_command(ctx, args)
 
 
@@ -113,11 +110,10 @@ class RolloutsGroup(NamedGroup):
                 raise UserError(f"`rollouts {cmd_name}`: {error}") from None
             assert isinstance(command, click.Command), f"{cmd_name} is a {type(command).__name__}"
             return command
-        from rollouts.plugins.index import installed_components
+        from rollouts.plugins.index import find_component, installed_components
 
         if not any(ref.name == cmd_name for ref in installed_components("commands")):
             return None
-        from rollouts.plugins.index import find_component
         from rollouts.plugins.loading import load_component
 
         ref = find_component("commands", cmd_name)
@@ -143,10 +139,9 @@ class RolloutsGroup(NamedGroup):
             formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
 
 
-app = RolloutsGroup(
+@click.group(
     "rollouts",
-    help="Train language-model agents in environments that are plugins.\n\n"
-    "Start with: rollouts run --env calculator --loss grpo",
+    cls=RolloutsGroup,
     epilog="Help of a command: rollouts COMMAND --help\n\n"
     "Commands of installed plugins: rollouts plugins list --kind commands\n\n"
     "Exit codes: 0 done, 1 the run failed, 2 a mistake in a command or a file, 130 interrupted (143 by SIGTERM, 129 by "
@@ -158,7 +153,12 @@ app = RolloutsGroup(
         "help_option_names": ["-h", "--help"],
     },
 )
-click.version_option(__version__, message="rollouts %(version)s")(app)
+@click.version_option(__version__, message="rollouts %(version)s")
+def app() -> None:
+    """Train language-model agents in environments that are plugins.
+
+    Start with: rollouts run --env calculator --loss grpo
+    """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stray = stray_errors_in_words() if argv is None else contextlib.nullcontext()
     with silent_when_closed("stderr"), stray, interrupted_by_signals() as signals:
         try:
+            _refuse_deleted_folder()
             if any(argument.startswith("--") and "." in argument.partition("=")[0] for argument in arguments):
                 from rollouts.config.flags import take_dotted_flags
 
@@ -193,23 +194,31 @@ def main(argv: Sequence[str] | None = None) -> int:
                 traceback.print_exception(error)
             if argv is None and isinstance(known, KeyboardInterrupt):
                 signal.signal(signal.SIGINT, signal.SIG_IGN)  # another Ctrl-C would change the exit code
-            code = _report_bug(error) if known is None else _report(known)
+            code = _report(known or error)
             return 128 + signals[0] if signals and code == INTERRUPTED else code
         finally:
             if argv is not None:
                 gc.unfreeze()
 
 
-_KNOWN = (RolloutsError, click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError, KeyboardInterrupt)
+def _refuse_deleted_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the working directory does not exist any more\ntype: cd FOLDER") from None
+
+
+_KNOWN = (RolloutsError, click.ClickException, click.Abort, click.exceptions.Exit, BrokenPipeError)
 
 
 def _known_error(error: BaseException) -> BaseException | None:
-    """The error to report without a traceback, taken out of exception groups; None for an unknown error."""
+    """The error to report without a traceback, taken out of exception groups; None for an unknown error, which is a
+    bug.
+    """
     leaves = list(leaves_of(error))
-    # Ctrl-C together with other errors counts as Ctrl-C. An unknown error is a bug, and is raised.
-    interrupts = [leaf for leaf in leaves if isinstance(leaf, KeyboardInterrupt)]
-    if interrupts:
-        return _with_message(interrupts[0])
+    for leaf in leaves:  # Ctrl-C together with other errors counts as Ctrl-C
+        if isinstance(leaf, KeyboardInterrupt):
+            return _with_message(leaf)
     return leaves[0] if all(isinstance(leaf, _KNOWN) or _is_full_output(leaf) for leaf in leaves) else None
 
 
@@ -226,7 +235,7 @@ def _is_full_output(error: BaseException) -> bool:
 
 
 def _report(error: BaseException) -> int:
-    """Print an error to stderr, and return the exit code."""
+    """Print an error to stderr, and return the exit code. An unknown error is reported as a bug."""
     if isinstance(error, click.exceptions.Exit):
         return error.exit_code
     if isinstance(error, BrokenPipeError) or _is_full_output(error):
@@ -243,13 +252,9 @@ def _report(error: BaseException) -> int:
     if isinstance(error, RolloutsError):
         click.echo(f"error: {message_of(error)}", err=True)
         return error.exit_code
-    assert isinstance(error, click.ClickException), f"{error!r} is not one of {_KNOWN}"
-    click.echo(f"error: {_usage_message(error)}", err=True)
-    return 2
-
-
-def _report_bug(error: BaseException) -> int:
-    """Report a bug in rollouts on stderr. Returns the exit code."""
+    if isinstance(error, click.ClickException):
+        click.echo(f"error: {_usage_message(error)}", err=True)
+        return 2
     notes = "\n".join(getattr(error, "__notes__", ["with ROLLOUTS_TRACEBACK=1 its traceback is shown"]))
     words = words_of(error, lambda each: place_of(each) or innermost_place(each))
     click.echo(f"error: {words}\nthis is a mistake in rollouts or in a plugin, please report it; {notes}", err=True)
@@ -258,14 +263,14 @@ def _report_bug(error: BaseException) -> int:
 
 def _usage_message(error: click.ClickException) -> str:
     """An error of click in the form of rollouts: what was given, similar names, and what to type."""
-    context = getattr(error, "ctx", None)
+    context: click.Context | None = getattr(error, "ctx", None)
     command = context.command_path if context else "rollouts"
-    if isinstance(error, click.NoSuchOption):
-        message = _no_such_option(error, context)
-    elif isinstance(error, click.BadOptionUsage) and context:
+    if isinstance(error, click.BadOptionUsage) and context:
         option = next(each for each in context.command.params if error.option_name in each.opts)
         value = option.metavar or "|".join(getattr(option.type, "choices", ())) or "VALUE"
         return f"{error.option_name} needs a value\ntype: {error.option_name} {value}"
+    if isinstance(error, click.NoSuchOption):
+        message = f"`{command}` has no option {error.option_name}{_why_no_option(error.option_name, context)}"
     else:
         message = error.format_message().rstrip(".")
         message = message[:1].lower() + message[1:]
@@ -275,47 +280,29 @@ def _usage_message(error: click.ClickException) -> str:
     return f"{message}\ntype: {command} --help"
 
 
-def _typed_value(error: click.NoSuchOption, context: click.Context | None) -> str:
-    """The value that was typed after an unknown option, as TOML; `VALUE` if there is none."""
-    from rollouts.config.convert import toml_value
-    from rollouts.config.flags import read_flag
-
-    words = (context.meta.get(ARGUMENTS) if context else None) or []
-    for word, following in itertools.zip_longest(words, words[1:], fillvalue="--"):
-        flag, equals, value = word.partition("=")
-        if flag.replace("_", "-") == error.option_name and (equals or not following.startswith("--")):
-            return toml_value(read_flag(value if equals else following))
-    return "VALUE"
+_NOT_HERE = {
+    "eval": "an evaluation trains nothing, and this is a setting of training; leave it out",
+    "resume": "only --stop-when, --max-hours, --steps and the settings of components can change here",
+    "sft": "it has only one mode; type rollouts run --mode MODE",
+}
+"""Why a command lacks an option of `rollouts run`."""
 
 
-def _no_such_option(error: click.NoSuchOption, context: click.Context | None) -> str:
-    """Describe an unknown option: a setting of another command, another library's name, or similar to an option."""
+def _why_no_option(option: str, context: click.Context | None) -> str:
+    """What follows the name of an unknown option: why this command has none, and what to type instead."""
     from rollouts.config.foreign import foreign_hint
     from rollouts.config.settings import EVAL, setting_infos
 
-    message = f"`{context.command_path if context else 'rollouts'}` has no option {error.option_name}"
-    given, name = error.option_name.lstrip("-").replace("-", "_"), context.info_name if context else ""
+    name, given = (context.info_name if context else "") or "", option.lstrip("-").replace("-", "_")
     known = [each for p in context.command.params for each in (*p.opts, *p.secondary_opts)] if context else []
-    hint = foreign_hint(given, known) if name in TAKES_SETTINGS else ""
+    takes_settings = name in TAKES_SETTINGS
+    dotted = "a component's settings are dotted: --env.digits 3, --loss.clip-high 0.28" if takes_settings else ""
     core = {info.name for info in setting_infos()}
-    elsewhere = {
-        "eval": (core - set(EVAL), "an evaluation trains nothing, and this is a setting of training; leave it out"),
-        "resume": (
-            core,
-            "only --stop-when, --max-hours, --steps and the settings of components can change here"
-            + (
-                ""
-                if given in ("out", "resume")
-                else f"; or write {given} = {_typed_value(error, context)} into the config.toml of the run"
-            ),
-        ),
-        "sft": ({"mode"}, "it has only one mode; type rollouts run --mode MODE"),
-    }
-    names, reason = elsewhere.get(name or "", (set(), ""))
-    if given in names:
-        message += f": {reason}"
-    elif not hint:
-        near = near_misses(error.option_name.replace("_", "-"), [each for each in known if each.startswith("--")])
-        hint = f"did you mean: {', '.join(near)}?" if near else ""
-    dotted = "a component's settings are dotted: --env.digits 3, --loss.clip-high 0.28"
-    return in_lines(message, hint, dotted if name in TAKES_SETTINGS else "")
+    missing = {"eval": core - set(EVAL), "resume": core, "sft": {"mode"}}
+    if given in missing.get(name, ()):
+        is_in_file = name == "resume" and given not in ("out", "resume")
+        file = f"; or write {given} = VALUE into the config.toml of the run" if is_in_file else ""
+        return in_lines(f": {_NOT_HERE[name]}{file}", dotted)
+    hint = foreign_hint(given, known) if takes_settings else ""
+    flags = [each for each in known if each.startswith("--")]
+    return "\n".join(["", *filter(None, (hint or suggestion(option.replace("_", "-"), flags), dotted))])

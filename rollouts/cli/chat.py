@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rollouts.author_code import shown
 from rollouts.chat.tool_call_formats import EXAMPLE, UNREADABLE
 from rollouts.cli.app import SIGNALS
-from rollouts.cli.options import SettingsCommand, given_flags
-from rollouts.config.settings import setting_infos
+from rollouts.cli.options import SettingsCommand, chosen_infos, given_settings
 from rollouts.errors import OutputError
 from rollouts.terminal_text import visible
 
@@ -33,44 +32,54 @@ NEW = "/new"
 
 
 def _chat(model: str, task: int | None, role: str | None, out: str | None, **options: Any) -> int:
-    from rollouts.config.merging import merge
+    """Talk to a run's model, with the tools of its environment.
+
+    RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. The environment,
+    system prompt, template and engine are those of the run. Each line that you type is a message; the line /new begins
+    a new conversation. The input may be a pipe. Ctrl-C stops a reply. Ctrl-D ends the conversation.
+
+    \b
+    Examples:
+      rollouts chat runs/first
+      rollouts chat runs/first --task 0 --temperature 0
+      rollouts chat Qwen/Qwen3-0.6B --env calculator
+      echo 'What is 12 * 7?' | rollouts chat runs/first --out talk.jsonl
+    """
     from rollouts.runs.chat import SETTINGS, open_chat
     from rollouts.runs.run_model import model_plan
 
     context = click.get_current_context()
-    given = merge(given_flags(options), context.obj or {})
+    given = given_settings(options)
     with contextlib.ExitStack() as stack:
         plan = stack.enter_context(model_plan(model, given, SETTINGS))
-        transcript = stack.enter_context(_transcript(out))
+        if out is not None:
+            check_new_file("--out", out)
         chat = stack.enter_context(open_chat(plan, task, _shown_once(), role))
         for note in chat.notes:
             click.echo(f"note: {note}", err=True)
         click.echo(f"{chat.title} · {NEW} forgets what was said, Ctrl-C stops a reply, Ctrl-D ends", err=True)
-        _Talk(chat, transcript, context.meta[SIGNALS]).run()
+        _Talk(chat, out, context.meta[SIGNALS]).run()
     return 0
 
 
 class _Talk:
-    """A conversation between the input and the model. `signals` has the signal that ends the process, if one
-    arrived.
-    """
+    """A conversation of the input and the model. `signals` has the signal that ends the process, if one arrived."""
 
-    def __init__(self, chat: Chat, transcript: TextIO | None, signals: list[int]) -> None:
-        self._chat, self._transcript, self._signals = chat, transcript, signals
+    def __init__(self, chat: Chat, out: str | None, signals: list[int]) -> None:
+        self._chat, self._out, self._signals = chat, out, signals
         self._written = 0
 
     def run(self) -> None:
         """Read messages and print replies until the input ends. Raises KeyboardInterrupt."""
-        chat = self._chat
         self._play_task()
         while (text := self._read()) is not None:
             if text == NEW:
-                chat.begin_anew()
+                self._chat.begin_anew()
                 self._written = 0
                 click.echo("(a new conversation)", err=True)
                 self._play_task()
             elif text:
-                self._exchange(lambda said=text: chat.say(said))  # type: ignore[misc]
+                self._exchange(self._chat.conversation.say, text)
 
     def _play_task(self) -> None:
         """Let the model answer the task that opens the conversation, if there is one."""
@@ -78,33 +87,30 @@ class _Talk:
         if chat.task is not None:
             for message in chat.task.messages:
                 show_message(message)
-            self._exchange(chat.play_task)
+            self._exchange(chat.conversation.play_task)
 
-    def _exchange(self, ask: Callable[[], str]) -> None:
-        from rollouts.encoding import encode
-
+    def _exchange(self, ask: Callable[..., Awaitable[str]], *words: str) -> None:
         chat, before = self._chat, len(self._chat.conversation.messages)
         try:
-            if note := ask():
+            if note := chat.call(ask, *words):
                 click.echo(f"({visible(note)})", err=True)
             messages = chat.conversation.messages
-            if chat.has_rewards and len(messages) > before:
-                show_score(chat.judge())
+            if len(messages) > before and (score := chat.judge()) is not None:
+                show_score(score)
         except KeyboardInterrupt:
             if self._signals:
                 raise
             click.echo("\n(stopped; this exchange is not part of the conversation)", err=True)
             return
-        if self._transcript is not None:
-            self._transcript.writelines(encode(message).decode() + "\n" for message in messages[self._written :])
-            self._transcript.flush()
+        if self._out is not None:
+            append_lines(self._out, messages[self._written :])
             self._written = len(messages)
 
     def _read(self) -> str | None:
         """The next message; None at the end of the input."""
         for is_last in (False, True):
             try:
-                line = read_line("> ")
+                line = typed_line("> ")
             except KeyboardInterrupt:
                 if is_last or self._signals:
                     raise
@@ -117,7 +123,7 @@ class _Talk:
         raise AssertionError("the second attempt returns or raises")
 
 
-def read_line(prompt: str) -> str | None:
+def typed_line(prompt: str) -> str | None:
     """The next line of the input, with a prompt in a terminal; None at its end."""
     if sys.stdin is None:
         return None
@@ -180,43 +186,36 @@ def show_score(score: Score) -> None:
     click.secho(f"reward: {value} ({parts}){why}", bold=True)
 
 
-@contextlib.contextmanager
-def _transcript(out: str | None) -> Iterator[TextIO | None]:
-    """The file for the conversation, a new one; it is removed if nothing was said. Raises UserError."""
-    if out is None:
-        yield None
-        return
+def check_new_file(flag: str, file: str) -> None:
+    """Raise OutputError if this file exists already, or cannot be written."""
+    if Path(file).exists():
+        raise OutputError(f"{flag} {file}: this file exists already and is not overwritten; give another name")
+    append_lines(file, [])
+    Path(file).unlink()
+
+
+def append_lines(file: str, lines: Iterable[Any]) -> None:
+    """Add lines of JSON to a file. Raises OutputError."""
+    from rollouts.encoding import encode
+
     try:
-        file = open(out, "x", encoding="utf-8", errors="backslashreplace")
-    except FileExistsError as error:
-        raise OutputError(f"--out {out}: this file exists already and is not overwritten; give another name") from error
+        with open(file, "ab") as stream:
+            stream.writelines(encode(line) + b"\n" for line in lines)
     except OSError as error:
-        raise OutputError(f"--out {out} cannot be written: {error.strerror or error}") from error
-    with file:
-        try:
-            yield file
-        finally:
-            if not file.tell():
-                Path(out).unlink(missing_ok=True)
+        raise OutputError(f"{file} cannot be written: {error.strerror or error}") from error
 
 
-def _settings_infos() -> Iterator[Any]:
-    docs = {
-        "max_tokens": "How many tokens the model may sample after each of your messages, in all its turns together.",
-        "max_turns": "How many turns the model has after each of your messages. A reply that calls tools is one turn.",
-        "temperature": "The sampling temperature. 0 is greedy.",
-        "env": "The environment whose tools the model gets.",
-    }
-    for info in setting_infos():
-        if info.name in SHOWN:
-            shown = "that of the run; none for another model" if info.name == "env" else "that of the run"
-            yield info._replace(doc=docs.get(info.name, info.doc), shown=shown)
-
+_DOCS = {
+    "max_tokens": "How many tokens the model may sample after each of your messages, in all its turns together.",
+    "max_turns": "How many turns the model has after each of your messages. A reply that calls tools is one turn.",
+    "temperature": "The sampling temperature. 0 is greedy.",
+    "env": "The environment whose tools the model gets, instead of that of the run.",
+}
 
 chat = SettingsCommand(
     "chat",
     callback=_chat,
-    infos=_settings_infos(),
+    infos=chosen_infos(SHOWN, _DOCS, "that of the run"),
     argument=click.Argument(["model"], metavar="RUN"),
     own=[
         click.Option(
@@ -225,11 +224,4 @@ chat = SettingsCommand(
         click.Option(["--role"], metavar="NAME", help="The role of the model, in an environment with roles."),
         click.Option(["--out"], metavar="FILE", help="Write the messages to this new file, as JSON lines."),
     ],
-    help="Talk to a run's model, with the tools of its environment.\n\n"
-    "RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. The environment, "
-    "system prompt, template and engine are those of the run. Each line that you type is a message; the line "
-    "/new begins a new conversation. The input may be a pipe. Ctrl-C stops a reply. Ctrl-D ends the conversation.\n\n"
-    "\b\nExamples:\n  rollouts chat runs/first\n  rollouts chat runs/first --task 0 --temperature 0\n"
-    "  rollouts chat Qwen/Qwen3-0.6B --env calculator\n"
-    "  echo 'What is 12 * 7?' | rollouts chat runs/first --out talk.jsonl",
 )

@@ -19,6 +19,14 @@ _WORDS = {"reward": "env", "correction": AUTO, "tool_parser": AUTO, "shaping": O
 
 
 def _config(file: str | None, **options: Any) -> int:
+    """Print a complete settings file. Comments explain each setting and give its default.
+
+    The settings of components that you name, here or in FILE, are included.
+
+    \b
+    Example:
+      rollouts config --env calculator --loss grpo > my.toml
+    """
     from rollouts.config.render import to_toml
 
     resolved, given = read_settings(click.get_current_context(), file, options)
@@ -59,10 +67,4 @@ def _explain_components(resolved: Resolved, given: Tree) -> tuple[Resolved, dict
     return resolved._replace(components=components), signatures
 
 
-config = SettingsCommand(
-    "config",
-    callback=_config,
-    help="Print a complete settings file. Comments explain each setting and give its default.\n\n"
-    "The settings of components that you name, here or in FILE, are included.\n\n"
-    "\b\nExample:\n  rollouts config --env calculator --loss grpo > my.toml",
-)
+config = SettingsCommand("config", callback=_config)

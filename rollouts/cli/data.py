@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollouts.cli.app import NamedGroup
-from rollouts.cli.options import SettingsCommand, given_flags
-from rollouts.config.settings import setting_infos
+from rollouts.cli.options import SettingsCommand, chosen_infos, given_settings
 from rollouts.errors import ConfigError, counted
 from rollouts.terminal_text import visible
 
@@ -32,15 +31,28 @@ def data() -> None:
 
 
 def _inspect(source: str, show: int, first: int, **options: Any) -> int:
+    """Show conversations as tokens, which of them are trained, and how long they are.
+
+    FILE is what --data takes: a file, a folder or a name on the hub. The settings of --data apply, such as --data.turns
+    last. RUN is the folder of a run: its saved trajectories, or the data of a run of mode sft.
+
+    In a terminal, trained tokens are green, those with a weight other than 1 are yellow, and the others are dim.
+    Neighboring tokens differ in brightness. Elsewhere, trained text is in [[ ]].
+
+    \b
+    Examples:
+      rollouts data inspect chat.jsonl
+      rollouts data inspect chat.jsonl --model my-model --data.max-length 2048
+      rollouts data inspect runs/first --show 1
+    """
     from rich.console import Console
 
-    from rollouts.config.merging import merge
     from rollouts.runs.inspecting import inspect_data
 
     for flag, value, least in (("--show", show, 0), ("--first", first, 1)):
         if value < least:
             raise ConfigError(f"{flag} {value}: expected {least} or more")
-    given = merge(given_flags(options), click.get_current_context().obj or {})
+    given = given_settings(options)
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, emoji=False, markup=False)
     _print(console, inspect_data(source, given, show=show, first=first))
     return 0
@@ -51,7 +63,7 @@ data.add_command(
         "inspect",
         callback=_inspect,
         argument=click.Argument(["source"], metavar="FILE|RUN"),
-        infos=[info for info in setting_infos() if info.name in SETTINGS],
+        infos=chosen_infos(SETTINGS),
         own=[
             click.Option(
                 ["--show"], type=int, default=3, metavar="N", help="Print so many conversations.  [default: 3]"
@@ -60,13 +72,6 @@ data.add_command(
                 ["--first"], type=int, default=1000, metavar="N", help="Read so many conversations.  [default: 1000]"
             ),
         ],
-        help="Show conversations as tokens, which of them are trained, and how long they are.\n\n"
-        "FILE is what --data takes: a file, a folder or a name on the hub. The settings of --data apply, such as "
-        "--data.turns last. RUN is the folder of a run: its saved trajectories, or the data of a run of mode sft.\n\n"
-        "In a terminal, trained tokens are green, those with a weight other than 1 are yellow, and the others are dim. "
-        "Neighboring tokens differ in brightness. Elsewhere, trained text is in [[ ]].\n\n"
-        "\b\nExamples:\n  rollouts data inspect chat.jsonl\n  rollouts data inspect chat.jsonl --model my-model "
-        "--data.max-length 2048\n  rollouts data inspect runs/first --show 1",
     )
 )
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import click
 
 from rollouts.cli.app import NamedGroup
+from rollouts.terminal_text import aligned_table
 
 if TYPE_CHECKING:
-    from rollouts.env.installs import Installed
+    from rollouts.env.installing import Installed
 
 
 @click.group("env", cls=NamedGroup, no_args_is_help=True)
@@ -22,7 +23,7 @@ def env() -> None:
     """
 
 
-@env.command()
+@env.command("install")
 @click.argument("name")
 @click.option("--with", "more", multiple=True, metavar="NAME", help="Another package beside it, such as a sandbox.")
 @click.option("--python", default="", metavar="PYTHON", help="The interpreter.  [default: the one that runs rollouts]")
@@ -35,7 +36,7 @@ def env() -> None:
     metavar="FILE",
     help="Install these exact versions: the lock file of an earlier installation or run.",
 )
-def install(
+def _install(
     name: str,
     more: tuple[str, ...],
     python: str,
@@ -57,9 +58,8 @@ def install(
       rollouts env install ./my-env --with rollouts-bubblewrap
       rollouts run --env my-env --loss grpo --worker venv
     """
-    from rollouts.env.installing import Index
+    from rollouts.env.installing import NAMES_MAX, Index
     from rollouts.env.installing import install as install_package
-    from rollouts.env.installs import NAMES_MAX
 
     index = Index(index_url, find_links, no_index, lock)
     installed = install_package(name, index, more=more, python=python, note=lambda line: click.echo(line, err=True))
@@ -70,25 +70,24 @@ def install(
 
 
 @env.command("list")
-def list_() -> int:
+def _list() -> int:
     """List the installed packages.
 
     `contract` is the version of the environment contract that the package states.
     """
-    from rollouts.cli.plugins import table
-    from rollouts.env.installs import all_installed, envs_folder
+    from rollouts.env.installing import all_installed, envs_folder
 
     found = all_installed()
     if not found:
         click.echo(f"no environment is installed in {envs_folder()}\ntype: rollouts env install NAME")
         return 0
     head = ("environment", "package", "version", "python", "rollouts", "contract", "size", "folder")
-    click.echo(table(head, [_row(each) for each in found]))
+    click.echo(aligned_table(head, [_row(each) for each in found]))
     return 0
 
 
 def _row(each: Installed) -> tuple[str, ...]:
-    from rollouts.env.installs import shown_names
+    from rollouts.env.installing import shown_names
 
     install = each.install
     names, size = shown_names(install.environments), f"{install.bytes / 1e6:.0f} MB"
@@ -96,11 +95,11 @@ def _row(each: Installed) -> tuple[str, ...]:
     return (names, install.package, *versions, size, str(each.venv))
 
 
-@env.command()
+@env.command("remove")
 @click.argument("name")
-def remove(name: str) -> int:
+def _remove(name: str) -> int:
     """Remove an installed package. NAME is the package, or one of its environments."""
-    from rollouts.env.installs import remove_installed
+    from rollouts.env.installing import remove_installed
 
     click.echo(f"removed {_words(remove_installed(name))}")
     return 0
@@ -112,7 +111,7 @@ def _words(installed: Installed) -> str:
     return f"{install.package} {install.version} (Python {install.python}, {install.bytes / 1e6:.0f} MB)"
 
 
-@env.command()
+@env.command("serve")
 @click.argument("name")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
 @click.option(
@@ -136,7 +135,7 @@ def _words(installed: Installed) -> str:
 @click.option(
     "--sandbox", default="", metavar="NAME", help="The sandbox that the environment may open, with these settings only."
 )
-def serve(
+def _serve(
     name: str,
     host: str,
     port: int,
@@ -145,9 +144,8 @@ def serve(
     key: Path | None,
     insecure: bool,
     count: int,
-    memory_gib: float | None,
-    cpu_seconds: float | None,
     sandbox: str,
+    **limits: float | None,
 ) -> int:
     """Serve an environment to runs, also on other hosts.
 
@@ -162,7 +160,7 @@ def serve(
       rollouts run --env calculator --loss grpo --worker ws://127.0.0.1:8100 --worker.token-file token
     """
     from rollouts.env.workers.process import Options
-    from rollouts.env.workers.serving import Address, check_exposure, read_token, tls_context
+    from rollouts.env.workers.websocket import Address, check_exposure, read_token, tls_context
     from rollouts.runs.env_serving import serve_until_signal, served_sandbox
 
     has_token, has_tls = token_file is not None, certificate is not None
@@ -170,5 +168,5 @@ def serve(
     token = "" if token_file is None else read_token(token_file, "--token-file")
     address = Address(host, port, token, tls_context(certificate, key), count)
     allowed = served_sandbox(sandbox, click.get_current_context().obj or {})
-    serve_until_signal(name, address, Options(memory_gib, cpu_seconds, name, allowed), click.echo)
+    serve_until_signal(name, address, Options(**limits, only=name, sandbox=allowed), click.echo)
     return 0

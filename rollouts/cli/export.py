@@ -7,15 +7,7 @@ import click
 from rollouts.cli.app import NamedCommand
 
 
-@click.command(
-    cls=NamedCommand,
-    help="Export a run's model for transformers, vLLM and SGLang.\n\n"
-    "OUT is a new folder with safetensors, tokenizer, chat template and a README; adapters are merged. "
-    "SOURCE is the folder of a run (its last checkpoint is used), a checkpoint, or a LoRA adapter.\n\n"
-    "\b\nExamples:\n  rollouts export runs/first models/first\n"
-    "  rollouts export runs/first/checkpoints/step_000050 models/early --dtype bfloat16\n"
-    "  rollouts export runs/first models/first --push ada/calculator",
-)
+@click.command("export", cls=NamedCommand)
 @click.argument("source", metavar="SOURCE")
 @click.argument("out", metavar="OUT")
 @click.option(
@@ -29,7 +21,7 @@ from rollouts.cli.app import NamedCommand
 @click.option("--push", metavar="NAME", help="Also upload OUT to this repository on the Hugging Face Hub: USER/MODEL.")
 @click.option("--public", is_flag=True, help="With --push: make the repository public, if the upload creates it.")
 @click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model.")
-def export(
+def export_command(
     source: str,
     out: str,
     dtype: str | None,
@@ -39,7 +31,17 @@ def export(
     public: bool,
     trust_remote_code: bool,
 ) -> int:
-    """Export the model, and with `--push` upload it. Prints what was done. Returns the exit code."""
+    """Export a run's model for transformers, vLLM and SGLang.
+
+    OUT is a new folder with safetensors, tokenizer, chat template and a README; adapters are merged. SOURCE is the
+    folder of a run (its last checkpoint is used), a checkpoint, or a LoRA adapter.
+
+    \b
+    Examples:
+      rollouts export runs/first models/first
+      rollouts export runs/first/checkpoints/step_000050 models/early --dtype bfloat16
+      rollouts export runs/first models/first --push ada/calculator
+    """
     from rollouts.errors import ConfigError
     from rollouts.models.loading import remote_code
     from rollouts.runs.export import export as write

@@ -6,7 +6,8 @@ the command line and in a file.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -71,15 +72,27 @@ class SettingsCommand(NamedCommand):
                 formatter.write_dl(rows)
 
 
+def chosen_infos(
+    names: Collection[str], docs: Mapping[str, str] = MappingProxyType({}), shown: str = ""
+) -> list[Setting]:
+    """These settings for a command, with its own help for some of them. `shown` is their default in the help."""
+    infos = (info._replace(doc=docs.get(info.name, info.doc)) for info in setting_infos() if info.name in names)
+    return [info._replace(shown=shown) if shown else info for info in infos]
+
+
 def _option(info: Setting, is_repeated: bool) -> click.Option:
     """A setting as an option. A setting that only a file can have is a hidden option; using it is an error that says
     what to write in the file.
     """
-    flags, metavar, is_hidden = [info.flag, info.name], _metavar(info), info.name in FILE_ONLY
-    given: dict[str, Any] = {"multiple": is_repeated}
-    if info.name == "data":
-        given = {"multiple": True, "callback": _only_one}
-    return click.Option(flags, metavar=metavar, hidden=is_hidden, help=_help(info), **given)
+    is_data = info.name == "data"
+    return click.Option(
+        [info.flag, info.name],
+        metavar=_metavar(info),
+        hidden=info.name in FILE_ONLY,
+        help=_help(info),
+        multiple=is_repeated or is_data,
+        callback=_only_one if is_data else None,
+    )
 
 
 def _only_one(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> str | None:
@@ -97,13 +110,9 @@ def _help(info: Setting) -> str:
 
 
 def _metavar(info: Setting) -> str:
-    if info.choices:
-        return "|".join(info.choices)
-    if info.name == "worker":
-        return "KIND"
-    if info.name in COMPONENT_KINDS:
-        return "NAME"
-    return "X" if info.default is None else _METAVARS.get(type(info.default), "VALUE")
+    named = "KIND" if info.name == "worker" else "NAME" if info.name in COMPONENT_KINDS else ""
+    by_type = "X" if info.default is None else _METAVARS.get(type(info.default), "VALUE")
+    return "|".join(info.choices) or named or by_type
 
 
 def read_settings(
@@ -141,3 +150,10 @@ def given_flags(options: dict[str, Any]) -> Tree:
                 read_rule(text)  # before FILE is read: without quotes, the shell reads `> 0.9` as a redirection
         tree[name] = [read_flag(text) for text in value] if isinstance(value, tuple) else read_flag(value)
     return tree
+
+
+def given_settings(options: dict[str, Any]) -> Tree:
+    """The given options of the current command and its dotted flags. Raises ConfigError as `given_flags`."""
+    from rollouts.config.merging import merge
+
+    return merge(given_flags(options), click.get_current_context().obj or {})

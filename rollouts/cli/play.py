@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
+import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from rollouts.bounds import call_arguments
-from rollouts.cli.chat import read_line, show_message
-from rollouts.cli.options import SettingsCommand, given_flags
-from rollouts.config.settings import EVAL, setting_infos
-from rollouts.errors import ConfigError, OutputError, UserError, leaves_of, near_misses
+from rollouts.cli.chat import append_lines, check_new_file, show_message, typed_line
+from rollouts.cli.options import SettingsCommand, chosen_infos, given_settings
+from rollouts.config.settings import EVAL
+from rollouts.errors import ConfigError, UserError, in_lines, leaves_of, suggestion
 from rollouts.inference.chatting import ChatReply, ChatRequest
-from rollouts.terminal_text import visible
+from rollouts.terminal_text import print_table, visible
 from rollouts.types import Episode, Message, ToolCall
 
 if TYPE_CHECKING:
@@ -48,23 +48,39 @@ _QUOTES = '"""'
 def _play(
     name: str, task: int | None, agent: str, episodes: int, show_text: bool, file: str | None, **options: Any
 ) -> int:
-    from rollouts.config.merging import merge
+    """Take the model's place in an environment.
+
+    NAME is an environment: a name, dist/name or ./file.py:Name. You see the messages and tools that a model sees, and
+    type its replies; at the end, each reward says its value. A line is a text, `/tool NAME KEY=VALUE` calls a tool, and
+    /help lists what else you can type. Ctrl-D and Ctrl-C end the episode; the environment is closed.
+
+    \b
+    Examples:
+      rollouts play calculator
+      rollouts play ./my_env.py:MyEnv --env.digits 1 --task 3 --show-text
+      rollouts play calculator --agent scripted --json demonstrations.jsonl
+      rollouts play calculator --agent random --episodes 10
+    """
     from rollouts.runs.play import games_of, play_plan
 
     if episodes < 1:
         raise ConfigError(f"--episodes {episodes}: expected 1 or more")
-    given = merge(given_flags({**options, "env": (name,)}), click.get_current_context().obj or {})
-    with play_plan(given) as plan, _rows_file(file) as write:
+    given = given_settings({**options, "env": (name,)})
+    if file is not None:
+        check_new_file("--json", file)
+    with play_plan(given) as plan:
         for note in plan.notes:
             click.echo(f"note: {note}", err=True)
         text = _text_of(plan) if show_text else None
         games = games_of(plan, task, episodes, demonstrated=agent == "scripted")
         played: list[Episode] = []
         for episode in _episodes(plan, games, agent, text):
-            write(episode)
+            if file is not None:
+                _write_rows(file, episode)
             played.append(episode)
         if len(games) > 1 and played:
-            click.echo("\n" + "\n".join(table_of(played)))
+            click.echo()
+            _show_table(played)
     return int(any(episode.status.is_infrastructure for episode in played))
 
 
@@ -146,8 +162,7 @@ class _Screen:
 
     def _show_text(self, text: str) -> None:
         """The exact text; only what is new, if it continues the text before."""
-        new = text.removeprefix(self._shown_text)
-        self._shown_text = text
+        new, self._shown_text = text.removeprefix(self._shown_text), text
         click.secho("\n".join(f"| {visible(line)}" for line in new.splitlines()), dim=True)
 
     def _ask(self, request: ChatRequest) -> ChatReply:
@@ -159,7 +174,7 @@ class _Screen:
                 if word == "/end":
                     return ChatReply(Message("assistant"), "context", detail="you ended the episode")
                 if word in ("/tool", "/call") or not line.startswith("/") or line.startswith("//"):
-                    return ChatReply(read_reply(line, request), "stop")
+                    return ChatReply(typed_reply(line, request), "stop")
                 self._command(word, rest.strip(), request)
             except UserError as error:
                 click.echo(f"({error})", err=True)
@@ -182,15 +197,15 @@ class _Screen:
             _append_row(rest, {"messages": request.messages})
             click.echo(f"({len(request.messages)} messages are saved in {rest})", err=True)
         else:
-            near = near_misses(word, ("/tool", "/call", "/tools", "/text", "/save", "/end", "/help"))
-            hint = f"did you mean: {', '.join(near)}? " if near else ""
-            raise ConfigError(f"there is no command {word}; {hint}/help lists them, and // begins a reply with a slash")
+            near = suggestion(word, ("/tool", "/call", "/tools", "/text", "/save", "/end", "/help"))
+            known = f"there is no command {word}; /help lists them, and // begins a reply with a slash"
+            raise ConfigError(in_lines(known, near))
 
     def _read(self) -> str:
         """The next reply or command. Raises KeyboardInterrupt at the end of the input."""
         lines: list[str] = []
         while True:
-            line = read_line("... " if lines else "> ")
+            line = typed_line("... " if lines else "> ")
             if line is None:
                 self.is_left = True
                 raise KeyboardInterrupt
@@ -202,7 +217,7 @@ class _Screen:
                 return line.strip()
 
 
-def read_reply(line: str, request: ChatRequest) -> Message:
+def typed_reply(line: str, request: ChatRequest) -> Message:
     """The assistant's message that a line means: a text, or a call of a tool. Raises UserError."""
     tools = {schema["function"]["name"]: schema["function"] for schema in request.tools}
     word, _, rest = line.partition(" ")
@@ -218,15 +233,12 @@ def read_reply(line: str, request: ChatRequest) -> Message:
 
 def _json_call(text: str) -> tuple[str, dict[str, Any]]:
     """The call of `/call {"name": ..., "arguments": {...}}`. Raises ConfigError."""
-    why = ""
-    try:
+    with contextlib.suppress(ValueError):
         call = json.loads(text)
-    except ValueError as error:
-        call, why = {}, f": {error}"
-    arguments = call_arguments(call.get("arguments")) if isinstance(call, dict) else ""
-    if isinstance(arguments, str) or not isinstance(call.get("name"), str):
-        raise ConfigError(f'/call {text} is no call{why}\ntype: /call {{"name": "TOOL", "arguments": {{"KEY": 1}}}}')
-    return call["name"], arguments
+        arguments = call_arguments(call.get("arguments")) if isinstance(call, dict) else ""
+        if not isinstance(arguments, str) and isinstance(call.get("name"), str):
+            return call["name"], arguments
+    raise ConfigError(f'/call {text} is no call\ntype: /call {{"name": "TOOL", "arguments": {{"KEY": 1}}}}')
 
 
 def _typed_call(text: str, tools: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -241,11 +253,9 @@ def _typed_call(text: str, tools: Mapping[str, Any]) -> tuple[str, dict[str, Any
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or key not in known:
-            left = [key for key in known if key not in arguments]
-            if not left:
-                takes = f"it takes {', '.join(known)}" if known else "it takes none"
-                raise ConfigError(f"/tool {name}: {word!r} is one argument too many; {takes}")
-            key, value = left[0], word
+            key, value = next((key for key in known if key not in arguments), ""), word
+            if not key:
+                raise ConfigError(f"/tool {name}: {word!r} is one too many; it takes {', '.join(known) or 'none'}")
         arguments[key] = _value_of(value, known.get(key, {}))
     return name, arguments
 
@@ -294,21 +304,19 @@ def result_lines(episode: Episode) -> Iterator[str]:
         yield f"  metrics: {', '.join(f'{name} {value:g}' for name, value in metrics.items())}"
 
 
-def table_of(episodes: Sequence[Episode]) -> Iterator[str]:
-    """A table with a row for each episode, and the means."""
+def _show_table(episodes: Sequence[Episode]) -> None:
+    """Print a table with a row for each episode, and the means."""
     names = list(dict.fromkeys(name for episode in episodes for name in episode.score.parts))
-    rows = [["episode", "status", "turns", "tool calls", "reward", *names]]
-    columns: list[list[float]] = [[] for _ in range(len(rows[0]) - 2)]
-    for number, episode in enumerate(episodes, start=1):
-        counts = [episode.metrics.get("turns", 0.0), episode.metrics.get("tool_calls", 0.0)]
-        values = [*counts, episode.score.value, *(episode.score.parts.get(name) for name in names)]
-        for column, value in zip(columns, values, strict=True):
-            column += [] if value is None else [value]
-        rows.append([str(number), episode.status.value, *map(_number, values)])
-    rows.append(["mean", "", *(_number(sum(column) / len(column) if column else None) for column in columns)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    numbers = [
+        [each.metrics.get("turns", 0.0), each.metrics.get("tool_calls", 0.0), each.score.value]
+        + [each.score.parts.get(name) for name in names]
+        for each in episodes
+    ]
+    columns = ([value for value in column if value is not None] for column in zip(*numbers, strict=True))
+    means = [statistics.fmean(column) if column else None for column in columns]
+    rows = [[str(number), each.status.value] for number, each in enumerate(episodes, start=1)] + [["mean", ""]]
+    cells = [[*row, *map(_number, values)] for row, values in zip(rows, [*numbers, means], strict=True)]
+    print_table("", ["episode", "status", "turns", "tool calls", "reward", *names], cells)
 
 
 def _metrics_of(episode: Episode) -> dict[str, float]:
@@ -330,48 +338,29 @@ def _text_of(plan: Plan) -> Callable[[ChatRequest], str]:
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _rows_file(file: str | None) -> Iterator[Callable[[Episode], None]]:
-    """Writes episodes to a new file, a row for each conversation. Raises OutputError."""
-    if file is not None and Path(file).exists():
-        raise OutputError(f"--json {file}: this file exists already and is not overwritten; give another name")
-
-    def write(episode: Episode) -> None:
-        for each in episode.by_role if file is not None else ():
-            row = {"messages": each.trajectory.messages, "tools": each.trajectory.tools, "role": each.role}
-            task = {"answer": each.task.answer, "id": each.task.id}
-            score = {"reward": each.score.value, "parts": each.score.parts, "why": each.score.why}
-            _append_row(str(file), row | task | score | {"status": each.status.value, "metrics": _metrics_of(each)})
-
-    yield write
+def _write_rows(file: str, episode: Episode) -> None:
+    """Add a row for each conversation of an episode. Raises OutputError."""
+    for each in episode.by_role:
+        row = {"messages": each.trajectory.messages, "tools": each.trajectory.tools, "role": each.role}
+        task = {"answer": each.task.answer, "id": each.task.id}
+        score = {"reward": each.score.value, "parts": each.score.parts, "why": each.score.why}
+        _append_row(file, row | task | score | {"status": each.status.value, "metrics": _metrics_of(each)})
 
 
 def _append_row(file: str, row: Mapping[str, Any]) -> None:
-    """Add a JSON line to a file. Raises OutputError."""
-    from rollouts.encoding import encode
-
-    try:
-        with open(file, "ab") as stream:
-            stream.write(encode({key: value for key, value in row.items() if value not in (None, "", [], {})}) + b"\n")
-    except OSError as error:
-        raise OutputError(f"{file} cannot be written: {error.strerror or error}") from error
+    append_lines(file, [{key: value for key, value in row.items() if value not in (None, "", [], {})}])
 
 
-def _settings_infos() -> Iterator[Any]:
-    docs = {
-        "model": "The model whose chat template --show-text and /text use.",
-        "max_turns": "How many turns you have. A reply that calls a tool is one turn.",
-        "eval_tasks": "How many tasks are held out; --task counts them from 0.",
-    }
-    for info in setting_infos():
-        if info.name in EVAL and info.name not in HIDDEN:
-            yield info._replace(doc=docs.get(info.name, info.doc))
-
+_DOCS = {
+    "model": "The model whose chat template --show-text and /text use.",
+    "max_turns": "How many turns you have. A reply that calls a tool is one turn.",
+    "eval_tasks": "How many tasks are held out; --task counts them from 0.",
+}
 
 play = SettingsCommand(
     "play",
     callback=_play,
-    infos=_settings_infos(),
+    infos=chosen_infos([name for name in EVAL if name not in HIDDEN], _DOCS),
     argument=click.Argument(["name"], metavar="NAME"),
     own=[
         click.Option(["--task"], type=int, metavar="N", help="Play held-out task N, from 0.  [default: 0]"),
@@ -390,11 +379,4 @@ play = SettingsCommand(
             ["--json", "file"], metavar="FILE", help="Write the episodes to this new file: rows of demonstrations."
         ),
     ],
-    help="Take the model's place in an environment.\n\n"
-    "NAME is an environment: a name, dist/name or ./file.py:Name. You see the messages and tools that a model sees, "
-    "and type its replies; at the end, each reward says its value. A line is a text, `/tool NAME KEY=VALUE` calls a "
-    "tool, and /help lists what else you can type. Ctrl-D and Ctrl-C end the episode; the environment is closed.\n\n"
-    "\b\nExamples:\n  rollouts play calculator\n  rollouts play ./my_env.py:MyEnv --env.digits 1 --task 3 --show-text\n"
-    "  rollouts play calculator --agent scripted --json demonstrations.jsonl\n"
-    "  rollouts play calculator --agent random --episodes 10",
 )

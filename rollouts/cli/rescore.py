@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rollouts.cli.options import DISPLAY, SettingsCommand
+from rollouts.cli.options import DISPLAY, SettingsCommand, given_settings
 from rollouts.config.settings import setting_infos
 
 if TYPE_CHECKING:
@@ -16,12 +16,20 @@ SETTINGS = ("reward", "on_invalid_reward", "concurrency", "reward_seconds", "out
 
 
 def _rescore(run: str, display: Display, **options: Any) -> int:
-    from rollouts.cli.options import given_flags
-    from rollouts.config.merging import merge
+    """Judge the saved trajectories of a run again, with other rewards. No model is loaded.
+
+    RUN is the folder of a run. The result is a new folder with the same tokens and the new rewards, which `rollouts run
+    --from` reads.
+
+    \b
+    Examples:
+      rollouts rescore runs/first --reward ./brevity.py:brevity
+      rollouts rescore runs/first --reward env:1 --reward ./brevity.py:brevity:-0.1 --out runs/brief
+    """
     from rollouts.runs.progress import shown_progress
     from rollouts.runs.rescore import rescore as rescore_run
 
-    given = merge(given_flags(options), click.get_current_context().obj or {})
+    given = given_settings(options)
     with shown_progress("stdout", display) as progress:
         rescore_run(run, given, progress)
     return 0
@@ -37,9 +45,4 @@ rescore = SettingsCommand(
         for info in setting_infos()
         if info.name in SETTINGS
     ],
-    help="Judge the saved trajectories of a run again, with other rewards. No model is loaded.\n\n"
-    "RUN is the folder of a run. The result is a new folder with the same tokens and the new rewards, which "
-    "`rollouts run --from` reads.\n\n"
-    "\b\nExamples:\n  rollouts rescore runs/first --reward ./brevity.py:brevity\n"
-    "  rollouts rescore runs/first --reward env:1 --reward ./brevity.py:brevity:-0.1 --out runs/brief",
 )

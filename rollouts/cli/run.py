@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from rollouts.cli.app import NamedCommand
-from rollouts.cli.options import DISPLAY, SettingsCommand, read_settings
-from rollouts.config.settings import EVAL, EVAL_DEFAULTS, Setting, setting_infos
+from rollouts.cli.options import DISPLAY, SettingsCommand, given_flags, read_settings
+from rollouts.config.settings import EVAL, EVAL_DEFAULTS, setting_infos
+from rollouts.errors import ConfigError, suggestion
 
 if TYPE_CHECKING:
     from rollouts.runs.progress import Display
@@ -30,40 +31,90 @@ _SEEDS = click.Option(
 )
 
 
-def _run(file: str | None, dry_run: bool, display: Display, seeds: str | None = None, **options: Any) -> int:
-    context = click.get_current_context()
-    if seeds is not None:
-        from rollouts.cli.seeds import run_with_seeds
+def _run(file: str | None, **given: Any) -> int:
+    """Train a model by reinforcement in an environment.
 
-        run_with_seeds(context.command.name or "", file, options, seeds, display, dry_run=dry_run)
-        return 0
-    if context.command.name == "eval":
-        models = options["model"]
-        options["model"] = models[0] if models else None
-    mode = {"run": {}, "sft": {"mode": "sft"}, "eval": {"mode": "eval"}}[context.command.name or ""]
-    if file is not None and context.command.name == "eval" and Path(file).is_dir():
-        from rollouts.config.resolving import run_settings_file
+    FILE contains settings (.toml, .json or .py). Every setting is also a flag. `rollouts FILE` is the same as `rollouts
+    run FILE`.
 
-        if config := run_settings_file(file):  # a run, or a checkpoint of one: the run's settings and this model
-            options["model"], file = options["model"] or file, str(config)
-    if file is not None and context.command.name == "eval" and not Path(file).exists():
+    \b
+    Examples:
+      rollouts run --env calculator --loss grpo
+      rollouts run configs/calculator_tiny.toml --steps 20 --env.digits 1
+    """
+    return _train("run", file, {}, **given)
+
+
+def _sft(file: str | None, **given: Any) -> int:
+    """Train a model on the demonstrations of an environment, or on conversations of a file.
+
+    The same as `rollouts run --mode sft`. FILE contains settings (.toml, .json or .py).
+
+    \b
+    Examples:
+      rollouts sft --env calculator --steps 200
+      rollouts sft --data chat.jsonl --steps 200
+    """
+    return _train("sft", file, {"mode": "sft"}, **given)
+
+
+def _train(
+    command: str,
+    file: str | None,
+    forced: dict[str, Any],
+    *,
+    dry_run: bool,
+    display: Display,
+    seeds: str | None,
+    **options: Any,
+) -> int:
+    if seeds is None:
+        return _run_once(file, options, forced, display, dry_run)
+    from rollouts.cli.several import run_with_seeds
+
+    run_with_seeds(command, file, options, seeds, display, dry_run=dry_run)
+    return 0
+
+
+def _evaluate(file: str | None, dry_run: bool, display: Display, model: tuple[str, ...], **options: Any) -> int:
+    """Evaluate a model on held-out tasks of an environment. Nothing is trained.
+
+    FILE contains settings (.toml, .json or .py). It may be a training run's file (training settings are ignored), a
+    run's folder (then its newest checkpoint is evaluated), or one checkpoint of a run. The model can be local
+    (--inference hf), behind your own server, or behind an API.
+
+    \b
+    Examples:
+      rollouts eval runs/first
+      rollouts eval runs/first/checkpoints/step_000050 --temperature 0
+      rollouts eval --env calculator --model tiny --model runs/first --model runs/second
+      rollouts eval --env calculator --model gpt-4.1-mini --inference openai --samples-per-prompt 4
+    """
+    from rollouts.config.resolving import run_settings_file
+
+    models = list(model)
+    if file is not None and not Path(file).exists():
         _refuse_missing_model(file)
-    if context.command.name == "eval" and len(models) > 1:
-        from rollouts.cli.models import evaluate_models
+    if file is not None and Path(file).is_dir() and (config := run_settings_file(file)):
+        models, file = models or [file], str(config)  # a run, or a checkpoint of one: its settings and this model
+    if len(models) < 2:
+        return _run_once(file, options | {"model": next(iter(models), None)}, {"mode": "eval"}, display, dry_run)
+    from rollouts.cli.several import run_with_models
 
-        evaluate_models(file, models, options, display, dry_run=dry_run)
-        return 0
-    resolved, _ = read_settings(context, file, options, forced=mode)
+    run_with_models(file, models, options, display, dry_run=dry_run)
+    return 0
+
+
+def _run_once(
+    file: str | None, options: dict[str, Any], forced: dict[str, Any], display: Display, dry_run: bool
+) -> int:
+    resolved, _ = read_settings(click.get_current_context(), file, options, forced=forced)
     if dry_run:
         from rollouts.runs.dry_run import dry_run as description
 
         print(description(resolved))
         return 0
     from rollouts.runs import run as run_resolved
-
-    if display == "none":
-        run_resolved(resolved, None)
-        return 0
     from rollouts.runs.progress import shown_progress
 
     with shown_progress("stdout", display) as progress:
@@ -74,7 +125,6 @@ def _run(file: str | None, dry_run: bool, display: Display, seeds: str | None = 
 def _refuse_missing_model(given: str) -> None:
     """Raise ConfigError if a run's folder or a checkpoint was meant: the word is a path, and no settings file's."""
     from rollouts.config.files import SUFFIXES, runs_inside
-    from rollouts.errors import ConfigError, in_lines, suggestion
     from rollouts.models.folders import nearest_checkpoints
 
     path = Path(given)
@@ -82,64 +132,45 @@ def _refuse_missing_model(given: str) -> None:
         raise ConfigError(f"there is no checkpoint {given}; {near}")
     if "/" in given and path.suffix not in SUFFIXES and ".py:" not in given and "=" not in given:
         runs = {Path(run).name: run for run in runs_inside(path.parent)}
-        near = suggestion(path.name, runs, runs.__getitem__)
-        advice = f"to choose a model, `--model {shlex.quote(given)}`"
-        raise ConfigError(in_lines(f"there is no run folder, checkpoint or settings file {given}", near or advice))
+        near = suggestion(path.name, runs, runs.__getitem__) or f"to choose a model, `--model {shlex.quote(given)}`"
+        raise ConfigError(f"there is no run folder, checkpoint or settings file {given}\n{near}")
 
 
 def _resume(folder: str, checkpoint: str | None, display: Display, **options: Any) -> int:
-    from rollouts.cli.options import given_flags
+    """Resume a run, or make it longer.
+
+    The run continues from its last complete checkpoint, or from the beginning if there is none. An evaluation plays the
+    episodes that are missing or that failed. DIR is the run's folder; its config.toml contains the settings. You can
+    change settings of components: --training.processes 4.
+
+    \b
+    Examples:
+      rollouts resume runs/mine
+      rollouts resume runs/mine --steps 200
+      rollouts resume runs/mine --checkpoint step_000008
+    """
     from rollouts.runs import resume_run
     from rollouts.runs.progress import shown_progress
+    from rollouts.runs.several import holds_several
 
-    if (Path(folder) / "seeds.json").is_file():
-        from rollouts.cli.seeds import resume_seeds
+    if holds_several(Path(folder)):
+        from rollouts.cli.several import resume_several
 
-        resume_seeds(Path(folder), options, checkpoint, display)
+        resume_several(Path(folder), options, checkpoint, display)
         return 0
-    if (Path(folder) / "models.json").is_file():
-        _resume_models(Path(folder), options, checkpoint, display)
-        return 0
-    given = (click.get_current_context().obj or {}) | given_flags(options)
+    dotted = click.get_current_context().obj or {}
     with shown_progress("stdout", display) as progress:
-        resume_run(folder, given, progress, checkpoint=checkpoint or "")
+        resume_run(folder, dotted | given_flags(options), progress, checkpoint=checkpoint or "")
     return 0
 
 
-def _resume_models(folder: Path, options: dict[str, Any], checkpoint: str | None, display: Display) -> None:
-    from rollouts.cli.models import run as run_models
-    from rollouts.errors import ConfigError
-    from rollouts.runs.several_models import read_models
-
-    given = [name for name, value in {**options, "checkpoint": checkpoint}.items() if value]
-    given += list(click.get_current_context().obj or {})
-    if given:
-        raise ConfigError(
-            f"{', '.join(given)}: {folder} has evaluations of several models, which keep their settings; leave it "
-            f"out, or resume one of them: rollouts resume {folder}/NAME"
-        )
-    run_models(read_models(folder)._replace(display=display))
-
-
-run = SettingsCommand(
-    "run",
-    callback=_run,
-    own=[_SEEDS, DISPLAY, _DRY_RUN],
-    help="Train a model by reinforcement in an environment.\n\n"
-    "FILE contains settings (.toml, .json or .py). Every setting is also a flag. `rollouts FILE` is the same as "
-    "`rollouts run FILE`.\n\n"
-    "\b\nExamples:\n  rollouts run --env calculator --loss grpo\n"
-    "  rollouts run configs/calculator_tiny.toml --steps 20 --env.digits 1",
-)
+run = SettingsCommand("run", callback=_run, own=[_SEEDS, DISPLAY, _DRY_RUN])
 
 sft = SettingsCommand(
     "sft",
-    callback=_run,
+    callback=_sft,
     infos=[info for info in setting_infos() if info.name not in ("mode", "from_run")],
     own=[_SEEDS, DISPLAY, _DRY_RUN],
-    help="Train a model on the demonstrations of an environment, or on conversations of a file.\n\n"
-    "The same as `rollouts run --mode sft`. FILE contains settings (.toml, .json or .py).\n\n"
-    "\b\nExamples:\n  rollouts sft --env calculator --steps 200\n  rollouts sft --data chat.jsonl --steps 200",
 )
 
 _EVAL_DOCS = {
@@ -156,9 +187,10 @@ _EVAL_SHOWN = {
 }
 
 
-def _eval_infos() -> list[Setting]:
-    """The settings of an evaluation, with help for that command."""
-    return [
+evaluate = SettingsCommand(
+    "eval",
+    callback=_evaluate,
+    infos=[
         info._replace(
             doc=_EVAL_DOCS.get(info.name, info.doc),
             default=EVAL_DEFAULTS.get(info.name, info.default),
@@ -167,23 +199,9 @@ def _eval_infos() -> list[Setting]:
         )
         for info in setting_infos()
         if info.name in EVAL and info.name != "mode"
-    ]
-
-
-evaluate = SettingsCommand(
-    "eval",
-    callback=_run,
-    infos=_eval_infos(),
+    ],
     own=[DISPLAY, _DRY_RUN],
     repeated=("model",),
-    help="Evaluate a model on held-out tasks of an environment. Nothing is trained.\n\n"
-    "FILE contains settings (.toml, .json or .py). It may be a training run's file (training settings are ignored), "
-    "a run's folder (then its newest checkpoint is evaluated), or one checkpoint of a run. "
-    "The model can be local (--inference hf), behind your own server, or behind an API.\n\n"
-    "\b\nExamples:\n  rollouts eval runs/first\n"
-    "  rollouts eval runs/first/checkpoints/step_000050 --temperature 0\n"
-    "  rollouts eval --env calculator --model tiny --model runs/first --model runs/second\n"
-    "  rollouts eval --env calculator --model gpt-4.1-mini --inference openai --samples-per-prompt 4",
 )
 
 resume = NamedCommand(
@@ -212,11 +230,4 @@ resume = NamedCommand(
         ),
         DISPLAY,
     ],
-    help="Resume a run, or make it longer.\n\n"
-    "The run continues from its last complete checkpoint, or from the beginning if there is none. "
-    "An evaluation plays the episodes that are missing or that failed. "
-    "DIR is the run's folder; its config.toml contains the settings. You can change settings of components: "
-    "--training.processes 4.\n\n"
-    "\b\nExamples:\n  rollouts resume runs/mine\n  rollouts resume runs/mine --steps 200\n"
-    "  rollouts resume runs/mine --checkpoint step_000008",
 )

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import click
 
-from rollouts.cli.options import SettingsCommand, given_flags
-from rollouts.config.settings import Setting, setting_infos
+from rollouts.cli.options import SettingsCommand, chosen_infos, given_settings
 
 SHOWN = "tool_parser template inference max_tokens temperature trust_remote_code".split()
 """The settings that have a flag."""
@@ -17,35 +15,42 @@ SHOWN = "tool_parser template inference max_tokens temperature trust_remote_code
 def _serve(
     model: str, role: str, host: str, port: int, name: str, connections: int, request_seconds: float, **options: Any
 ) -> int:
-    from rollouts.config.merging import merge
+    """Serve a run's model at an address that speaks OpenAI's API.
+
+    RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. There are
+    /v1/chat/completions, /v1/models and /health. Requests that wait at the same time are sampled together. Ctrl-C ends
+    the server with exit code 0; requests in flight have ten seconds.
+
+    \b
+    Examples:
+      rollouts serve runs/first
+      rollouts serve runs/first --port 0 --name mine
+      rollouts serve runs/first --inference vllm --inference.python ~/venvs/vllm
+      rollouts eval --env calculator --model first --inference openai --inference.url http://127.0.0.1:8000/v1
+    """
     from rollouts.gateway.http_server import HTTPLimits
     from rollouts.runs.export import model_of_role
     from rollouts.runs.run_model import model_plan
-    from rollouts.runs.serve import SETTINGS, Address, serve
+    from rollouts.runs.serve import SETTINGS, serve_model
 
-    given = merge(given_flags(options), click.get_current_context().obj or {})
+    given = given_settings(options)
     with model_plan(model_of_role(model, role), given, SETTINGS) as plan:
         for note in plan.notes:
             click.echo(f"note: {note}", err=True)
         limits = HTTPLimits(connections_max=connections)
-        serve(plan, Address(host, port, name, request_seconds), limits, click.echo)
+        serve_model(plan, host, port, name, request_seconds, limits, click.echo)
     return 0
 
 
-def _settings_infos() -> Iterator[Setting]:
-    docs = {
-        "max_tokens": "Tokens of a reply, if a request does not say.",
-        "temperature": "The sampling temperature, if a request does not say. 0 is greedy.",
-    }
-    for info in setting_infos():
-        if info.name in SHOWN:
-            yield info._replace(doc=docs.get(info.name, info.doc), shown="that of the run")
-
+_DOCS = {
+    "max_tokens": "Tokens of a reply, if a request does not say.",
+    "temperature": "The sampling temperature, if a request does not say. 0 is greedy.",
+}
 
 serve = SettingsCommand(
     "serve",
     callback=_serve,
-    infos=_settings_infos(),
+    infos=chosen_infos(SHOWN, _DOCS, "that of the run"),
     argument=click.Argument(["model"], metavar="RUN"),
     own=[
         click.Option(["--role"], default="", metavar="NAME", help="The role whose LoRA adapter is served."),
@@ -74,11 +79,4 @@ serve = SettingsCommand(
             help="Deadline of one request. A request that passes it gets status 504.",
         ),
     ],
-    help="Serve a run's model at an address that speaks OpenAI's API.\n\n"
-    "RUN is the folder of a run (its newest checkpoint is used), a checkpoint, or any other model. There are "
-    "/v1/chat/completions, /v1/models and /health. Requests that wait at the same time are sampled together. Ctrl-C "
-    "ends the server with exit code 0; requests in flight have ten seconds.\n\n"
-    "\b\nExamples:\n  rollouts serve runs/first\n  rollouts serve runs/first --port 0 --name mine\n"
-    "  rollouts serve runs/first --inference vllm --inference.python ~/venvs/vllm\n"
-    "  rollouts eval --env calculator --model first --inference openai --inference.url http://127.0.0.1:8000/v1",
 )

@@ -5,7 +5,9 @@
     names.py      the grammar of the names of components
     importing.py  imports authors' files
     flags.py      parses dotted flags of the command line
-    files.py      reads .toml, .json and .py files; finds the line of a setting
+    files.py      reads .toml, .json and .py files; finds the line of a setting, and words errors about it
+    objects.py    gives names to Python objects in settings
+    foreign.py    what other programs call settings and commands
     convert.py    converts values to types, and a component's settings by its signature
     merging.py    merges the settings that name components
     schedule.py   changes at a step
@@ -23,14 +25,14 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
-    from rollouts.config.sections import Config as Config
-    from rollouts.config.sections import DataConfig as DataConfig
-    from rollouts.config.sections import DeploymentConfig as DeploymentConfig
-    from rollouts.config.sections import GPUConfig as GPUConfig
-    from rollouts.config.sections import ModelConfig as ModelConfig
-    from rollouts.config.sections import OutputConfig as OutputConfig
-    from rollouts.config.sections import RLConfig as RLConfig
-    from rollouts.config.sections import SFTConfig as SFTConfig
-    from rollouts.config.sections import TrainingConfig as TrainingConfig
+    from rollouts_notes.sections import Config as Config
+    from rollouts_notes.sections import DataConfig as DataConfig
+    from rollouts_notes.sections import DeploymentConfig as DeploymentConfig
+    from rollouts_notes.sections import GPUConfig as GPUConfig
+    from rollouts_notes.sections import ModelConfig as ModelConfig
+    from rollouts_notes.sections import OutputConfig as OutputConfig
+    from rollouts_notes.sections import RLConfig as RLConfig
+    from rollouts_notes.sections import SFTConfig as SFTConfig
+    from rollouts_notes.sections import TrainingConfig as TrainingConfig
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
+from rollouts.config.files import NOWHERE, Source, refused, unknown_key
 from rollouts.config.flags import Flag, flag_name
 from rollouts.config.settings import Setting, is_secret, without_secrets
 from rollouts.errors import ConfigError, suggestion
@@ -61,6 +61,8 @@ def convert_value(value: Any, hint: Any, path: Path, source: Source = NOWHERE) -
         value = value.text if isinstance(value, Flag) else value
     elif _means_none(value) and admits_none(hint):
         return None
+    if isinstance(value, PurePath) and str in union_members(hint):
+        value = str(value)
     _check_keys(value, hint, path, source)
     texts = _map_flags(value, lambda flag: flag.text)
     refusal: Exception | None = None
@@ -92,10 +94,9 @@ def _convert_other(hint: Any, value: Any) -> Any:
 def _convert_unknown(candidate: Any, hint: Any, path: Path, value: Any, source: Source) -> Any:
     """Convert to a type that msgspec does not support. Without choices to check, return the value unchanged."""
     for member in union_members(hint):
-        if isinstance(member, type) and issubclass(member, enum.Enum):
-            found = [choice for choice in member if candidate in (choice, choice.value)]
-            if found:
-                return found[0]
+        for choice in member if isinstance(member, type) and issubclass(member, enum.Enum) else ():
+            if candidate in (choice, choice.value):
+                return choice
     if choices_of(hint):
         raise _mistyped(value, hint, path, source, "")
     return candidate
@@ -113,21 +114,20 @@ def _mistyped(value: Any, hint: Any, path: Path, source: Source, detail: str) ->
     hint_of_inside = f" ({detail.partition(' - at ')[0]} at {inside})" if inside else ""
     expected = f"expected {describe_type(hint)}; got {shown}{hint_of_inside}"
     near = suggestion(str(given), map(str, choices_of(hint)))
-    example = "" if near else _example(hint)
-    if example:
-        shell = f"{flag_name(path)} {example}"
-        example = "for example: " + (shell if isinstance(value, Flag) else f"{path[-1]} = {example.strip(chr(39))}")
-    return refusal(path, value, source, expected, near, example)
+    if not near and (example := _example(hint)):
+        is_quoted = example[0] in "[{"
+        shell = f"{flag_name(path)} " + (f"'{example}'" if is_quoted else example)
+        near = f"for example: {shell if isinstance(value, Flag) else f'{path[-1]} = {example}'}"
+    return refused(path, value, source, expected, near)
 
 
 def _example(hint: Any) -> str:
-    """An example of a valid value, as typed in a shell; empty if there is none."""
+    """An example of a valid value; empty if there is none."""
     member = union_members(hint)[0]
     origin = typing.get_origin(member) or member
-    examples = {int: "3", float: "0.5", bool: "true", dict: "'{ key = 1 }'"}
     if origin in (list, tuple, set):
-        inner = next(iter(typing.get_args(member)), str)
-        return "'[1, 2]'" if inner in (int, float) else '\'["a", "b"]\''
+        return "[1, 2]" if next(iter(typing.get_args(member)), str) in (int, float) else '["a", "b"]'
+    examples = {int: "3", float: "0.5", bool: "true", dict: "{ key = 1 }"}
     return examples.get(origin, "") if isinstance(origin, type) else ""
 
 

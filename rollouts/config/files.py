@@ -16,6 +16,7 @@ import shlex
 import sys
 import types
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from rollouts.config.importing import beside, import_returns, module_name
 from rollouts.config.objects import NO_OBJECTS, Objects, take_objects
 from rollouts.config.paths import Move, file_base
 from rollouts.config.settings import is_secret
+from rollouts.doors import open_module
 from rollouts.errors import ConfigError, in_lines, said_of, suggestion, where_not_utf8, words_of
 
 Keys = tuple[str, ...]
@@ -34,6 +36,7 @@ SUFFIXES = (".toml", ".json", ".py")
 DEPTH_MAX = 50  # the depth of nested tables; settings of the core need fewer than ten
 INTEGER_BITS = 1_000  # larger numbers cannot be compared with a float, or printed
 _WRITE_ONE = "to write a settings file: rollouts config --env NAME > run.toml"
+_SECTIONS = {"model", "deployment", "output"}  # the tables of a `rollouts.config.Config`, and of nothing else
 _HUGE = re.compile(r"\d{4301}")  # Python refuses longer numbers
 
 
@@ -66,17 +69,14 @@ NOWHERE = Source()
 
 def where(path: Sequence[str], value: Any, source: Source) -> str:
     """Describe where a setting was given: its flag; or file, line and key. The caller adds `: message`."""
-    flag = _flag_inside(tuple(path), value)
-    if flag is not None:
-        return flag
-    key = ".".join(path)
-    if not source.path:
-        return key
-    line = source.line_of(path)
-    return f"{source.path}, line {line}: {key}" if line else f"{source.path}: {key}"
+    for inside, _, given in walk({"": value}):
+        if isinstance(given, Flag):
+            return flag_name((*path, *(key.partition("[")[0] for key in inside[1:])))
+    key, line = ".".join(path), source.line_of(path) if source.path else None
+    return f"{source.path}{f', line {line}' if line else ''}: {key}" if source.path else key
 
 
-def refusal(path: Sequence[str], value: Any, source: Source, *lines: str) -> ConfigError:
+def refused(path: Sequence[str], value: Any, source: Source, *lines: str) -> ConfigError:
     """The error for a setting: where it was given, and the lines that are not empty."""
     return ConfigError(f"{where(path, value, source)}: {in_lines(*lines)}")
 
@@ -92,15 +92,7 @@ def unknown_key(
     def spelled(name: str) -> str:
         return flag_name((*path[:-1], name)) + place.removeprefix(flag) if place.startswith("--") else name
 
-    return refusal(path, value, source, problem, suggestion(path[-1], known, spelled), listing)
-
-
-def _flag_inside(path: tuple[str, ...], value: Any) -> str | None:
-    """The name of the first flag in a value; None if it has no flag."""
-    for inside, _, given in walk({"": value}):
-        if isinstance(given, Flag):
-            return flag_name((*path, *(key.partition("[")[0] for key in inside[1:])))
-    return None
+    return refused(path, value, source, problem, suggestion(path[-1], known, spelled), listing)
 
 
 def load_file(path: str | Path, home: Path | None = None) -> tuple[Tree, Source]:
@@ -138,10 +130,8 @@ def _read(path: Path) -> tuple[Tree, Source]:
     reader = {".toml": _read_toml, ".json": _read_json, ".py": _read_py}.get(path.suffix)
     if reader is None or not path.is_file():
         raise _no_such_file(path)
-    try:
-        source = Source(
-            str(path), path.read_text(encoding="utf-8-sig")
-        )  # editors on Windows may write a byte order mark
+    try:  # editors on Windows may write a byte order mark
+        source = Source(str(path), path.read_text(encoding="utf-8-sig"))
     except UnicodeDecodeError as error:
         raise ConfigError(where_not_utf8(str(path), path.read_bytes().splitlines(keepends=True))) from error
     except OSError as error:
@@ -154,10 +144,8 @@ def _read(path: Path) -> tuple[Tree, Source]:
         huge = _HUGE.search(source.text)
         line = source.text.count("\n", 0, huge.start()) + 1 if huge else "?"
         raise ConfigError(f"{path}, line {line}: expected a whole number of 300 digits at most: {error}") from error
-    from rollouts.config.sections import is_config, read_config
-
-    if is_config(tree):
-        tree = read_config(tree, str(path))
+    if isinstance(tree, Mapping) and _SECTIONS <= tree.keys():
+        tree = open_module("rollouts_notes.sections").read_config(tree, str(path))
     if hasattr(tree, "to_settings"):
         tree = tree.to_settings()
     if not isinstance(tree, dict) or not all(isinstance(key, str) for key in tree):
@@ -199,34 +187,30 @@ def walk(tree: Tree) -> Iterator[tuple[Keys, int, Any]]:
 def _problem_of(value: Any) -> str:
     if isinstance(value, int) and value.bit_length() > INTEGER_BITS:
         return f"expected a whole number of 300 digits at most; got one of {value.bit_length()} bits"
-    texts = [value] if isinstance(value, str) else list(value) if isinstance(value, dict) else []
-    for text in texts:
-        if isinstance(text, str) and re.search("[\udc80-\udcff]", text):  # what Python makes of bytes
-            more = "if they come from a file, type: iconv -f WINDOWS-1252 -t UTF-8 FILE"
-            return f"expected text; got {text[:80]!r}, whose bytes are not text in UTF-8; {more}"
-        if isinstance(text, str) and re.search("[\ud800-\udfff]", text):
-            return f"expected text; got {text[:80]!r}, which holds a lone surrogate and is not valid Unicode"
+    texts = [value] if isinstance(value, str) else value if isinstance(value, dict) else ()
+    for text in (text for text in texts if isinstance(text, str) and re.search("[\ud800-\udfff]", text)):
+        is_bytes = re.search("[\udc80-\udcff]", text)  # what Python makes of bytes
+        file = "whose bytes are not text in UTF-8; if they come from a file, type: iconv -f WINDOWS-1252 -t UTF-8 FILE"
+        why = file if is_bytes else "which holds a lone surrogate and is not valid Unicode"
+        return f"expected text; got {text[:80]!r}, {why}"
     return ""
 
 
 def _no_such_file(path: Path) -> ConfigError:
     if path.is_dir():
-        return ConfigError(
-            in_lines(f"{path} is a folder; a settings file ends in {', '.join(SUFFIXES)}", *_of_folder(path))
-        )
+        what = f"{path} is a folder; a settings file ends in {', '.join(SUFFIXES)}"
+        return ConfigError(in_lines(what, *_of_folder(path)))
     if path.exists():
         return ConfigError(f"{path}: a settings file ends in {', '.join(SUFFIXES)}\n{_WRITE_ONE}")
-    beside = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     suffixes = SUFFIXES if path.suffix in SUFFIXES else (".toml", ".json")  # else a .py file is an environment's
-    near = suggestion(path.name, (n for n in beside if n.endswith(suffixes)), lambda name: str(path.parent / name))
-    given = f"./{path}" if ".py:" in path.name and "/" not in str(path) else str(path)
-    other = "" if near or path.suffix in SUFFIXES else _environment_hint(given)
+    beside = (each.name for each in path.parent.glob("*") if each.name.endswith(suffixes))
+    near = suggestion(path.name, beside, lambda name: str(path.parent / name))
     name, is_setting, value = str(path).partition("=")
     if is_setting:
-        other = f"a setting is a flag: --{name.replace('_', '-')} {value}"
-    elif other and "/" in str(path):
-        other += f"; to choose a model, `--model {path}`"
-    return ConfigError(in_lines(f"{path}: there is no such settings file", near, other or ("" if near else _WRITE_ONE)))
+        near = in_lines(near, f"a setting is a flag: --{name.replace('_', '-')} {value}")
+    elif not near and path.suffix not in SUFFIXES:
+        near = _environment_hint(str(path))
+    return ConfigError(f"{path}: there is no such settings file\n{near or _WRITE_ONE}")
 
 
 def _environment_hint(given: str) -> str:
@@ -234,13 +218,16 @@ def _environment_hint(given: str) -> str:
     from importlib.metadata import entry_points
 
     names = sorted(entry_points(group="rollouts.environments").names)
-    if "/" in given or given in names:
-        return f"to choose an environment, type `--env {given}`"
+    if "/" in given:
+        return f"to choose an environment, type `--env {given}`; to choose a model, `--model {given}`"
+    if given in names or ".py:" in given:
+        return f"to choose an environment, type `--env {'' if given in names else './'}{given}`"
     if Path(f"{given}.py").is_file():
         return f"to choose an environment of the file {given}.py, type `--env ./{given}.py:NAME`"
-    near = suggestion(given, names, "--env {}".format)
-    none = f"no environment named {given} is installed"
-    return near or f"{none}; to see which are, type: rollouts plugins list --kind environments\n{_WRITE_ONE}"
+    none = (
+        f"no environment named {given} is installed; to see which are, type: rollouts plugins list --kind environments"
+    )
+    return suggestion(given, names, "--env {}".format) or f"{none}\n{_WRITE_ONE}"
 
 
 def _of_folder(path: Path) -> Iterator[str]:
@@ -250,8 +237,7 @@ def _of_folder(path: Path) -> Iterator[str]:
     if is_run:
         yield f"to continue the run in it: rollouts resume {quoted}"
         yield f"to repeat that run: rollouts run {quoted}/config.toml"
-    is_model = any((path / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if is_run or is_model:
+    if is_run or any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         yield f"to begin a new run with its model: --model {quoted}"
         yield f"to evaluate its model: rollouts eval {'' if is_run else '--env NAME --model '}{quoted}"
     elif runs := runs_inside(path):
@@ -277,33 +263,29 @@ def _read_toml(source: Source) -> Tree:
 
 def _quote_hint(text: str, line: str) -> str:
     """A hint for the most common mistakes: text without quotes, YAML, Python's True, a Windows path."""
-    lines = text.split("\n")
-    given = lines[int(line) - 1] if int(line) <= len(lines) else ""
-    table = re.fullmatch(r"\s*\[([\w-]+)\]\s*(?:#.*)?", given)
-    above = re.search(rf'^{table[1]}\s*=\s*("[^"\n]*")', text, re.MULTILINE) if table else None
-    if table and above:
-        return f"\nremove `{above[0]}`, and write the name in the table:\n[{table[1]}]\nname = {above[1]}"
+    given = [*text.split("\n"), ""][int(line) - 1]
+    if table := re.fullmatch(r"\s*\[([\w-]+)\]\s*(?:#.*)?", given):
+        above = re.search(rf'^{table[1]}\s*=\s*("[^"\n]*")', text, re.MULTILINE)
+        write = "remove `{}`, and write the name in the table:\n[{}]\nname = {}"
+        return "\n" + write.format(above[0], table[1], above[1]) if above else ""
     if re.search(r'=\s*"[^"]*\\', given):
         return "\na backslash needs single quotes: model = 'C:\\models\\mine'"
-    if match := re.fullmatch(r"\s*([\w.-]+):\s+(\S.*?)\s*", given):
-        return (
-            f"\nTOML has an equals sign: {match[1]} = {'...' if is_secret(match[1].rpartition('.')[2]) else match[2]}"
-        )
-    match = re.fullmatch(r"\s*([\w.-]+)\s*=\s*([A-Za-z./][^\"'#]*?)\s*", given)
-    if match is None:
+    found = re.fullmatch(r"\s*(?P<key>[\w.-]+)(?P<sign>:\s+|\s*=\s*)(?P<value>\S.*?)\s*", given)
+    if found is None:
         return ""
-    if match[2] in ("True", "False"):
-        return f"\nTOML writes it in lower case: {match[1]} = {match[2].lower()}"
-    text = "..." if is_secret(match[1].rpartition(".")[2]) else match[2]
-    return f'\nput text in quotes: {match[1]} = "{text}"'
+    key, value = found["key"], "..." if is_secret(found["key"].rpartition(".")[2]) else found["value"]
+    if found["sign"].startswith(":"):
+        return f"\nTOML has an equals sign: {key} = {value}"
+    if value in ("True", "False"):
+        return f"\nTOML writes it in lower case: {key} = {value.lower()}"
+    is_bare = re.fullmatch(r"[A-Za-z./][^\"'#]*", found["value"])
+    return f'\nput text in quotes: {key} = "{value}"' if is_bare else ""
 
 
 def _read_json(source: Source) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> Tree:
-        keys = [key for key, _ in pairs]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"{source.path}: the key {twice!r} is in one table twice")
+        for key in (key for key, count in Counter(key for key, _ in pairs).items() if count > 1):
+            raise ConfigError(f"{source.path}: the key {key!r} is in one table twice")
         return dict(pairs)
 
     try:
@@ -317,34 +299,30 @@ def _read_json(source: Source) -> Any:
 
 def _read_py(source: Source) -> Any:
     name = module_name(Path(source.path).resolve(), source.text.encode())
+    running = types.ModuleType(name)
+    namespace = vars(running)
+    namespace["__file__"] = os.path.abspath(source.path)  # a path that is made of it is not moved
+    running.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=source.path)
     try:
         module = ast.parse(source.text, source.path)
-        running = types.ModuleType(name)
-        namespace = vars(running)
-        namespace["__file__"] = os.path.abspath(source.path)  # a path that is made of it is not moved
-        running.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=source.path)
         sys.modules[name] = running  # here its functions and classes are found again
         beside(Path(source.path))
         with import_returns():
             exec(compile(module, source.path, "exec"), namespace)
-    except SyntaxError as error:
-        sys.modules.pop(name, None)
-        raise ConfigError(f"{source.path}, line {error.lineno}: not Python: {error.msg}") from error
-    except (KeyboardInterrupt, MemoryError):  # the parser raises MemoryError for a file that is nested too deep
-        sys.modules.pop(name, None)
-        raise
     except BaseException as error:  # the file's code may raise anything, also SystemExit
         sys.modules.pop(name, None)
+        if isinstance(error, KeyboardInterrupt | MemoryError):  # the parser's, for a file that is nested too deep
+            raise
+        if isinstance(error, SyntaxError):
+            raise ConfigError(f"{source.path}, line {error.lineno}: not Python: {error.msg}") from error
         raise ConfigError(f"{source.path}: the settings file raised {words_of(error)}") from error
     if "config" in namespace:
         return namespace["config"]
     names = [name for name, _ in _assignments(module.body) if not name.startswith("_")]
     defined = [each.name for each in module.body if isinstance(each, ast.ClassDef)]
     if defined and not names:
-        file = source.path if "/" in source.path else f"./{source.path}"
-        raise ConfigError(
-            f"{source.path}: it holds no settings\nto run an environment from this file: --env {file}:{defined[-1]}"
-        )
+        file = f"{'' if '/' in source.path else './'}{source.path}:{defined[-1]}"
+        raise ConfigError(f"{source.path}: it holds no settings\nto run an environment from this file: --env {file}")
     return {name: namespace[name] for name in names if name in namespace}
 
 
@@ -364,30 +342,24 @@ def _underscored(path: Iterable[str]) -> Keys:
 
 @functools.lru_cache(maxsize=4)  # an evaluation asks for the place of each setting of its run
 def _first_lines(text: str, suffix: str) -> dict[Keys, int]:
-    """The first line of every path in a valid file."""
+    """The first line of every path in a valid file. In a .py file, computed values have no line.
+
+    The path of an array element ends in `name[0]`. A table with an alias in an array also has the path of that alias.
+    """
     lines: dict[Keys, int] = {}
-    for found, line in _places(text, suffix):
+    for found, line in _toml_places(text) if suffix == ".toml" else _python_places(text, is_json=suffix == ".json"):
         lines.setdefault(_underscored(found), line)
     return lines
 
 
-def _places(text: str, suffix: str) -> Iterator[tuple[Keys, int]]:
-    """Every path in a valid file with its line. In a .py file, computed values have no line.
-
-    The path of an array element ends in `name[0]`. A table with an alias in an array also has the path of that alias.
-    """
-    if suffix == ".toml":
-        yield from _toml_places(text)
-        return
+def _python_places(text: str, *, is_json: bool) -> Iterator[tuple[Keys, int]]:
     values: dict[str, ast.expr] = {}
     with warnings.catch_warnings(action="ignore"), contextlib.suppress(SyntaxError, RecursionError, MemoryError):
         # JSON is parsed as Python, which does not allow all escapes and limits the depth.
-        values = dict(_assignments(ast.parse(f"config = ({text})" if suffix == ".json" else text).body))
-    if "config" in values:
-        yield from _literal_places(values["config"], (), 1)
-    else:
-        for name, value in values.items():
-            yield from _literal_places(value, (name,), value.lineno)
+        values = dict(_assignments(ast.parse(f"config = ({text})" if is_json else text).body))
+    whole = values.get("config")
+    for path, value in [((), whole)] if whole else [((name,), value) for name, value in values.items()]:
+        yield from _literal_places(value, path, value.lineno)
 
 
 def _toml_places(text: str) -> Iterator[tuple[Keys, int]]:

@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import re
 import sys
 import textwrap
@@ -16,7 +17,6 @@ import typing
 from collections.abc import Mapping, Sequence
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 _Scope = tuple[dict[str, Any], dict[str, Any]]
 
@@ -89,15 +89,10 @@ def argument_docs(docstring: str | None) -> dict[str, str]:
     if start is None:
         return {}
     docs: dict[str, str] = {}
-    section_indent, entry_indent, current = _indent(lines[start]), None, ""
-    for line in lines[start + 1 :]:
-        if not line.strip():
-            continue
-        indent = _indent(line)
-        if indent <= section_indent:
-            break
-        entry_indent = indent if entry_indent is None else entry_indent
-        entry = _ENTRY.match(line) if indent <= entry_indent else None
+    current, indent = "", re.match(" *", lines[start])[0]  # type: ignore[index]  # it always matches
+    inside = itertools.takewhile(lambda line: not line.strip() or line.startswith(f"{indent} "), lines[start + 1 :])
+    for line in textwrap.dedent("\n".join(inside)).splitlines():
+        entry = None if line.startswith(" ") else _ENTRY.match(line)
         if entry:
             current = entry[1]
             docs[current] = entry[2].strip()
@@ -121,19 +116,11 @@ def _plain_function(component: Any) -> Any:
             component = type(component).__call__
 
 
-_COMMENTS: WeakKeyDictionary[type, Mapping[str, str]] = WeakKeyDictionary()
-
-
+@functools.lru_cache(maxsize=256)  # reading the source of a class takes a millisecond
 def _field_comments(klass: type) -> Mapping[str, str]:
     """The comments after the fields of a dataclass. Empty if its source cannot be read."""
     if not dataclasses.is_dataclass(klass):
         return {}
-    if klass not in _COMMENTS:  # reading the source of a class takes a millisecond
-        _COMMENTS[klass] = _read_comments(klass)
-    return _COMMENTS[klass]
-
-
-def _read_comments(klass: type) -> Mapping[str, str]:
     try:
         source = textwrap.dedent(inspect.getsource(klass))
         body = ast.parse(source).body[0]
@@ -156,7 +143,3 @@ def _own_annotations(klass: type) -> Mapping[str, Any]:
 
         return annotationlib.get_annotations(klass, format=annotationlib.Format.FORWARDREF)
     return inspect.get_annotations(klass)
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())

@@ -24,9 +24,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from rollouts.config.convert import convert_value, toml_value, unflagged
-from rollouts.config.files import NOWHERE, Source, refusal, where
+from rollouts.config.files import NOWHERE, Source, refused, where
 from rollouts.config.flags import Flag, Tree, flag_name
-from rollouts.config.names import names_module
+from rollouts.config.names import names_module, split_alias
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, OWN, OWN_KEYS, WEIGHTED, without_secrets
 from rollouts.config.workers import worker_table
 from rollouts.errors import ConfigError, suggestion
@@ -66,23 +66,18 @@ def parse_component(key: str, text: str, path: str = "") -> Component:
     ('./f.py:fn', 'fn')
     """
     path = path or key
-    match = re.fullmatch(r"(?:(?P<alias>[A-Za-z_][\w-]*)=)?(?P<rest>.+)", text, re.DOTALL)
-    if match is None:
-        raise ConfigError(f"{path}: expected a name; got {text!r}")
-    name, weight = match["rest"], 1.0
+    (alias, name), weight = split_alias(text), 1.0
     head, colon, tail = name.rpartition(":")
     if key in WEIGHTED and colon:
         if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", tail):
             name, weight = head, float(tail)
         elif key == "reward" and not head.endswith(".py") and not names_module(name):
-            raise ConfigError(
-                f"{path}: expected a weight after the last colon; {tail!r} is not a number\n"
-                f"type: {flag_name((key,))} {head}:1.0"
-            )
+            wrong = f"expected a weight after the last colon; {tail!r} is not a number"
+            raise ConfigError(f"{path}: {wrong}\ntype: {flag_name((key,))} {head}:1.0")
     if not name:
-        raise ConfigError(f"{path}: {text!r} has no name before the weight")
-    alias = match["alias"] or re.split(r"[/:]", name)[-1].strip("<>")
-    return Component(name, {}, weight, alias.replace("-", "_"))
+        raise ConfigError(f"{path}: expected a name{' before the weight' if text else ''}; got {text!r}")
+    alias = alias or re.split(r"[/:]", name)[-1].strip("<>").replace("-", "_")
+    return Component(name, {}, weight, alias)
 
 
 def merge(*trees: Tree, source: Source = NOWHERE) -> Tree:
@@ -170,7 +165,7 @@ def _of_which(key: str, name: str, value: Any, aliases: Iterable[str]) -> Config
     flags = " or ".join(flag_name((key, alias, name)) for alias in aliases)
     several = "there are several environments, and this flag does not name one of them"
     problem = several if key == "env" else f"a setting of a {key} has the alias of its {key} before its own name"
-    return refusal((key, name), value, NOWHERE, problem, f"type: {flags}{f' {value.text}' if key != 'env' else ''}")
+    return refused((key, name), value, NOWHERE, problem, f"type: {flags}{f' {value.text}' if key != 'env' else ''}")
 
 
 def _tables(key: str, value: Any, source: Source = NOWHERE) -> dict[str, Tree]:
@@ -232,19 +227,18 @@ def _entry(key: str, entry: Any) -> tuple[str, Tree, bool]:
         return "", {}, False
     component = parse_component(key, name, where((key,), entry, NOWHERE))
     weight = {"weight": component.weight} if key in WEIGHTED else {}
-    is_given = bool(re.match(r"[A-Za-z_][\w-]*=", name))
-    return component.alias, {"name": component.name, **weight}, is_given
+    return component.alias, {"name": component.name, **weight}, bool(split_alias(name)[0])
 
 
 def _table(value: Any, path: Path, source: Source = NOWHERE) -> Tree:
     """A copy of a component's table, its name checked. A name that is a Flag stays one, for `_is_adjustment`."""
     if isinstance(value, Flag):
         setting = flag_name((*path, "SETTING"))
-        raise refusal(path, value, NOWHERE, f"expected a table of settings, such as `{setting} VALUE`")
+        raise refused(path, value, NOWHERE, f"expected a table of settings, such as `{setting} VALUE`")
     if not isinstance(value, dict):
         key = "name" if isinstance(value, str) else "weight" if _is_number(value) and path[0] in WEIGHTED else "SETTING"
         write = f"write it as a table:\n[{'.'.join(path)}]\n{key} = {toml_value(without_secrets(value, path[-1]))}"
-        raise refusal(path, value, source, "expected a table of settings", write)
+        raise refused(path, value, source, "expected a table of settings", write)
     if "name" in value:
         _name(value["name"], (*path, "name"))
     return dict(value)
@@ -276,21 +270,11 @@ def components_of(
         if "" in tables:
             found[key] = _single(key, tables[""], source, place)
             continue
-        names = {alias: _name(table.get("name"), (key, alias, "name")) for alias, table in tables.items()}
-        for alias, table in tables.items():
-            if not names[alias]:
-                named = [each for each in names if names[each]]
-                near = suggestion(alias, named, lambda name: flag_name((key, name)))  # noqa: B023 - called at once
-                other = (
-                    f"chosen: {', '.join(named) or 'none'}; to add one, type: {flag_name((key, alias, 'name'))} NAME"
-                )
-                problem = f"no {key} with the alias {alias!r} is chosen"
-                raise refusal((*place, key, alias), table, source, problem, near, other)
-        found[key] = [_several(key, alias, names[alias], table, source, place) for alias, table in tables.items()]
+        found[key] = [_several(key, alias, tables, source, place) for alias in tables]
         if key == "env" and all(each.weight == 0 for each in found[key]):
-            zero = f"the weights of {' and '.join(names)} are 0, so no environment has a task to draw"
-            again = f"type: {flag_name((key, next(iter(names)), 'weight'))} 1"
-            raise refusal((*place, key), None, source, zero, again)
+            zero = f"the weights of {' and '.join(tables)} are 0, so no environment has a task to draw"
+            again = f"type: {flag_name((key, next(iter(tables)), 'weight'))} 1"
+            raise refused((*place, key), None, source, zero, again)
     return found
 
 
@@ -299,28 +283,32 @@ def _single(key: str, table: Tree, source: Source, place: Path) -> list[Componen
     name = _name(table.get("name"), (key, "name"))
     if not name and key in ("loss", "inference", "training"):
         raise ConfigError(f"{key}: none is chosen, and a run needs one\ntype: {flag_name((key,))} NAME")
-    if not name and settings and key not in OWN_KEYS:
-        first = next(iter(settings))
-        again = f"type: {flag_name((key,))} NAME; `rollouts plugins list` shows what is installed"
-        missing = f"no {key} is chosen, so it has no settings"
+    for first, value in settings.items() if not name and key not in OWN_KEYS else ():
         from rollouts.config.foreign import foreign_hint
 
-        raise refusal((*place, key, first), settings[first], source, missing, foreign_hint(first) or again)
+        again = f"type: {flag_name((key,))} NAME; `rollouts plugins list` shows what is installed"
+        missing = f"no {key} is chosen, so it has no settings"
+        raise refused((*place, key, first), value, source, missing, foreign_hint(first) or again)
     return [Component(name, settings)] if name or settings else []
 
 
-def _several(key: str, alias: str, name: str, table: Tree, source: Source, place: Path) -> Component:
+def _several(key: str, alias: str, tables: dict[str, Tree], source: Source, place: Path) -> Component:
     """One of several components, with its weight if it has one."""
-    settings = {setting: value for setting, value in table.items() if setting != "name"}
-    if key not in WEIGHTED or "weight" not in table:
-        return Component(name, settings, alias=alias)
+    names = {each: _name(table.get("name"), (key, each, "name")) for each, table in tables.items()}
+    if not names[alias]:
+        named = [each for each in names if names[each]]
+        near = suggestion(alias, named, lambda name: flag_name((key, name)))
+        other = f"chosen: {', '.join(named) or 'none'}; to add one, type: {flag_name((key, alias, 'name'))} NAME"
+        problem = f"no {key} with the alias {alias!r} is chosen"
+        raise refused((*place, key, alias), tables[alias], source, problem, near, other)
+    settings = {setting: value for setting, value in tables[alias].items() if setting != "name"}
+    if key not in WEIGHTED or "weight" not in settings:
+        return Component(names[alias], settings, alias=alias)
     path, given = (*place, key, alias, "weight"), settings.pop("weight")
-    if key == "env":
-        return Component(name, settings, _env_weight(given, path, source), alias)
-    weight = convert_value(given, float, path, source)
-    if not math.isfinite(weight):
-        raise refusal(path, given, source, f"a weight must be finite; got {weight}")
-    return Component(name, settings, weight, alias)
+    weight = _env_weight(given, path, source) if key == "env" else convert_value(given, float, path, source)
+    if isinstance(weight, float) and not math.isfinite(weight):
+        raise refused(path, given, source, f"a weight must be finite; got {weight}")
+    return Component(names[alias], settings, weight, alias)
 
 
 def _env_weight(value: Any, path: Path, source: Source) -> EnvWeight:
@@ -332,23 +320,21 @@ def _env_weight(value: Any, path: Path, source: Source) -> EnvWeight:
         return given
     if _is_positive(given):
         return float(given)
-    fault = _fault_of_points(given)
+    fault = _fault_of_points(given) if isinstance(given, list) else f"{_NO_WEIGHT}; got {without_secrets(given)!r}"
     if fault:
-        raise refusal(path, value, source, fault)
+        raise refused(path, value, source, fault)
     return [list(point) for point in given]
 
 
-def _fault_of_points(points: Any) -> str:
-    """Why this is not a valid list of points (step, weight); empty if it is."""
-    if not isinstance(points, list):
-        return f"{_NO_WEIGHT}; got {without_secrets(points)!r}"
+def _fault_of_points(points: list[Any]) -> str:
+    """Why these are not valid points (step, weight); empty if they are."""
     if len(points) < 2 or not all(isinstance(each, list | tuple) and len(each) == 2 for each in points):
         return f"expected two or more points (step, weight), such as [[0, 0.0], [100, 1.0]]; got {points!r}"
-    wrong = [number for number in itertools.chain(*points) if not _is_positive(number)]
+    for wrong in (number for number in itertools.chain(*points) if not _is_positive(number)):
+        return f"{_NO_WEIGHT}; got {wrong!r}"
     steps = [step for step, _ in points]
-    if not wrong and any(after <= before for before, after in itertools.pairwise(steps)):
-        return f"the steps of the points must increase; got {steps}"
-    return f"{_NO_WEIGHT}; got {wrong[0]!r}" if wrong else ""
+    is_rising = all(before < after for before, after in itertools.pairwise(steps))
+    return "" if is_rising else f"the steps of the points must increase; got {steps}"
 
 
 _NO_WEIGHT = (
@@ -390,18 +376,16 @@ def component_names(components: Mapping[str, list[Component]]) -> dict[str, Any]
     """The values of the settings that name components, as `Settings` holds them: one name, or a tuple of texts such as
     `alias=name:weight`, without parts that equal their default.
     """
+
+    def written(key: str, component: Component) -> str:
+        text, weight = component.name, component.weight
+        if key in WEIGHTED and isinstance(weight, float):
+            text += f":{int(weight)}" if weight == int(weight) and abs(weight) < 1e6 else f":{weight!r}"
+        return text if parse_component(key, text).alias == component.alias else f"{component.alias}={text}"
+
     return {
-        key: tuple(_written(key, each) for each in chosen)
+        key: tuple(written(key, each) for each in chosen)
         if key in MULTIPLE or any(each.alias for each in chosen)
         else next((each.name for each in chosen), "")
         for key, chosen in components.items()
     }
-
-
-def _written(key: str, component: Component) -> str:
-    text, weight = component.name, component.weight
-    if key in WEIGHTED and isinstance(weight, float):
-        text += f":{int(weight)}" if weight == int(weight) and abs(weight) < 1e6 else f":{weight!r}"
-    if parse_component(key, text).alias != component.alias:
-        text = f"{component.alias}={text}"
-    return text

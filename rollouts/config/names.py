@@ -1,4 +1,5 @@
-"""The grammar of the names of components.
+"""The grammar of the names of components. Where several can be chosen, `ALIAS=` may come before the name, and a weight
+after the last colon (`rollouts.config.merging.parse_component`).
 
     NAME                 of one distribution
     DISTRIBUTION/NAME    with any spelling of the distribution that pip accepts
@@ -34,6 +35,17 @@ def names_module(name: str) -> bool:
     (True, False, False)
     """
     return re.fullmatch(_MODULE_AND_NAME, name) is not None and not name.partition(":")[0].endswith(".py")
+
+
+def split_alias(text: str) -> tuple[str, str]:
+    """The alias, with underscores, and the rest of `ALIAS=REST`. The alias is empty if there is none.
+
+    >>> split_alias("my-own=pkg/brevity:-0.1"), split_alias("./f.py:brevity")
+    (('my_own', 'pkg/brevity:-0.1'), ('', './f.py:brevity'))
+    """
+    alias, equals, rest = text.partition("=")
+    is_alias = equals and re.fullmatch(r"[A-Za-z_][\w-]*", alias)
+    return (alias.replace("-", "_"), rest) if is_alias else ("", text)
 
 
 def normalize(distribution: str) -> str:

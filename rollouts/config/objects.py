@@ -3,26 +3,31 @@
 `rollouts.run(reward=my_reward)` and a settings file in Python may hold objects. Settings are plain text, so each object
 gets a name. An object that another program can import is `module:name`, or `file.py:name`. Any other object has a name
 in angle brackets, such as `<my_reward>`: no other program can find it, so it travels beside the settings, in `Objects`.
+Prompts become the rows of a file: texts, lists of messages, Tasks, or rows (dicts).
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import itertools
 import math
 import numbers
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
-from rollouts.author_code import place_of_function, shown, unwrapped
+import msgspec
+
+from rollouts.author_code import authors_code, place_of_function, shown, unwrapped, why_no_list
 from rollouts.config.flags import Flag, Tree
-from rollouts.config.names import HELD
+from rollouts.config.names import GIVEN_ROWS, HELD
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, WEIGHTED
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, RolloutsError, words_of
+from rollouts.types import Message, Task
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -55,9 +60,7 @@ def take_objects(tree: Tree, file: Mapping[str, Any] = _NOTHING, before: Objects
     on_step = _callbacks(tree["on_step"]) if tree.get("on_step") is not None else before.on_step
     rows = before.rows
     if tree.get("prompts") is not None:
-        from rollouts.config.rows import rows_of
-
-        data, content = rows_of(tree["prompts"])
+        data, content = _rows_of(tree["prompts"])
         rows = {**rows, data: content}
         plain |= _settings_of_prompts(plain, data)
     return plain, Objects(MappingProxyType(names.known), on_step, MappingProxyType(dict(rows)))
@@ -67,12 +70,10 @@ def _settings_of_prompts(given: Tree, data: str) -> Tree:
     """The settings that choose the environment of these prompts. Raises ConfigError if another one is given too."""
     env = given.get("env")
     is_prompts = env == "prompts" or (isinstance(env, Mapping) and env.get("name", "prompts") == "prompts")
-    if given.get("data") is not None or (env is not None and not is_prompts):
-        other = "data" if given.get("data") is not None else "env"
-        raise ConfigError(
-            f"prompts and {other}: each of them gives the tasks of the run\nleave one of them out: with `prompts` the "
-            "environment is `prompts`"
-        )
+    other = "data" if given.get("data") is not None else "" if env is None or is_prompts else "env"
+    if other:
+        why = "both give the tasks of the run\nleave one of them out: with `prompts` the environment is `prompts`"
+        raise ConfigError(f"prompts and {other}: {why}")
     return {"data": data, "env": env or "prompts"}
 
 
@@ -84,11 +85,9 @@ def _callbacks(value: Any) -> tuple[Callable[..., Any], ...]:
             inspect.signature(function).bind(None)
         except (TypeError, ValueError) as error:
             place = place_of_function(function) if callable(function) else None
-            given = f"{_described(function)} ({place})" if place else _described(function)
-            raise ConfigError(
-                f"on_step: expected a function of one argument, got {given}\n"
-                "write `def on_step(report)`: it has report.step, report.metrics and report.groups"
-            ) from error
+            given = f"{_described(function)}{f' ({place})' if place else ''}"
+            again = "write `def on_step(report)`: it has report.step, report.metrics and report.groups"
+            raise ConfigError(f"on_step: expected a function of one argument, got {given}\n{again}") from error
     return functions
 
 
@@ -103,17 +102,15 @@ class _Names:
         """A copy of the tree with names in place of objects. `is_merged` False: it replaces the tables of the file."""
         named: Tree = {}
         for key, value in tree.items():
-            if key in COMPONENT_KINDS:
-                if not (is_merged and self._has_found_again(key, value)):
-                    named[key] = self._in_component(key, value)
-            elif key == "sft" and isinstance(value, Mapping):
-                named[key] = self.in_tree(dict(value))
+            if key == "sft" and isinstance(value, Mapping):
+                value = self.in_tree(dict(value))
             elif key == "schedule" and isinstance(value, list | tuple):
-                named[key] = [
-                    self.in_tree(dict(each), is_merged=False) if isinstance(each, Mapping) else each for each in value
-                ]
-            else:
-                named[key] = value
+                value = [self.in_tree(dict(t), is_merged=False) if isinstance(t, Mapping) else t for t in value]
+            elif key in COMPONENT_KINDS:
+                if is_merged and self._has_found_again(key, value):
+                    continue
+                value = self._in_component(key, value)
+            named[key] = value
         return named
 
     def _has_found_again(self, key: str, value: Any) -> bool:
@@ -150,9 +147,7 @@ class _Names:
 
     def _entry(self, key: str, value: Any, path: str, alias: str = "") -> Any:
         """One of several components: a text, or a table."""
-        weight = None
-        if isinstance(value, tuple):
-            value, weight = _weighted(key, value, path)
+        value, weight = _weighted(key, value, path) if isinstance(value, tuple) else (value, None)
         own = {"alias": alias} if alias else {}
         if weight is not None:
             own["weight"] = weight if not is_object(weight) else self._of(weight)
@@ -181,7 +176,8 @@ class _Names:
     def _name(self, key: str, value: Any, path: str) -> Any:
         if value is None or isinstance(value, str | Flag):
             return value
-        _refuse(key, value, path)
+        if fault := _fault_of(key, value):
+            raise ConfigError(f"{path}: {fault}")
         return self._of(value)
 
     def _of(self, value: Any) -> str:
@@ -210,17 +206,11 @@ def held_names(tree: Mapping[str, Any]) -> dict[str, list[str]]:
             for inner in value:
                 search(key, inner)
 
-    for own in _component_trees(tree):
-        for key in COMPONENT_KINDS:
+    schedule = tree.get("schedule")
+    for own in (tree, tree.get("sft"), *(schedule if isinstance(schedule, list | tuple) else ())):
+        for key in COMPONENT_KINDS if isinstance(own, Mapping) else ():
             search(key, own.get(key))
     return {key: list(dict.fromkeys(names)) for key, names in found.items()}
-
-
-def _component_trees(tree: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The tree itself, its table `sft`, and the tables of its schedule."""
-    schedule = tree.get("schedule")
-    inner = [tree.get("sft"), *(schedule if isinstance(schedule, list | tuple) else ())]
-    yield from (each for each in (tree, *inner) if isinstance(each, Mapping))
 
 
 def is_object(value: Any) -> bool:
@@ -292,52 +282,113 @@ def _weighted(key: str, pair: tuple[Any, ...], path: str) -> tuple[Any, Any]:
     given = f"({', '.join(map(_described, pair))})"
     if key not in WEIGHTED:
         raise ConfigError(f"{path}: a {key} has no weight; got {given}\ngive the component without a weight")
-    if len(pair) != 2:
-        raise ConfigError(f"{path}: expected a pair (component, weight), such as (my_{key}, 0.5); got {given}")
-    component, weight = pair
-    if key == "env" and (isinstance(weight, str | list | Mapping) or is_object(weight)):
-        return component, weight  # a curriculum, or points
-    if not _is_number(weight) or not math.isfinite(weight):
-        raise ConfigError(
-            f"{path}: expected a pair (component, weight), and a finite number as the weight; got {given}\n"
-            f"write ({_described(component)}, 0.5)"
-        )
-    return component, float(weight)
+    if len(pair) == 2:
+        component, weight = pair
+        if key == "env" and (isinstance(weight, str | list | Mapping) or is_object(weight)):
+            return component, weight  # a curriculum, or points
+        if _is_number(weight) and math.isfinite(weight):
+            return component, float(weight)
+    example = f"({_described(pair[0]) if pair else f'my_{key}'}, 0.5)"
+    expected = "expected a pair (component, weight), and a finite number as the weight"
+    raise ConfigError(f"{path}: {expected}; got {given}\nwrite {example}")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def _refuse(key: str, value: Any, path: str) -> None:
-    """Raise ConfigError for a value that cannot be a component."""
+def _fault_of(key: str, value: Any) -> str:
+    """Why a value cannot be a component; empty if it can."""
     kind = type(value).__name__
-    if inspect.iscoroutine(value):
+    if inspect.iscoroutine(value) or inspect.isgenerator(value):
         value.close()
-        why = (
-            f"got a coroutine, the result of calling {value.__name__}\ngive the function itself: {key}={value.__name__}"
-        )
-    elif inspect.isgenerator(value):
-        why = f"got a generator, the result of calling {value.__name__}\ngive the function itself"
-    elif key == "env" and not inspect.isclass(value) and hasattr(value, "tasks"):
-        why = (
-            f"got an object of {kind}, and each episode makes an object of its own\ngive the class: env={kind}, or "
-            f'with settings: env={{"name": {kind}, ...}}'
-        )
-    elif key == "env" and isinstance(value, functools.partial) and value.args:
-        why = f"the settings of an environment have names\nwrite functools.partial({_described(value)}, name=value)"
-    elif is_object(value):
-        return
-    elif hasattr(value, "log") or hasattr(value, "generate") or hasattr(value, "optim_step"):
-        why = f"got an object of {kind}\ngive the class, or a function that makes the object: {key}={kind}"
-    else:
-        why = (
-            f"expected the name of a component, as text, or a function or a class of Python; got {shown(value)}"
-            "\n`rollouts plugins list` shows the names"
-        )
-    raise ConfigError(f"{path}: {why}")
+        return f"got a {kind}, the result of calling {value.__name__}\ngive the function itself: {key}={value.__name__}"
+    if key == "env" and isinstance(value, functools.partial) and value.args:
+        return f"the settings of an environment have names\nwrite functools.partial({_described(value)}, name=value)"
+    made = ("tasks",) if key == "env" else () if is_object(value) else _OF_OBJECTS
+    if any(hasattr(value, name) for name in made) and not inspect.isclass(value):
+        return f"got an object of {kind}, but a run makes its objects\ngive the class, or a function: {key}={kind}"
+    expected = "expected the name of a component, as text, or a function or a class of Python"
+    return "" if is_object(value) else f"{expected}; got {shown(value)}\n`rollouts plugins list` shows the names"
+
+
+_OF_OBJECTS = ("log", "generate", "optim_step")
+"""What a made logger, engine or training backend has."""
 
 
 def _described(value: Any) -> str:
     """A value for an error: the name of an object, else its text."""
     return label_of(value) if is_object(value) else shown(value)
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+_ROW_KEYS = ("prompt", "answer", "id")
+"""The keys of a row that do not become the task's `info`."""
+
+_A_PROMPT = "a prompt is a text, a list of messages, a Task, or a row such as {'prompt': 'What is 2+2?', 'answer': 4}"
+
+
+def _rows_of(prompts: Any) -> tuple[str, bytes]:
+    """The prompts as JSON lines, and the name of their file in the folder of a run. Raises ConfigError.
+
+    >>> _rows_of(["What is 2+2?"])
+    ('code/prompts_d842d630.jsonl', b'{"prompt":"What is 2+2?"}\\n')
+    """
+    if why_no_list(prompts):
+        file = "\nto read a file of rows: data='rows.jsonl'" if isinstance(prompts, str) else ""
+        raise ConfigError(f"prompts: expected a list of prompts; got {shown(prompts)}\n{_A_PROMPT}{file}")
+    try:
+        with authors_code():
+            given = list(prompts)
+    except RolloutsError:
+        raise
+    except Exception as error:  # a generator may raise anything
+        raise ConfigError(f"prompts: they cannot be read to the end: {words_of(error)}") from error
+    if not given:
+        raise ConfigError(f"prompts: got an empty list, so the run has no task\n{_A_PROMPT}")
+    lines = [_line(f"prompts[{number}]", prompt) for number, prompt in enumerate(given)]
+    content = b"".join(line + b"\n" for line in lines)
+    return f"{GIVEN_ROWS}{hashlib.sha256(content).hexdigest()[:8]}.jsonl", content
+
+
+def _line(where: str, prompt: Any) -> bytes:
+    """One prompt as a row. Raises ConfigError."""
+    try:
+        return msgspec.json.encode(_row(where, prompt), enc_hook=_as_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        why = f"a run keeps its prompts as JSON, and this one cannot be written: {error}"
+        raise ConfigError(f"{where}: {why}\ngive text, numbers, lists and dicts") from error
+
+
+def _as_plain(value: Any) -> Any:
+    """The number or the list in a number or an array of numpy or torch. Called by msgspec."""
+    if callable(getattr(value, "tolist", None)):
+        return value.tolist()
+    raise TypeError(f"{shown(value)} is of the type {type(value).__name__}")
+
+
+def _row(where: str, prompt: Any) -> dict[str, Any]:
+    if isinstance(prompt, str | list | tuple):
+        row: dict[str, Any] = {"prompt": prompt}
+    elif isinstance(prompt, Task):
+        for key in (key for key in _ROW_KEYS if key in prompt.info):
+            taken = f"the info of the task has the key {key!r}, which is a field of a Task"
+            raise ConfigError(f"{where}: {taken}\nrename the key")
+        fields = {"answer": prompt.answer, "id": prompt.id}
+        row = {"prompt": prompt.prompt, **{k: v for k, v in fields.items() if v is not None}, **prompt.info}
+    elif isinstance(prompt, Mapping) and "prompt" in prompt:
+        row = dict(prompt)
+    else:
+        is_message = isinstance(prompt, Message) or (isinstance(prompt, Mapping) and "role" in prompt)
+        hint = "\nfor one prompt of several messages, write prompts=[[message, message]]" if is_message else ""
+        raise ConfigError(f"{where}: got {shown(prompt)}\n{_A_PROMPT}{hint}")
+    messages = row["prompt"]
+    try:
+        if not isinstance(messages, str):
+            msgspec.convert(msgspec.to_builtins(messages), list[Message])
+    except (msgspec.ValidationError, TypeError) as error:
+        raise ConfigError(f"{where}: its prompt is no text and no list of messages: {error}\n{_A_PROMPT}") from error
+    if not messages:
+        raise ConfigError(f"{where}: the prompt is empty")
+    return row

@@ -6,7 +6,8 @@ pass their signatures: this module imports no component.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rollouts.config.convert import default_text, describe_type, toml_key, toml_value
@@ -14,15 +15,7 @@ from rollouts.config.flags import flag_name
 from rollouts.config.merging import Component, by_alias, component_table, settings_path
 from rollouts.config.objects import origin_of
 from rollouts.config.resolving import Resolved
-from rollouts.config.settings import (
-    AUTO,
-    COMPONENT_KINDS,
-    EVAL,
-    FILE_ONLY,
-    OWN,
-    Setting,
-    setting_infos,
-)
+from rollouts.config.settings import AUTO, COMPONENT_KINDS, EVAL, FILE_ONLY, OWN, Setting, setting_infos
 from rollouts.errors import ConfigError
 
 _HEADER = """\
@@ -30,7 +23,12 @@ _HEADER = """\
 # `rollouts plugins list` lists the components that you can name. `rollouts plugins show NAME` lists their settings.
 """
 
-_MULTIPLE_NOTE = {
+_NOTES = {
+    "template": "Arguments of the chat template.",
+    "worker": "Where environments run.",
+    "role": "Roles that another model plays.",
+    "sft": "Settings that differ in the supervised phase.",
+    "schedule": "Changes from a step on.",
     "env": "Environments, mixed by weight. Each has a table [[env]] with its name, alias, weight and settings.",
     "tool": "Added tools. Each has a table [tool.ALIAS] with its name and settings.",
     "reward": "Rewards, mixed by weight. Each has a table [reward.ALIAS] with its name, weight and settings.",
@@ -54,60 +52,54 @@ def to_toml(
 
     Raises ConfigError for a component's setting that TOML cannot hold.
     """
-    left_out = _same(resolved, differing_from) if differing_from is not None else set()
+
+    def noted(key: str) -> list[str]:
+        return [f"# {_NOTES[key]}"] if commented and key in _NOTES else []
+
     settings = resolved.settings
+    left_out: set[str] = set()
+    if differing_from is not None:
+        names = [info.name for info in setting_infos()]
+        left_out = {name for name in names if _value_of(name, resolved) == _value_of(name, differing_from)}
     infos = [info for info in setting_infos() if info.name in EVAL or settings.mode != "eval"]
     sections = [_HEADER.splitlines() if commented else []]
     group = ""
     for info in infos:
         value = getattr(settings, info.name)
-        if info.name in left_out or (
-            resolved.components[info.name]
-            if info.name in COMPONENT_KINDS
-            else info.name in ("worker", *FILE_ONLY) and value
-        ):
-            continue  # written below as a table
+        is_table = _value_of(info.name, resolved) and info.name in ("worker", *FILE_ONLY, *COMPONENT_KINDS)
+        if info.name in left_out or is_table:  # tables are written below
+            continue
         if commented and info.group != group:
             sections.append([f"# ---- {info.group} ----"])
             group = info.group
         sections[-1] += [*([_explained(info)] if commented else []), f"{info.name} = {toml_value(value)}"]
-    if settings.template:
-        note = ["# Arguments of the chat template."] if commented else []
-        sections.append([*note, *_table_lines(("template",), settings.template)])
-    if settings.worker:
-        note = ["# Where environments run."] if commented else []
-        sections.append([*note, "[worker]", *_inside_lines("worker", settings.worker)])
-    if settings.role:
-        note = ["# Roles that another model plays."] if commented else []
-        tables = [line for name, table in settings.role.items() for line in _table_lines(("role", name), table)]
-        sections.append([*note, *tables])
-    if settings.sft:
-        note = ["# Settings that differ in the supervised phase."] if commented else []
-        sections.append([*note, "[sft]", *_inside_lines("sft", settings.sft)])
+    roles = (_table_lines(("role", name), table) for name, table in settings.role.items())
+    tables: dict[str, Iterable[str]] = {
+        "template": _table_lines(("template",), settings.template),
+        "worker": _inside_lines("worker", settings.worker, "[worker]"),
+        "role": itertools.chain.from_iterable(roles),
+        "sft": _inside_lines("sft", settings.sft, "[sft]"),
+    }
+    sections += [[*noted(key), *lines] for key, lines in tables.items() if getattr(settings, key)]
     named = {info.name: info for info in infos}
     for key in (key for key in COMPONENT_KINDS if key in named and key not in left_out):
         chosen = resolved.components[key]
-        if commented and key in _MULTIPLE_NOTE and any(each.alias for each in chosen):
-            sections.append([f"# {_MULTIPLE_NOTE[key]}"])
+        if any(each.alias for each in chosen):
+            sections.append(noted(key))
         for component in chosen:
             known = (signatures or {}).get(settings_path(key, component))
             held = resolved.source.objects.components.get(component.name)
             origin = [f"# {origin_of(held)}"] if held is not None else []
             sections.append([*origin, *_component_lines(named[key], component, commented, known)])
-    if settings.schedule and commented:
-        sections.append(["# Changes from a step on."])
-    sections += [["[[schedule]]", *_inside_lines("schedule", table)] for table in settings.schedule]
+    if settings.schedule:
+        sections.append(noted("schedule"))
+    sections += [[*_inside_lines("schedule", table, "[[schedule]]")] for table in settings.schedule]
     return "\n\n".join("\n".join(lines) for lines in sections if lines) + "\n"
 
 
-def _same(resolved: Resolved, other: Resolved) -> set[str]:
-    """The names of the settings that are the same in both, those of components with their settings."""
-
-    def value_of(name: str, given: Resolved) -> Any:
-        return given.components[name] if name in COMPONENT_KINDS else getattr(given.settings, name)
-
-    names = [info.name for info in setting_infos()]
-    return {name for name in names if value_of(name, resolved) == value_of(name, other)}
+def _value_of(name: str, resolved: Resolved) -> Any:
+    """The value of a setting, or the components that it chooses."""
+    return resolved.components[name] if name in COMPONENT_KINDS else getattr(resolved.settings, name)
 
 
 def _explained(info: Setting) -> str:
@@ -119,13 +111,13 @@ def _assignment(path: tuple[str, ...], key: str, value: Any) -> str:
     try:
         return f"{toml_key(key)} = {toml_value(value)}"
     except TypeError as error:
-        raise ConfigError(
-            f"{flag_name((*path, key))}: {error}, so the settings of the run cannot be written to a file"
-        ) from error
+        why = f"{error}, so the settings of the run cannot be written to a file"
+        raise ConfigError(f"{flag_name((*path, key))}: {why}") from error
 
 
-def _inside_lines(name: str, table: Mapping[str, Any]) -> Iterator[str]:
-    """The content of a table that may name components: plain values first, then a table for each component."""
+def _inside_lines(name: str, table: Mapping[str, Any], head: str) -> Iterator[str]:
+    """A table that may name components: its head, its plain values, then a table for each component."""
+    yield head
     inner = {key: value for key, value in table.items() if isinstance(value, Mapping) and value}
     yield from (_assignment((name,), key, value) for key, value in table.items() if key not in inner)
     for key, value in inner.items():

@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.config.convert import convert_value, unflagged
-from rollouts.config.files import NOWHERE, Source, check_tree, load_file, refusal, runs_inside, unknown_key, walk, where
-from rollouts.config.flags import Flag, Tree
+from rollouts.config.files import NOWHERE, Source, check_tree, load_file, refused, runs_inside, unknown_key, walk, where
+from rollouts.config.flags import Tree
 from rollouts.config.merging import Component, component_names, components_of, merge
 from rollouts.config.paths import CONFIG, Move
 from rollouts.config.schedule import check_schedule, scheduled_parts
@@ -74,16 +74,13 @@ class Resolved(NamedTuple):
 
 def moved(resolved: Resolved, move: Move) -> Resolved:
     """The same settings with other paths."""
+
+    def moved_one(key: str, each: Component) -> Component:
+        name, weight = (move.value((key, part), getattr(each, part)) for part in ("name", "weight"))
+        return each._replace(name=name, weight=weight, settings=move.value((key,), each.settings))
+
     core = {each.name: getattr(resolved.settings, each.name) for each in dataclasses.fields(Settings)}
-    components = {
-        key: [
-            each._replace(
-                **{name: move.value((key, name), getattr(each, name)) for name in ("name", "weight")}
-            )._replace(settings=move.value((key,), each.settings))
-            for each in chosen
-        ]
-        for key, chosen in resolved.components.items()
-    }
+    components = {key: [moved_one(key, each) for each in chosen] for key, chosen in resolved.components.items()}
     return resolved._replace(settings=Settings(**move.tree(core)), components=components)
 
 
@@ -142,14 +139,9 @@ def resolve(tree: Tree, source: Source = NOWHERE, *, allow_left_out: bool = Fals
     if mode == "eval":
         values = EVAL_DEFAULTS | values
     components = components_of(chosen, COMPONENT_KINDS, source)
-    _check_metrics(values, tree, source)
-    _check_evaluation(values, tree, source, mode)
     settings = Settings(**values, **component_names(components))
-    if settings.sft and settings.mode != "sft+rl":
-        first = next(iter(settings.sft))
-        other = f"this setting is for the supervised phase of mode sft+rl, but the mode of this run is {settings.mode}"
-        again = "type: rollouts run --mode sft+rl, or leave it out"
-        raise refusal(("sft", first), tree["sft"][first], source, other, again)
+    for error in _faults(settings, tree, source):
+        raise error
     scheduled_parts(components, settings.schedule, source)  # raises ConfigError for an invalid schedule
     return Resolved(settings, components, source)
 
@@ -162,9 +154,8 @@ def _with_own_logger(loggers: Tree) -> Tree:
     {'jsonl': {'name': 'jsonl'}, 'wandb': {'name': 'wandb'}}
     """
     (own,) = Settings.logger
-    if not any("name" in table for table in loggers.values()) or any(
-        unflagged(t.get("name")) == own for t in loggers.values()
-    ):
+    names = [unflagged(table["name"]) for table in loggers.values() if "name" in table]
+    if not names or own in names:
         return loggers
     return {own: {"name": own, **loggers.get(own, {})}} | {key: each for key, each in loggers.items() if key != own}
 
@@ -175,31 +166,36 @@ def _of_evaluation(tree: Tree, source: Source) -> Tree:
     """
     for key, value in tree.items():
         if key not in EVAL and (place := where((key,), value, source)).startswith("--"):
-            raise ConfigError(
-                f"{place.removesuffix('.name')}: this is a setting of training, and an evaluation trains nothing; "
-                "leave it out\n`rollouts eval --help` lists the settings of an evaluation"
-            )
+            why = "this is a setting of training, and an evaluation trains nothing; leave it out"
+            listing = "`rollouts eval --help` lists the settings of an evaluation"
+            raise ConfigError(f"{place.removesuffix('.name')}: {why}\n{listing}")
     return {key: value for key, value in tree.items() if key in EVAL}
 
 
 def _from_saved(tree: Tree, mode: Any, source: Source) -> Tree:
-    """The settings of a run on saved trajectories, with those of the run that saved them. Raises ConfigError for
-    another mode, and for settings of sampling, because nothing is sampled.
+    """The settings of a run on saved trajectories: the environment, the model, the template and all other settings of
+    episodes are those of the first run of `from_run`, unless they are given. The folders become absolute.
+
+    Raises ConfigError for another mode, and for settings of sampling, because nothing is sampled.
     """
     if mode != "rl":
         again = "leave one of them out; to train on the good rollouts alone, type: --loss rft"
-        raise refusal(("from_run",), tree["from_run"], source, f"a run of mode {mode} reads no trajectories", again)
+        raise refused(("from_run",), tree["from_run"], source, f"a run of mode {mode} reads no trajectories", again)
     for name in ("over_sampling", "refill", "staleness"):
         if unflagged(tree.get(name)) not in (None, getattr(Settings, name)):
-            raise refusal((name,), tree[name], source, "with --from nothing is sampled; leave it out")
-    return with_settings_of_saved(tree)
+            raise refused((name,), tree[name], source, "with --from nothing is sampled; leave it out")
+    given = unflagged(tree["from_run"])
+    for value in (runs := given if isinstance(given, list | tuple) else [given]):
+        if not isinstance(value, str) or not value:
+            raise ConfigError(f"--from {value}: expected the folder of a run")
+    folders = [str(saved_folder(run)) for run in runs]
+    run, _ = load_file(Path(folders[0]) / CONFIG)
+    return merge({key: run[key] for key in run if key in EVAL and key not in OWN_ONLY}, tree | {"from_run": folders})
 
 
 def _refuse_unknown(tree: Tree, known: Iterable[str], source: Source) -> None:
     for key in (key for key in tree if key not in known):
-        from rollouts.config.foreign import foreign_hint
-
-        hint = _hint_inside(tree[key]) or foreign_hint(key)
+        hint = _hint_inside({"": tree[key]}) or _hint_inside({key: None})
         listing = in_lines(
             "" if hint or near_misses(key, known) else f"the core's settings: {', '.join(sorted(known))}",
             "write a component's settings in its table ([loss] clip_high = 0.28) or as flags (--loss.clip-high 0.28)",
@@ -208,11 +204,11 @@ def _refuse_unknown(tree: Tree, known: Iterable[str], source: Source) -> None:
         raise unknown_key((key,), tree[key], source, problem, () if hint else known, listing)
 
 
-def _hint_inside(value: Any) -> str:
-    """The hint for a table whose settings are those of another library: `trainer.n_gpus`."""
+def _hint_inside(table: Tree) -> str:
+    """The hint for a table with settings of another library: `trainer.n_gpus`."""
     from rollouts.config.foreign import foreign_hint
 
-    return next((hint for path, _, _ in walk({"": value}) if path and (hint := foreign_hint(path[-1]))), "")
+    return next((hint for path, _, _ in walk(table) if path and (hint := foreign_hint(path[-1]))), "")
 
 
 def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...] = ()) -> Any:
@@ -224,76 +220,72 @@ def _core_value(value: Any, info: Setting, source: Source, place: tuple[str, ...
         return read_workers(value, source)
     if info.name in _TABLES:
         if not isinstance(value, dict):
-            raise refusal(path, value, source, f"expected a table, such as `{_TABLES[info.name]}`")
+            raise refused(path, value, source, f"expected a table, such as `{_TABLES[info.name]}`")
         if info.name == "sft":
             return _sft(value, source)
         for name, inner in value.items() if info.name == "role" else ():
             if not isinstance(inner, dict):
                 hint = f"type: --role.{name}.model {unflagged(inner)}"
-                raise refusal((*path, name), inner, source, "expected the settings of a role", hint)
+                raise refused((*path, name), inner, source, "expected the settings of a role", hint)
         return {key: inner for key, inner in unflagged(value).items() if inner is not None}  # None means: not set
     if isinstance(value, dict):
-        hint = _hint_inside(value) or f"type: {info.flag} VALUE"
-        raise refusal(path, value, source, f"expected one value; `{info.name}` has no settings of its own", hint)
-    if info.type is str and (value is None or (isinstance(value, Flag) and value.value is None)):
+        hint = _hint_inside({"": value}) or f"type: {info.flag} VALUE"
+        raise refused(path, value, source, f"expected one value; `{info.name}` has no settings of its own", hint)
+    if info.type is str and unflagged(value) is None:
         return info.default
-    if info.name == "stop_when":
-        value = _list_of_rules(value)
+    if info.name == "stop_when":  # one rule is a list of one
+        listed = value if isinstance(value, list | tuple) else [value]
+        value = [] if [unflagged(each) for each in listed] in ([None], ["none"]) else listed
     converted = convert_value(value, info.type, path, source)
-    fault = _fault_of_number(info, converted) if isinstance(converted, int | float) else ""
-    if fault:
-        raise refusal(path, value, source, f"must be {fault}; got {unflagged(value)}")
+    if isinstance(converted, int | float) and (fault := _fault_of_number(info, converted)):
+        raise refused(path, value, source, f"must be {fault}; got {unflagged(value)}")
     return converted
 
 
-def _list_of_rules(value: Any) -> Any:
-    """One rule as a list of one; `none` as an empty list."""
-    listed = value if isinstance(value, list | tuple) else [value]
-    return [] if [unflagged(each) for each in listed] in ([None], ["none"]) else listed
-
-
-def _check_metrics(values: Tree, tree: Tree, source: Source) -> None:
-    """Raise ConfigError for a text in `stop_when` or `keep_best` that is not a rule or a metric, for a misspelled
-    metric, and for one of evaluations if the run evaluates only at its end.
+def _faults(settings: Settings, tree: Tree, source: Source) -> Iterator[ConfigError]:
+    """What settings say that is valid alone, but not in this run: rules and metrics that no step can meet, a pattern
+    that is none, and settings of another mode.
     """
-    for text in values.get("stop_when", ()):
-        try:
-            rule = read_rule(text)
-        except ConfigError as error:
-            raise refusal(("stop_when",), tree["stop_when"], source, str(error)) from error
-        _check_metric("stop_when", str(rule), rule.metric, values, tree, source)
-    if text := values.get("keep_best"):
-        try:
-            ranking = read_ranking(text)
-        except ConfigError as error:
-            raise refusal(("keep_best",), tree["keep_best"], source, str(error)) from error
-        _check_metric("keep_best", text, ranking.metric, values, tree, source)
 
+    def of_setting(name: str, *lines: str) -> ConfigError:
+        return refused((name,), tree[name], source, *lines)
 
-def _check_evaluation(values: Tree, tree: Tree, source: Source, mode: str) -> None:
-    """Raise ConfigError for a setting of evaluations in a run that trains, and for a pattern that is none."""
-    wrong = {"tasks": "this setting chooses the tasks of an evaluation, and a run trains on all of its tasks"}
-    for name in EVAL_ONLY:
-        if mode != "eval" and values.get(name, getattr(Settings, name)) != getattr(Settings, name):
-            words = wrong.get(name, "this setting is for evaluations with several samples of each task")
-            raise refusal((name,), tree[name], source, words, "leave it out, or type: rollouts eval")
+    for name, read, texts in (
+        ("stop_when", read_rule, settings.stop_when),
+        ("keep_best", read_ranking, (settings.keep_best,) if settings.keep_best else ()),
+    ):
+        for text in texts:
+            try:
+                lines = _metric_fault(text, read(text).metric, settings)
+            except ConfigError as error:
+                lines = (str(error),)
+            if lines:
+                yield of_setting(name, *lines)
+    for name in EVAL_ONLY if settings.mode != "eval" else ():
+        if getattr(settings, name) != getattr(Settings, name):
+            other = "tasks of an evaluation, and a run trains on all of its tasks"
+            several = "evaluations with several samples of each task"
+            why = f"this setting chooses the {other}" if name == "tasks" else f"this setting is for {several}"
+            yield of_setting(name, why, "leave it out, or type: rollouts eval")
     try:
-        re.compile(values.get("answer_pattern", ""))
+        re.compile(settings.answer_pattern)
     except re.error as error:
-        wrong_pattern = f"{values['answer_pattern']!r} is no regular expression: {error}"
-        raise refusal(("answer_pattern",), tree["answer_pattern"], source, wrong_pattern) from error
+        yield of_setting("answer_pattern", f"{settings.answer_pattern!r} is no regular expression: {error}")
+    for first in settings.sft if settings.mode != "sft+rl" else ():
+        other = f"this setting is for the supervised phase of mode sft+rl, but the mode of this run is {settings.mode}"
+        again = "type: rollouts run --mode sft+rl, or leave it out"
+        yield refused(("sft", first), tree["sft"][first], source, other, again)
 
 
-def _check_metric(key: str, text: str, metric: str, values: Tree, tree: Tree, source: Source) -> None:
-    """Raise ConfigError if the setting `key` names a misspelled metric, or one of evaluations that the run lacks."""
+def _metric_fault(text: str, metric: str, settings: Settings) -> tuple[str, ...]:
+    """The lines of an error for a misspelled metric, or for one of evaluations that the run lacks; else none."""
     if meant := misspelled(metric):
-        wrong = f"'{text}': no metric is named {metric}"
-        raise refusal((key,), tree[key], source, wrong, f"did you mean: {meant}?")
-    if metric.startswith("eval/") and not (values.get("eval_every") and values.get("eval_tasks", 1)):
-        lacks = "--eval-every 10" if not values.get("eval_every") else "--eval-tasks with more than 0"
-        never = "can never hold" if key == "stop_when" else "compares no checkpoints"
-        wrong = f"'{text}' {never}: this run evaluates only before its first step and after its last one"
-        raise refusal((key,), tree[key], source, wrong, f"type: {lacks}")
+        return f"'{text}': no metric is named {metric}", f"did you mean: {meant}?"
+    if not metric.startswith("eval/") or (settings.eval_every and settings.eval_tasks):
+        return ()
+    when = "this run evaluates only before its first step and after its last one"
+    lacks = "--eval-tasks with more than 0" if settings.eval_every else "--eval-every 10"
+    return f"'{text}' has no effect: {when}", f"type: {lacks}"
 
 
 def _fault_of_number(info: Setting, number: float) -> str:
@@ -376,20 +368,3 @@ def saved_folder(run: str) -> Path:
         }.get(mode, f"a run of mode {mode} that has not begun to reinforce")
         raise ConfigError(f"{run} holds {why}: give a run of mode rl")
     return folder
-
-
-def with_settings_of_saved(tree: Tree) -> Tree:
-    """The tree with the environment, the model, the template and all other settings of episodes from the first run of
-    `from_run`, unless they are given. The folders become absolute. Raises ConfigError.
-    """
-    runs = [str(saved_folder(run)) for run in _listed(tree["from_run"])]
-    run, _ = load_file(Path(runs[0]) / CONFIG)
-    return merge({key: run[key] for key in run if key in EVAL and key not in OWN_ONLY}, tree | {"from_run": runs})
-
-
-def _listed(given: Any) -> list[str]:
-    values = [unflagged(each) for each in given] if isinstance(given, list | tuple) else [unflagged(given)]
-    for value in values:
-        if not isinstance(value, str) or not value:
-            raise ConfigError(f"--from {value}: expected the folder of a run")
-    return values

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.config.convert import unflagged
-from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
+from rollouts.config.files import NOWHERE, Source, refused, unknown_key
 from rollouts.config.flags import Tree
 from rollouts.config.merging import Component, component_tables, components_of, merge
 from rollouts.config.settings import MULTIPLE, OWN, OWN_KEYS, SCHEDULED
@@ -42,7 +42,7 @@ def check_schedule(value: Any, source: Source = NOWHERE) -> tuple[dict[str, Any]
     if value is None:
         return ()
     if not isinstance(value, list | tuple) or not all(isinstance(table, dict) for table in value):
-        raise refusal(("schedule",), value, source, f"expected a list of tables; {_HOW}")
+        raise refused(("schedule",), value, source, f"expected a list of tables; {_HOW}")
     steps: list[Any] = []
     for number, table in enumerate(value):
         path = (f"schedule[{number}]",)
@@ -52,14 +52,14 @@ def check_schedule(value: Any, source: Source = NOWHERE) -> tuple[dict[str, Any]
             raise unknown_key((*path, key), table[key], source, problem, ("step", *SCHEDULED), listing)
         step = table.get("step")
         if step is None:
-            raise refusal(path, table, source, "the table has no step; write `step = 50` into it")
+            raise refused(path, table, source, "the table has no step; write `step = 50` into it")
         if isinstance(step, bool) or not isinstance(step, int) or step <= 0:
             wrong = f"expected a whole number, 1 or more; got {step!r}"
             itself = "for step 0, write the settings outside of the schedule"
-            raise refusal((*path, "step"), step, source, wrong, itself)
+            raise refused((*path, "step"), step, source, wrong, itself)
         if step in steps:
             twice = f"two tables have step {step}; write their settings into one table"
-            raise refusal((*path, "step"), step, source, twice)
+            raise refused((*path, "step"), step, source, twice)
         steps.append(step)
     return tuple(unflagged(table) for table in value)
 
@@ -80,7 +80,7 @@ def scheduled_parts(
         try:
             merged = _merged(component_tables(before.components), given)
         except ConfigError as error:
-            raise refusal((place,), None, source, str(error)) from error
+            raise refused((place,), None, source, str(error)) from error
         chosen = components_of(merged, SCHEDULED, source, (place,))
         places = before.places | {key: (place, key) for key in given}
         parts.append(ScheduledParts(step, tuple(given), chosen, places))

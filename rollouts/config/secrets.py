@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollouts.config.convert import toml_value
-from rollouts.config.files import Source, refusal, walk
+from rollouts.config.files import Source, refused, walk
 from rollouts.config.flags import Flag, Tree, flag_name, read_flag
 from rollouts.config.merging import Component, by_alias
 from rollouts.config.settings import LEFT_OUT, MULTIPLE, is_secret, without_secrets
@@ -21,17 +21,17 @@ def tree_without_secrets(tree: Tree) -> Tree:
     """A copy of a tree of settings, of a run or of its table `sft`, with LEFT_OUT in place of every secret. An alias is
     not the name of a setting: the table `[reward.password]` is no secret.
     """
-    hidden: Tree = {}
-    for key, value in tree.items():
+
+    def hidden(key: str, value: Any) -> Any:
         if key == "sft":
-            hidden[key] = tree_without_secrets(value)
-        elif key == "schedule":
-            hidden[key] = [tree_without_secrets(table) for table in value]
-        elif isinstance(value, Mapping) and by_alias(key, value):
-            hidden[key] = {alias: without_secrets(table) for alias, table in value.items()}
-        else:
-            hidden[key] = without_secrets(value)
-    return hidden
+            return tree_without_secrets(value)
+        if key == "schedule":
+            return [tree_without_secrets(table) for table in value]
+        if isinstance(value, Mapping) and by_alias(key, value):
+            return {alias: without_secrets(table) for alias, table in value.items()}
+        return without_secrets(value)
+
+    return {key: hidden(key, value) for key, value in tree.items()}
 
 
 def flat_without_secrets(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,11 +73,10 @@ def refuse_left_out(tree: Tree, source: Source) -> None:
     """Raise ConfigError if the settings still contain LEFT_OUT in place of a secret."""
     missing = _left_out(tree)
     missing = [path for path in missing if path[0] != "sft" or path[1:] not in missing]
-    if not missing:
-        return
-    flags = dict.fromkeys(flag for path in missing if (flag := _flag_for(path)))
-    again = f"type: {' '.join(f'{flag} VALUE' for flag in flags)}" if flags else "write it into the file"
-    raise refusal(missing[0], None, source, "this secret was left out when the file was written", again)
+    flags = dict.fromkeys(f"{flag} VALUE" for path in missing if (flag := _flag_for(path)))
+    again = f"type: {' '.join(flags)}" if flags else "write it into the file"
+    for path in missing:
+        raise refused(path, None, source, "this secret was left out when the file was written", again)
 
 
 def with_secrets_of_run(tree: Tree) -> Tree:
@@ -125,15 +124,13 @@ def command_without_secrets(argv: Sequence[str]) -> list[str]:
     flag = ""
     for word in argv:
         name, equals, text = word.partition("=")
-        is_dotted = re.fullmatch(r"--[\w-]+(\.[\w-]+)+", name)
         if flag:
             written.append(_value_without_secrets(flag, word))
             flag = ""
-        elif is_dotted and equals:
-            written.append(f"{name}={_value_without_secrets(name, text)}")
-        else:
-            written.append(word)
-            flag = name if is_dotted else ""
+            continue
+        is_dotted = re.fullmatch(r"--[\w-]+(\.[\w-]+)+", name)
+        written.append(f"{name}={_value_without_secrets(name, text)}" if is_dotted and equals else word)
+        flag = name if is_dotted and not equals else ""
     return written
 
 

@@ -22,16 +22,11 @@ OPERATORS = {
     ">": operator.gt,
     "<": operator.lt,
 }
-LOGGED = (
-    "eval/reward_mean",
-    "eval/greedy_mean",
-    "reward/mean",
-    "reward/std",
-    "policy/loss",
-    "policy/entropy",
-    "policy/kl_old",
-    "optim/lr",
-    "optim/grad_norm",
+LOGGED = tuple(
+    """
+    eval/reward_mean eval/greedy_mean reward/mean reward/std policy/loss policy/entropy policy/kl_old optim/lr
+    optim/grad_norm
+    """.split()
 )
 """Metrics that every run of mode rl with evaluations logs."""
 
@@ -71,7 +66,7 @@ def read_rule(text: str) -> StopRule:
         meant = {"=": "==", "=>": ">=", "=<": "<=", "<>": "!="}.get(found["sign"])
         problem = f"{text!r}: there is no operator {found['sign']}"
         problem += f"; did you mean {meant}?" if meant else f"; there are {' '.join(OPERATORS)}"
-    elif (number := _number(found["number"])) is None:
+    elif math.isnan(number := _number(found["number"])):
         problem = f"{text!r}: {found['number']} is no number"
     else:
         return StopRule(found["metric"], found["sign"], number)
@@ -100,9 +95,8 @@ def read_ranking(text: str) -> Ranking:
     """
     found = re.fullmatch(r"(?:(min|max):)?([^\s<>=!:]+)", text.strip())
     if found is None:
-        raise ConfigError(
-            f"{text!r} is no metric\nfor example: --keep-best eval/greedy_mean, or --keep-best min:policy/kl_ref"
-        )
+        examples = "--keep-best eval/greedy_mean, or --keep-best min:policy/kl_ref"
+        raise ConfigError(f"{text!r} is no metric\nfor example: {examples}")
     return Ranking(found[2], found[1] != "min")
 
 
@@ -123,9 +117,9 @@ def misspelled(metric: str) -> str:
     return same[0] if same and metric not in LOGGED else ""
 
 
-def _number(text: str) -> float | None:
+def _number(text: str) -> float:
+    """The number; NaN for a text that is no finite number."""
     try:
-        number = float(text)
+        return number if math.isfinite(number := float(text)) else math.nan
     except ValueError:
-        return None
-    return number if math.isfinite(number) else None
+        return math.nan

@@ -18,16 +18,16 @@ only the component knows their types. Not here: workers (`rollouts.env.workers`)
 from __future__ import annotations
 
 import dataclasses
-import re
 import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 from rollouts.config.convert import convert_value, unflagged
-from rollouts.config.files import NOWHERE, Source, refusal, unknown_key
+from rollouts.config.files import NOWHERE, Source, refused, unknown_key
 from rollouts.config.flags import Flag
 from rollouts.config.hints import argument_docs
+from rollouts.config.names import split_alias
 from rollouts.errors import ConfigError, in_lines, suggestion
 
 INLINE = "inline"
@@ -93,24 +93,16 @@ def worker_table(value: Any) -> Table:
     {'kind': 'process', 'easy': {'kind': 'inline'}}
     """
     if isinstance(value, dict):
-        of_aliases = {name for name in value if name not in _FIELDS}
-        return {
-            name: {"kind": each} if name in of_aliases and isinstance(unflagged(each), str) else each
-            for name, each in value.items()
-        }
+        texts = [name for name, each in value.items() if name not in _FIELDS and isinstance(unflagged(each), str)]
+        return value | {name: {"kind": value[name]} for name in texts}
     table: Table = {}
     for each in value if isinstance(value, list | tuple) else [value]:
-        text = unflagged(each)
-        if text is None:
-            text = INLINE
+        text = INLINE if unflagged(each) is None else unflagged(each)
         if not isinstance(text, str):
             raise ConfigError(f"worker: expected {_expected()}; got {text!r}")
-        alias, kind = re.fullmatch(r"(?:([A-Za-z_][\w-]*)=)?(.*)", text, re.DOTALL).groups()  # type: ignore[union-attr]
-        kind = Flag(kind, kind) if isinstance(each, Flag) else kind
-        if alias:
-            table[alias.replace("-", "_")] = {"kind": kind}
-        else:
-            table["kind"] = kind
+        alias, kind = split_alias(text)
+        chosen = {"kind": Flag(kind, kind) if isinstance(each, Flag) else kind}
+        table |= {alias: chosen} if alias else chosen
     return table
 
 
@@ -149,16 +141,16 @@ def _checked(table: Table, path: tuple[str, ...], source: Source, common: str = 
     kind = unflagged(table.get("kind", common))
     for name, value in table.items():
         place = (*path, name)
-        if name not in _FIELDS and isinstance(kind, str) and _is_component(kind):
+        if name in _FIELDS:
+            found[name] = converted = convert_value(value, hints[name], place, source)
+            if name in _ABOVE_ZERO and converted is not None and not converted > 0:
+                raise refused(place, value, source, f"must be more than 0; got {converted}")
+            if name == "kind" and converted.startswith(URLS):
+                _check_url(converted)
+        elif isinstance(kind, str) and _is_component(kind):
             found[name] = unflagged(value)
-            continue
-        if name not in _FIELDS:
+        else:
             raise _unknown(place, value, source)
-        found[name] = converted = convert_value(value, hints[name], place, source)
-        if name in _ABOVE_ZERO and converted is not None and not converted > 0:
-            raise refusal(place, value, source, f"must be more than 0; got {converted}")
-        if name == "kind" and converted.startswith(URLS):
-            _check_url(converted)
     return found
 
 
@@ -170,13 +162,16 @@ def workers_of(table: Mapping[str, Any], environments: Iterable[tuple[str, str]]
     known = [alias or name for alias, name in environments]
     common = {name: value for name, value in table.items() if name not in known or name in _FIELDS}
     others = [name for name, value in common.items() if name not in _FIELDS and isinstance(value, dict)]
-    if others and not _is_component(common.get("kind", INLINE)):
-        raise ConfigError(
-            f"worker.{others[0]}: no environment has the alias {others[0]!r}; there are: {', '.join(known) or 'none'}"
-        )
+    for other in others if not _is_component(common.get("kind", INLINE)) else ():
+        there = f"there are: {', '.join(known) or 'none'}"
+        raise ConfigError(f"worker.{other}: no environment has the alias {other!r}; {there}")
     found = {alias: _settings_of(common, table.get(alias or name, {})) for alias, name in environments}
     for settings in found.values():
-        _check_limits(settings)
+        for name in _OF_THE_HOST if settings.is_url else ():
+            if (value := getattr(settings, name)) is not None:
+                limits = "the limits of a worker at an address are those of its server"
+                again = f"rollouts env serve NAME --{name.replace('_', '-')} {value:g}"
+                raise ConfigError(f"worker.{name}: {limits}\nleave it out here, and type there: {again}")
     return found
 
 
@@ -189,16 +184,6 @@ def _settings_of(common: Table, own: Table) -> WorkerSettings:
     return WorkerSettings(**fields, own={name: value for name, value in merged.items() if name not in _FIELDS})
 
 
-def _check_limits(settings: WorkerSettings) -> None:
-    """Raise ConfigError if a worker at an address has limits, which only its own host can set."""
-    for name in _OF_THE_HOST:
-        if settings.is_url and (value := getattr(settings, name)) is not None:
-            raise ConfigError(
-                f"worker.{name}: the limits of a worker at an address are those of its server\n"
-                f"leave it out here, and type there: rollouts env serve NAME --{name.replace('_', '-')} {value:g}"
-            )
-
-
 def _check_url(url: str) -> None:
     """Raise ConfigError for an address that cannot be one, or that has a password."""
     try:
@@ -207,10 +192,8 @@ def _check_url(url: str) -> None:
     except ValueError as error:
         raise ConfigError(f"worker: {url!r} is not an address: {error}") from error
     if parts.username is not None or parts.password is not None:
-        raise ConfigError(
-            f"worker: the address of {parts.hostname} has a password, which config.toml would show\n"
-            "write the token into a file: --worker.token-file FILE"
-        )
+        shows = f"the address of {parts.hostname} has a password, which config.toml would show"
+        raise ConfigError(f"worker: {shows}\nwrite the token into a file: --worker.token-file FILE")
     if not has_host:
         raise ConfigError(f"worker: {url!r} is not an address; type: {parts.scheme}://HOST:PORT")
 

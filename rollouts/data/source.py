@@ -82,7 +82,7 @@ COLUMNS = ("prompt", "answer", "id", "response", "messages", "tools")
 """The columns that a setting can name."""
 
 
-class Row(NamedTuple):
+class DataRow(NamedTuple):
     """A row, and its place in words: `rows.jsonl, line 3`."""
 
     place: str
@@ -186,7 +186,7 @@ def require_file(data: str | Mapping[str, Any]) -> None:
 
 def open_rows(
     data: str | Mapping[str, Any], manager: PluginManager | None = None, *, lines: bytes | None = None
-) -> Iterator[Row]:
+) -> Iterator[DataRow]:
     """The rows that `--data` names, in their order or shuffled by `seed`, with renamed columns.
 
     `lines` are JSON lines in place of the source's content. A row that a loader could not read has a NotARow as its
@@ -195,7 +195,7 @@ def open_rows(
     loader = choose_loader(manager or PluginManager(), data)
     settings = loader.rows
     given = _load(loader) if lines is None else json_lines(lines.decode().split("\n"))
-    rows: Iterator[Row] = _placed(given, loader)
+    rows: Iterator[DataRow] = _placed(given, loader)
     if settings.seed is not None:
         rows = _shuffled(rows, random.Random(settings.seed), SHUFFLED_MAX if settings.streaming else None)
     rows = itertools.islice(rows, settings.limit)
@@ -203,15 +203,15 @@ def open_rows(
     return _renamed(rows, named, skips=settings.bad_rows == "skip") if named else rows
 
 
-def _renamed(rows: Iterable[Row], columns: Mapping[str, str], *, skips: bool) -> Iterator[Row]:
+def _renamed(rows: Iterable[DataRow], columns: Mapping[str, str], *, skips: bool) -> Iterator[DataRow]:
     """The rows with renamed columns. A row without a column is no row if bad rows are skipped, but for the first."""
     for number, (place, value) in enumerate(rows):
         try:
-            yield Row(place, renamed(value, columns, place))
+            yield DataRow(place, renamed(value, columns, place))
         except ConfigError as error:
             if not (skips and number):
                 raise
-            yield Row(place, NotARow(first_line(error)))
+            yield DataRow(place, NotARow(first_line(error)))
 
 
 def _load(loader: Loader) -> Iterator[Any]:
@@ -233,12 +233,12 @@ def _load(loader: Loader) -> Iterator[Any]:
         raise ConfigError(f"{label}: its loader raised {words_of(error)}") from error
 
 
-def _placed(given: Iterable[Any], loader: Loader) -> Iterator[Row]:
+def _placed(given: Iterable[Any], loader: Loader) -> Iterator[DataRow]:
     """The rows with their places, without blank lines."""
     unit = "line" if split_is_lines(loader) else "row"
     for number, value in enumerate(given, start=1):
         if value != NotARow(""):
-            yield Row(f"{loader.source or loader.name}, {unit} {number}", bounded_row(value))
+            yield DataRow(f"{loader.source or loader.name}, {unit} {number}", bounded_row(value))
 
 
 def split_is_lines(loader: Loader) -> bool:
@@ -246,9 +246,9 @@ def split_is_lines(loader: Loader) -> bool:
     return getattr(loader.component, "__name__", "") == "jsonl"
 
 
-def _shuffled(rows: Iterable[Row], rng: random.Random, window: int | None) -> Iterator[Row]:
+def _shuffled(rows: Iterable[DataRow], rng: random.Random, window: int | None) -> Iterator[DataRow]:
     """The rows in another order. With a `window`, at most so many are in memory, and a row moves about as far."""
-    held: list[Row] = []
+    held: list[DataRow] = []
     for row in rows:
         if window is None or len(held) < window:
             held.append(row)

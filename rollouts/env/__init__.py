@@ -1,6 +1,7 @@
 """What an environment author writes with: `@tool`, `@reward`, `@metric`.
 
-authoring      the marks `@tool`, `@reward`, `@metric`, and how they are collected from a class
+authoring      the marks `@tool`, `@reward`, `@metric`, how they are collected from a class, and which tools can run in
+               another process
 toolsets       a class of tools that a run adds to those of its environments
 background     a trio loop for connections that outlive single calls
 services       a server that an environment plays on: its address, and what it offers
@@ -12,7 +13,6 @@ advice         warns about an environment that works, but probably not as intend
 shared         what all episodes of a process use, made once
 calls          run a plain, trio or asyncio function under a deadline
 threads        worker threads for plain functions, and one thread for code that is called again and again
-isolated       which functions can run in another process, and how that process finds them
 processes      the pool of processes for isolated tools
 worker         the program that runs in each of these processes
 tools          runs a tool call of the model

@@ -12,7 +12,15 @@ from difflib import get_close_matches
 from typing import Any
 
 from rollouts.author_code import Place, place_of_function
-from rollouts.env.authoring import METRIC_MARK, REWARD_MARK, TOOL_MARK, Remote, environment_name, mark_of, tools_of
+from rollouts.env.authoring import (
+    METRIC_MARK,
+    REWARD_MARK,
+    TOOL_MARK,
+    WorkerEnvironment,
+    environment_name,
+    mark_of,
+    tools_of,
+)
 from rollouts.env.methods import INPUTS, names_input
 from rollouts.env.schema import schema_of
 
@@ -41,7 +49,7 @@ def warn_about(env: Any) -> None:
     """Issue an EnvironmentWarning for each method whose name is nearly one that the core calls, for each tool without a
     docstring, and for a `shared` that no method names. `env` is a class or an object that passed `check_environment`.
     """
-    for file, line, words in env.remote_warnings() if isinstance(env, Remote) else warnings_about(env):
+    for file, line, words in env.remote_warnings() if isinstance(env, WorkerEnvironment) else warnings_about(env):
         warnings.warn_explicit(words, EnvironmentWarning, file, line)
 
 

@@ -18,9 +18,12 @@ at a time for each environment object, but not always in the same thread.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import inspect
 import math
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
@@ -72,45 +75,28 @@ class JudgeMethod(NamedTuple):
     per: Per = "rollout"
 
 
-class Remote:
+class WorkerEnvironment:
     """The base class of environments whose code runs in another process. They say themselves what they have."""
 
-    def remote_tools(self) -> list[ToolMethod]:
-        """The environment's own tools."""
-        raise NotImplementedError
-
-    @classmethod
-    def remote_rewards(cls, env: Any) -> list[JudgeMethod]:
-        """The rewards of `env`, which is this class or an object of it."""
-        raise NotImplementedError
-
-    @classmethod
-    def remote_metrics(cls, env: Any) -> list[JudgeMethod]:
-        """The metrics of `env`, which is this class or an object of it."""
-        raise NotImplementedError
-
-    def remote_check(self) -> None:
-        """Raise the error of `check_environment` in the other process."""
-        raise NotImplementedError
-
-    def remote_check_data(self) -> None:
-        """Raise ConfigError if the environment reads rows that are not there."""
-        raise NotImplementedError
-
-    def remote_warnings(self) -> list[tuple[str, int, str]]:
-        """The warnings of `advice` in the other process: file, line, words."""
-        raise NotImplementedError
-
-    def remote_lease(self, sandboxes: Any) -> Any:
-        """The sandbox of an episode in the other process, with the methods of `rollouts.sandboxes.opening.Lease`; None
-        if `setup` names none. `sandboxes` are those that the run has for this environment.
-        """
-        raise NotImplementedError
+    remote_tools: Callable[[], list[ToolMethod]]
+    remote_rewards: Callable[[Any], list[JudgeMethod]]
+    """The rewards of an argument that is this class or an object of it."""
+    remote_metrics: Callable[[Any], list[JudgeMethod]]
+    remote_check: Callable[[], None]
+    """Raise the error of `check_environment` in the other process."""
+    remote_check_data: Callable[[], None]
+    """Raise ConfigError if the environment reads rows that are not there."""
+    remote_warnings: Callable[[], list[tuple[str, int, str]]]
+    """The warnings of `advice` in the other process: file, line, words."""
+    remote_lease: Callable[[Any], Any]
+    """The sandbox of an episode in the other process, with the methods of `rollouts.sandboxes.base.Lease`; None if
+    `setup` names none. The argument is what the run has for this environment.
+    """
 
 
-def _remote_class(env: Any) -> type[Remote] | None:
+def _remote_class(env: Any) -> type[WorkerEnvironment] | None:
     owner = env if inspect.isclass(env) else type(env)
-    return owner if issubclass(owner, Remote) else None
+    return owner if issubclass(owner, WorkerEnvironment) else None
 
 
 @overload
@@ -119,11 +105,7 @@ def tool(fn: F) -> F: ...
 
 @overload
 def tool(
-    *,
-    timeout_seconds: float = ...,
-    name: str | None = ...,
-    isolate: Isolation | None = ...,
-    role: str | None = ...,
+    *, timeout_seconds: float = ..., name: str | None = ..., isolate: Isolation | None = ..., role: str | None = ...
 ) -> Callable[[F], F]: ...
 
 
@@ -154,8 +136,6 @@ def tool(
     def mark(function: F) -> F:
         _check_marked("tool", function, 'such as @tool(timeout_seconds=5) or @tool(name="calc")')
         if isolate is not None:
-            from rollouts.env.isolated import check_isolated
-
             check_isolated(function)
         _mark(function, TOOL_MARK, (name, float(timeout_seconds), isolate, role))
         return function
@@ -235,7 +215,7 @@ def tools_of(env: Any) -> list[ToolMethod]:
     The most derived definition of a method counts: a method without `@tool` that overrides a tool removes it. Raises
     EnvironmentDefinitionError if two tools have one name, or if another process could not find an isolated tool.
     """
-    if isinstance(env, Remote):
+    if isinstance(env, WorkerEnvironment):
         return env.remote_tools()
     tools: dict[str, ToolMethod] = {}
     for attribute, function, (name, timeout_seconds, isolate, role) in _marked(env, TOOL_MARK):
@@ -245,8 +225,6 @@ def tools_of(env: Any) -> list[ToolMethod]:
                 f"{environment_name(env)} has two tools named {chosen!r}; give one of them another: @tool(name=...)"
             )
         if isolate is not None:
-            from rollouts.env.isolated import check_reference
-
             function = check_reference(inspect.getattr_static(env, attribute))
         tools[chosen] = ToolMethod(chosen, function, timeout_seconds, isolate, role)
     return list(tools.values())
@@ -374,3 +352,78 @@ def no_role(name: Any, known: Collection[str]) -> EnvironmentDefinitionError:
     near = "".join(f"; did you mean {each!r}?" for each in near_misses(str(name), known)[:1])
     has = f"the roles are {', '.join(known)}" if known else "the environment has no roles"
     return EnvironmentDefinitionError(f"model.role({shown(name)}): {has}{near}")
+
+
+# --- tools that run in another process --------------------------------------------------------------------------------
+
+
+MAIN = "__rollouts_main__"  # the module name of the running script in another process
+INSTEAD = 'without `self`, with what it needs as arguments:\n    @staticmethod\n    @tool(isolate="process")\n    '
+
+
+class ToolReference(NamedTuple):
+    """How another process finds a function. `file` is the file of its module, whose name may not be importable."""
+
+    module: str
+    name: str
+    file: str = ""
+
+
+def check_isolated(function: Any) -> None:
+    """Raise EnvironmentDefinitionError if the function needs `self` or is async, because it cannot run in another
+    process.
+
+    This runs when the decorator is applied. `check_reference` checks the rest once the class exists.
+    """
+    plain = _unwrapped(function)
+    label = getattr(plain, "__qualname__", repr(plain))
+    if inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain):
+        raise _not_isolated(label, 'is async, and isolate="process" needs a plain `def`; remove one of the two')
+    if not inspect.isfunction(plain):
+        kind = type(plain).__name__
+        raise _not_isolated(label, f'is {kind}, and isolate="process" is for functions written with `def`')
+    parameters = list(inspect.signature(plain).parameters.values())
+    if parameters and (isinstance(function, classmethod) or parameters[0].name in ("self", "cls")):
+        line = f"def {plain.__name__}({', '.join(map(str, parameters[1:]))})"
+        name = parameters[0].name
+        raise _not_isolated(label, f"names {name!r}, but its process has no such object; write it {INSTEAD}{line}: ...")
+
+
+def check_reference(function: Any) -> Callable[..., Any]:
+    """The plain function. Raises EnvironmentDefinitionError if another process would not find it by its name."""
+    plain: Callable[..., Any] = _unwrapped(function)
+    reference_of(plain)
+    return plain
+
+
+@functools.lru_cache(maxsize=1024)
+def reference_of(function: Callable[..., Any]) -> ToolReference:
+    """How another process finds the function. Raises EnvironmentDefinitionError if it could not find the function."""
+    label = function.__qualname__
+    if "<locals>" in label or "<lambda>" in label:
+        why = "is defined inside a function, where another process does not find it"
+        raise _not_isolated(label, f"{why}; write it at the top of its module, or in a class there")
+    module = sys.modules.get(function.__module__)
+    found = None
+    with contextlib.suppress(AttributeError):
+        found = operator.attrgetter(label)(module)
+    if module is None or found is not function:
+        why = f"is not what another process finds as {function.__module__}.{label}"
+        raise _not_isolated(label, f"{why}; give it the name under which its module or class holds it")
+    file = getattr(module, "__file__", None) or ""
+    if module.__name__ != "__main__":
+        return ToolReference(module.__name__, label, file)
+    if not file:
+        raise _not_isolated(label, 'was typed at a prompt; isolate="process" needs a file')
+    spec = getattr(module, "__spec__", None)  # a module that runs as `python -m package.module` has a spec
+    return ToolReference(spec.name if spec is not None else MAIN, label, file)
+
+
+def _not_isolated(label: str, why: str) -> EnvironmentDefinitionError:
+    return EnvironmentDefinitionError(f"the tool {label} {why}")
+
+
+def _unwrapped(function: Any) -> Any:
+    while isinstance(function, staticmethod | classmethod):
+        function = function.__func__
+    return function

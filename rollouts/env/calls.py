@@ -27,6 +27,7 @@ import inspect
 import math
 import threading
 import types
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -118,15 +119,11 @@ async def call(
         value = await _call_in_thread(make, timeout_seconds, limiter, convert)
         if not inspect.iscoroutine(value):
             return value
-        coroutine, make = (
-            value,
-            lambda: coroutine,
-        )  # the function is a wrapper around an async function
+        coroutine, make = value, lambda: coroutine  # the function is a wrapper around an async function
     library = async_library or async_library_of(function, coroutine)
     with trio.CancelScope(deadline=trio.current_time() + timeout_seconds):
-        value = await (
-            _run_on_asyncio(make) if library == "asyncio" else _run_under_trio(make, async_library is not None)
-        )
+        is_fixed = async_library is not None
+        value = await (_run_on_asyncio(make) if library == "asyncio" else _run_under_trio(make, is_fixed))
         if convert is None:
             return value
         if type(value) in PLAIN:
@@ -137,12 +134,12 @@ async def call(
 
 def uncancelled_count() -> int:
     """How many of the process's asyncio calls caught their cancellation and ended in another way."""
-    return _uncancelled
+    return _counts["uncancelled"]
 
 
 def abandoned_count() -> int:
     """The number of the process's threads that ran past their deadline and still run."""
-    return _abandoned
+    return _counts["abandoned"]
 
 
 # --- trio or asyncio ------------------------------------------------------------------------------------------------
@@ -275,7 +272,7 @@ class _AsyncioBridge:
             for wake in left:  # an author's code stopped the loop, so nothing else wakes these tasks
                 wake()
             if self._is_abandoned:
-                _count_abandoned(-1)
+                _count("abandoned", -1)
 
     def close(self) -> None:
         """Stop the loop, and wait for its thread unless it was abandoned. Also called at interpreter exit."""
@@ -329,7 +326,7 @@ class _AsyncioBridge:
             self._abandon()
         elif tasks and tasks[0].done() and not tasks[0].cancelled():
             tasks[0].exception()  # read the exception, so that asyncio does not report it as never retrieved
-            _count_uncancelled(sum(accepted))
+            _count("uncancelled", sum(accepted))
 
     def _in_loop(self, callback: Callable[[], object]) -> bool:
         """Have the loop call `callback`. False if the loop is closed."""
@@ -344,7 +341,7 @@ class _AsyncioBridge:
             was_usable = self.usable
             self._is_abandoned = self._is_abandoned or was_usable
         if was_usable:
-            _count_abandoned(+1)
+            _count("abandoned", +1)
             atexit.unregister(self.close)  # the loop's daemon thread may be blocked for ever
 
     def release(self, wake: Callable[[], None]) -> None:
@@ -382,32 +379,23 @@ def _reserve_bridge(wake: Callable[[], None]) -> _AsyncioBridge:
 # --- worker threads -------------------------------------------------------------------------------------------------
 
 _lock = threading.Lock()
-_abandoned = 0
-_uncancelled = 0
+_counts = Counter[str]()
 _limiter: trio.lowlevel.RunVar[trio.CapacityLimiter] = trio.lowlevel.RunVar("rollouts-calls-limiter")
 
 
-def _count_abandoned(change: int) -> None:
-    global _abandoned
+def _count(what: str, change: int) -> None:
     with _lock:
-        _abandoned += change
-
-
-def _count_uncancelled(change: int) -> None:
-    global _uncancelled
-    with _lock:
-        _uncancelled += change
+        _counts[what] += change
 
 
 def _refuse_too_many() -> None:
-    if _abandoned >= ABANDONED_MAX:
+    if (running := abandoned_count()) >= ABANDONED_MAX:
         rest = "its deadline and still runs in its thread"
-        if _abandoned > 1:
+        if running > 1:
             rest = "their deadlines and still run in their threads"
         raise AbandonedCallsError(
-            f"{counted(_abandoned, 'call')} into the environment ran past {rest}; "
-            "a tool that can hang must have a time limit of its own (a socket or subprocess timeout), "
-            "or be written async, which can be cancelled"
+            f"{counted(running, 'call')} into the environment ran past {rest}; a tool that can hang must have a time "
+            "limit of its own (a socket or subprocess timeout), or be written async, which can be cancelled"
         )
 
 
@@ -431,7 +419,7 @@ async def _call_in_thread(
         await slots.acquire_on_behalf_of(run)
     try:
         with trio.CancelScope(deadline=trio.current_time() + timeout_seconds):
-            return await run_in_thread(run, _count_abandoned)
+            return await run_in_thread(run, functools.partial(_count, "abandoned"))
         raise CallTimeoutError
     finally:
         slots.release_on_behalf_of(run)

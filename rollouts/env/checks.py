@@ -20,8 +20,8 @@ from rollouts.config.settings import REQUIRED
 from rollouts.env.authoring import (
     WORDS,
     JudgeMethod,
-    Remote,
     ToolMethod,
+    WorkerEnvironment,
     environment_name,
     marked_in,
     metrics_of,
@@ -68,14 +68,14 @@ def check_environment(env: Any, rewards: Sequence[RewardTerm] | None = None) -> 
     names, and marks name a role that exists. With `rewards` (a run's terms): at least one reward judges the rollouts.
     Without one, raises ConfigError if the rows of an environment that reads them are not there.
     """
-    if isinstance(env, Remote):
+    if isinstance(env, WorkerEnvironment):
         env.remote_check()
     else:
         _check_class(env)
     if rewards is None or (rewards and (rewards_of(env) or any(term.function is not None for term in rewards))):
         return
     # Without its rows, what is said of rewards leads nowhere.
-    if isinstance(env, Remote):
+    if isinstance(env, WorkerEnvironment):
         env.remote_check_data()
     else:
         from rollouts.env.prompts import Prompts

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from importlib.metadata import distribution, distributions
 from typing import NamedTuple
 
-from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from rollouts.config.names import normalize
-from rollouts.env.installs import all_installed, package_of
+from rollouts.env.installing import all_installed, package_of, requirements_of
 from rollouts.plugins import index
 from rollouts.plugins.loading import CORE
 
@@ -76,8 +76,6 @@ def find_clashes() -> Clashes:
 
 def _packages() -> list[_Package]:
     """The distributions with environments, here and in virtual environments, by name. rollouts itself is left out."""
-    from importlib.metadata import distribution, distributions
-
     here: dict[str, tuple[str, list[str]]] = {}
     for ref in index.scan().components:
         is_core = normalize(ref.distribution) == CORE
@@ -92,20 +90,16 @@ def _packages() -> list[_Package]:
             if each.install.environments and normalize(found.metadata["Name"] or "") == name:
                 own[name] = (each.install.environments[0], found.requires or [])
     return [
-        _Package(name, environment, _requirements(lines), name in here, name in own)
+        _Package(name, environment, _versions(lines), name in here, name in own)
         for name, (environment, lines) in sorted((own | here).items())
     ]
 
 
-def _requirements(lines: list[str]) -> dict[str, SpecifierSet]:
+def _versions(lines: list[str]) -> dict[str, SpecifierSet]:
     """The versions of each package that can be compared. A package on several lines has the versions of all of them."""
     found: dict[str, SpecifierSet] = {}
-    for line in lines:
-        try:
-            parsed = Requirement(line)
-        except InvalidRequirement:  # pip refuses to install such a package, so it was put there in another way
-            continue
-        if parsed.url is None and (parsed.marker is None or parsed.marker.evaluate({"extra": ""})):
+    for parsed in requirements_of(lines):
+        if parsed.url is None:
             name = normalize(parsed.name)
             found[name] = found.get(name, SpecifierSet()) & parsed.specifier
     return found
@@ -113,11 +107,9 @@ def _requirements(lines: list[str]) -> dict[str, SpecifierSet]:
 
 def _lack(name: str, wanted: SpecifierSet) -> str:
     """Why the running Python does not meet a requirement; empty if it does."""
-    from importlib.metadata import version
-
     if not index.is_installed(name):
         return f"{name} is not installed"
-    installed = version(name) or ""
+    installed = distribution(name).version or ""
     try:
         is_met = wanted.contains(Version(installed), prereleases=True)
     except InvalidVersion:

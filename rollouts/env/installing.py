@@ -1,14 +1,20 @@
-"""`rollouts env install`: install an environment's package into a virtual environment of its own.
+"""Environments in virtual environments of their own: `rollouts env install | list | remove`.
 
-The virtual environment has the package, what it requires, and the light base of rollouts, which has no torch. `uv`
-installs it if it is on PATH, else pip. The installation is complete when its record is written (`installs`); one that
-fails or is killed leaves an earlier one as it was. Wheels of the base, and of its dependencies here, are made for it.
+    ENVS/PACKAGE/install.json    what is installed, and the folder of its virtual environment; written last
+    ENVS/PACKAGE/venv-1f0c/      the virtual environment, with `rollouts.lock`
+
+`ENVS` is `$ROLLOUTS_ENVS`, else `~/.local/share/rollouts/envs`. A virtual environment cannot be moved, so it is built
+where it stays. It has the package, what it requires, and the light base of rollouts, which has no torch. `uv` installs
+it if it is on PATH, else pip. Wheels of the base, and of its dependencies here, are made for it. The installation is
+complete when its record is written; one that fails or is killed leaves an earlier one as it was, and its folder, which
+`install.json` does not name, is removed by the next command. Nothing of an installed package is imported here.
 """
 
 from __future__ import annotations
 
 import base64
 import contextlib
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -20,35 +26,216 @@ import sys
 import tempfile
 import tomllib
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
+from packaging.requirements import InvalidRequirement, Requirement
 
-from rollouts.config.names import normalize
+from rollouts.config.names import names_file, names_module, normalize
+from rollouts.disk import HIDDEN_NAME, remove_folder, write_whole
 from rollouts.doors import HOMES
-from rollouts.env.installs import (
-    LOCK,
-    VENV,
-    Install,
-    Installed,
-    envs_folder,
-    locked,
-    package_of,
-    python_of,
-    write_record,
-)
-from rollouts.errors import PluginError, in_lines
-from rollouts.plugins.index import is_installed, scan
+from rollouts.errors import PluginError, UnknownComponentError, in_lines, suggestion
+from rollouts.plugins.index import find_component, is_installed, scan
 from rollouts.supervisor import supervised
+
+NAMES_MAX = 8  # a collection such as `gym/...` has a thousand
+RECORD, LOCK, VENV = "install.json", "rollouts.lock", "venv-"
+
+
+class Install(msgspec.Struct, frozen=True):
+    """What is installed. `environments` are the names of the package's environments, `python` and `rollouts` are
+    versions, `contract` is the version of the contract that the package states, or empty, and `venv` is the name of the
+    folder.
+    """
+
+    package: str
+    version: str
+    environments: list[str]
+    requested: str
+    python: str
+    rollouts: str
+    venv: str
+    bytes: int
+    contract: str = ""
+
+
+class Installed(NamedTuple):
+    """An installation and its folder."""
+
+    folder: Path
+    install: Install
+
+    @property
+    def venv(self) -> Path:
+        """The virtual environment."""
+        return self.folder / self.install.venv
+
+    @property
+    def python(self) -> Path:
+        """The interpreter of the virtual environment."""
+        return python_of(self.venv)
+
+    @property
+    def lock(self) -> Path:
+        """The file with the exact version of every package in the virtual environment."""
+        return self.venv / LOCK
+
+
+def envs_folder() -> Path:
+    """The folder of all installations."""
+    if own := os.environ.get("ROLLOUTS_ENVS"):
+        return Path(own).expanduser().absolute()
+    data = os.environ.get("XDG_DATA_HOME") or "~/.local/share"
+    return Path(data).expanduser().absolute() / "rollouts" / "envs"
+
+
+def python_of(venv: Path) -> Path:
+    """The interpreter of a virtual environment."""
+    return venv / "bin" / "python"
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """Names of environments in one line; of many, the first ones and how many more there are."""
+    more = len(names) - NAMES_MAX
+    return ", ".join(names[:NAMES_MAX]) + (f", and {more} more" if more > 0 else "")
+
+
+def all_installed() -> list[Installed]:
+    """Every complete installation, by its package's name."""
+    folders = sorted(envs_folder().glob("*")) if envs_folder().is_dir() else []
+    read = [_read(folder) for folder in folders if not HIDDEN_NAME.fullmatch(folder.name)]
+    return [each for each in read if each is not None]
+
+
+def _read(folder: Path) -> Installed | None:
+    """The installation in this folder; None if there is no complete one."""
+    try:
+        installed = Installed(folder, msgspec.json.decode((folder / RECORD).read_bytes(), type=Install))
+    except (OSError, msgspec.MsgspecError):  # it failed, or another version of rollouts wrote it
+        return None
+    return installed if installed.python.exists() else None
+
+
+def find_installed(name: str) -> Installed:
+    """The installation with an environment of this name: `calculator`, or `package/calculator`.
+
+    Raises UnknownComponentError if there is none, and PluginError if several packages have that name.
+    """
+    everything = all_installed()
+    owner, _, bare = name.rpartition("/")
+    found = [each for each in everything if name in each.install.environments]  # also of a hook: `gym/CartPole-v1`
+    if not found:
+        fits = [each for each in everything if bare in each.install.environments]
+        found = [each for each in fits if normalize(each.install.package) == normalize(owner)]
+    if len(found) > 1:
+        names = [f"  {each.install.package}/{bare}" for each in found]
+        several = f"{len(found)} installed packages have an environment named {bare!r}; type one of:"
+        if owner:
+            names = [f"  rollouts env remove {each.install.package}" for each in found]
+            several = f"{len(found)} virtual environments have the environment {name!r}; remove all but one:"
+        raise PluginError("\n".join([several, *names]))
+    if found:
+        return found[0]
+    known = [each for installed in everything for each in installed.install.environments]
+    raise UnknownComponentError(
+        in_lines(
+            f"no virtual environment has the environment {name!r}",
+            suggestion(bare, known) or suggestion(name, known),
+            f"installed in {envs_folder()}: {shown_names(sorted(known)) or 'none'}",
+            f"type: rollouts env install {package_of(name) or 'PACKAGE'}",
+            "" if package_of(name) else "PACKAGE is the package that provides it, its wheel, or its folder",
+        )
+    )
+
+
+def package_of(name: str) -> str:
+    """What to install for an environment that the running Python has: its source folder if it was installed with
+    `pip install -e`, else its package. Empty if it has no such environment.
+    """
+
+    if names_file(name) or names_module(name):
+        return ""
+    try:
+        ref = find_component("environments", name)
+    except PluginError:
+        return ""
+    origin = msgspec.json.decode(distribution(ref.distribution).read_text("direct_url.json") or "{}")
+    url = str(origin.get("url", ""))
+    return url.removeprefix("file://") if url.startswith("file://") else ref.distribution
+
+
+def remove_installed(name: str) -> Installed:
+    """Remove the installation of this package, or the one with an environment of this name. Raises PluginError."""
+    everything = all_installed()
+    by_package = [each for each in everything if normalize(each.install.package) == normalize(name)]
+    names = {word for each in everything for word in (each.install.package, *each.install.environments)}
+    if not by_package and name.rpartition("/")[2] not in names:
+        missing = f"{name!r} is not installed in {envs_folder()}"
+        raise UnknownComponentError(in_lines(missing, suggestion(name, names), "type: rollouts env list"))
+    (found,) = by_package or [find_installed(name)]
+    with locked(found.folder):
+        remove_folder(found.folder)
+    return found
+
+
+def write_record(folder: Path, install: Install) -> Installed:
+    """Make the installation complete, and remove the virtual environment that it replaces."""
+    write_whole(folder / RECORD, msgspec.json.format(msgspec.json.encode(install)))
+    _sweep(folder)
+    return Installed(folder, install)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what failed or killed commands left in a folder, which must be locked."""
+    installed = _read(folder)
+    for venv in folder.glob(f"{VENV}*"):
+        if installed is None or venv != installed.venv:
+            shutil.rmtree(venv, ignore_errors=True)
+    for hidden in folder.parent.glob(f".{folder.name}.removed-*"):
+        shutil.rmtree(hidden, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock the folder of an installation. It is made if it does not exist, and removed if it is empty in the end.
+
+    Raises PluginError if another process has locked it.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the folder and never removed: with a new file of the same name, two processes could both hold a lock.
+    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
+        _take_lock(lock, folder.name)
+        folder.mkdir(exist_ok=True)
+        _sweep(folder)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # it is not empty, or was removed
+                folder.rmdir()
+
+
+def _take_lock(file: IO[str], name: str) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise PluginError(f"another command installs or removes {name}; type again when it is done") from None
+
+
+# --- installing -------------------------------------------------------------------------------------------------------
+
 
 LAST_LINES = 12  # how many lines of an installer's output an error shows
 CONTRACT_GROUP = "rollouts.contract"
-
-_NAME = r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?"
-_REQUIREMENT = re.compile(rf"({_NAME})\s*(\[[\w\s,.-]*\])?\s*($|[=<>!~;@(].*)")
+QUESTIONS = """\
+import json, platform
+from sysconfig import get_path as path
+from rollouts.plugins import PluginManager
+listed = [ref.name for ref in PluginManager().list("environments", hooks=True) if not ref.value]
+print(json.dumps([[path("purelib"), path("platlib")], platform.python_version(), listed]))
+"""
 
 
 class Index(NamedTuple):
@@ -122,17 +309,19 @@ def read_wanted(requested: str) -> Wanted:
         return Wanted(_name_of_folder(path), f"{path.resolve()}{extras}", folder=True)
     if os.sep in text and "@" not in text:
         raise PluginError(f"there is no folder {text!r} (the full path: {path.resolve()})")
-    if (match := _REQUIREMENT.fullmatch(requested.strip())) is None:
+    try:
+        name = normalize(Requirement(requested).name)
+    except InvalidRequirement:
         raise PluginError(
             f"{requested!r} is not a requirement, a wheel or a folder\n"
             "type one of: PACKAGE, PACKAGE==1.2, 'PACKAGE @ https://...', ./PACKAGE-1.2-py3-none-any.whl, ./FOLDER"
-        )
+        ) from None
     if (package := package_of(requested.strip())) and not is_installed(requested.strip()):
         raise PluginError(
             f"{requested} is the name of an environment; give the package that has it\n"
             f"type: rollouts env install {package}"
         )
-    return Wanted(normalize(match[1]), requested.strip())
+    return Wanted(name, requested.strip())
 
 
 def _name_of_folder(folder: Path) -> str:
@@ -176,13 +365,14 @@ def _install_packages(venv: Path, wanted: Sequence[Wanted], index: Index) -> Non
             dependency_wheels(links)
             requirements = [_wheel_of_folder(each, work) if each.folder else each.requirement for each in wanted]
         given = [*index.arguments([links]), str(base), *requirements]
+        python = str(python_of(venv))
         if uv := shutil.which("uv"):
-            command, name = [uv, "pip", "install", "--python", str(python_of(venv))], "uv"
-        elif importlib.util.find_spec("pip") is not None:
-            command = [sys.executable, "-I", "-m", "pip", "--python", str(python_of(venv)), "install", "--no-input"]
-            name = "pip"
+            command, name = [uv, "pip", "install", "--python", python], "uv"
         else:
-            command, name = [str(python_of(venv)), "-I", "-m", "pip", "install", "--no-input"], "pip"
+            has_pip = importlib.util.find_spec("pip") is not None
+            pip = [sys.executable, "-I", "-m", "pip", "--python", python] if has_pip else [python, "-I", "-m", "pip"]
+            # As with uv, a module is compiled when it is first imported: most never are.
+            command, name = [*pip, "install", "--no-input", "--no-compile"], "pip"
         _installer([*command, *given], name, f"{wanted[0].name} cannot be installed")
 
 
@@ -235,11 +425,11 @@ def _last_lines(output: bytes, name: str) -> list[str]:
 
 def _read_venv(venv: Path, wanted: Wanted, requested: str) -> tuple[Install, str]:
     """The record of a virtual environment, and its lock. Raises PluginError if the package has no environment."""
-    path, python = _site_packages(venv)
+    path, python, listed = _asked(venv)
     packages = {normalize(each.metadata["Name"]): each for each in distributions(path=path)}
     own = packages[wanted.name]
     refs = [ref for ref in scan(path).components if normalize(ref.distribution) == wanted.name]
-    environments = [ref.name for ref in refs if ref.kind == "environments"] + _listed_by_hooks(venv)
+    environments = [ref.name for ref in refs if ref.kind == "environments"] + listed
     if not environments:
         others = ", ".join(sorted({ref.kind for ref in refs}))
         raise PluginError(
@@ -270,24 +460,15 @@ def _read_venv(venv: Path, wanted: Wanted, requested: str) -> tuple[Install, str
     return record, "\n".join(lock) + "\n"
 
 
-def _listed_by_hooks(venv: Path) -> list[str]:
-    """The environments that hook plugins in a virtual environment list, as `gym/CartPole-v1`. Raises PluginError."""
-    code = "import json; from rollouts.plugins import PluginManager; "
-    code += "found = PluginManager().list('environments', hooks=True); "
-    code += "print(json.dumps([ref.name for ref in found if not ref.value]))"
-    done = subprocess.run([python_of(venv), "-I", "-c", code], capture_output=True, text=True, check=False)
+def _asked(venv: Path) -> tuple[list[str], str, list[str]]:
+    """The folders of the packages in a virtual environment, the version of Python, and the environments that hook
+    plugins list there, as `gym/CartPole-v1`. Raises PluginError.
+    """
+    done = subprocess.run([python_of(venv), "-I", "-c", QUESTIONS], capture_output=True, text=True, check=False)
     if done.returncode:
         raise PluginError(in_lines("the hook plugins that it has cannot list their environments", done.stderr[-1000:]))
-    return msgspec.json.decode(done.stdout.splitlines()[-1], type=list[str])
-
-
-def _site_packages(venv: Path) -> tuple[list[str], str]:
-    """The folders of the installed packages, and the version of Python."""
-    code = "import json, platform; from sysconfig import get_path as path; "
-    code += "print(json.dumps([path('purelib'), path('platlib'), platform.python_version()]))"
-    done = subprocess.run([python_of(venv), "-I", "-c", code], capture_output=True, check=True)
-    pure, platform, version = msgspec.json.decode(done.stdout, type=tuple[str, str, str])
-    return list(dict.fromkeys((pure, platform))), version
+    folders, version, listed = msgspec.json.decode(done.stdout.splitlines()[-1], type=tuple[list[str], str, list[str]])
+    return list(dict.fromkeys(folders)), version, listed
 
 
 def _locked(package: Distribution, wanted: Wanted) -> str:
@@ -325,7 +506,7 @@ def base_wheel(folder: Path) -> Path:
 
 def dependency_wheels(folder: Path) -> None:
     """Write wheels of the packages that the base of rollouts depends on, if they are installed here."""
-    waiting, seen = list(_requirements(distribution(BASE))), set[str]()
+    waiting, seen = [BASE], set[str]()
     while waiting:
         name = normalize(waiting.pop())
         if name in seen:
@@ -335,16 +516,18 @@ def dependency_wheels(folder: Path) -> None:
             found = distribution(name)
         except PackageNotFoundError:  # a requirement of another system, such as colorama; the resolver says what lacks
             continue
-        waiting += _requirements(found)
-        _write_wheel(found, _recorded(found), folder)
+        waiting += [each.name for each in requirements_of(found.requires or ())]
+        if name != BASE:
+            _write_wheel(found, _recorded(found), folder)
 
 
-def _requirements(package: Distribution) -> Iterator[str]:
-    """The names of the packages that it requires without an extra."""
-    for line in package.requires or ():
-        requirement, _, marker = line.partition(";")
-        if not re.search(r"\bextra\b", marker):
-            yield re.split(r"[^A-Za-z0-9._-]", requirement.strip())[0]
+def requirements_of(lines: Iterable[str]) -> Iterator[Requirement]:
+    """What a package requires here, without its extras."""
+    for line in lines:
+        with contextlib.suppress(InvalidRequirement):  # pip refuses such a package, so it was put there in another way
+            parsed = Requirement(line)
+            if parsed.marker is None or parsed.marker.evaluate({"extra": ""}):
+                yield parsed
 
 
 def _recorded(package: Distribution) -> dict[str, Path]:
@@ -374,7 +557,7 @@ def _write_wheel(package: Distribution, files: dict[str, Path], folder: Path) ->
     record = "".join(f"{inside},sha256={_digest(data)},{len(data)}\n" for inside, data in contents.items())
     contents[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n".encode()
     path = folder / f"{name}-{version}-{tag}.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as wheel:
+    with zipfile.ZipFile(path, "w") as wheel:
         for inside, data in contents.items():
             wheel.writestr(inside, data)
     return path

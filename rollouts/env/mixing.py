@@ -22,7 +22,7 @@ from rollouts.env import calls
 from rollouts.env.authoring import REWARD_MARK, mark_of
 from rollouts.errors import RewardError
 from rollouts.plugins.signature import bind
-from rollouts.types import Score, Trajectory
+from rollouts.types import Score
 
 RETURNED_NONE = "it returned None"
 FORGOTTEN = "a reward that returns None could not judge; did you forget `return`?"
@@ -219,12 +219,26 @@ async def ask(
     what the reward raises.
     """
     bound, trajectory = bind(function, settings or {}), available["trajectory"]
-    if TURN in requests:
-        return await _ask_each(bound, requests, available, name, weight, seconds)
-    read = functools.partial(_read_list if is_list_by_turn(function) else read_verdict, name, weight)
-    arguments = (available[request] for request in requests)
-    verdict: Verdict = await calls.call(bound, *arguments, timeout_seconds=seconds, convert=read)
-    return check_turns(verdict, trajectory.turns)
+    if TURN not in requests:
+        read = functools.partial(_read_list if is_list_by_turn(function) else read_verdict, name, weight)
+        arguments = (available[request] for request in requests)
+        verdict: Verdict = await calls.call(bound, *arguments, timeout_seconds=seconds, convert=read)
+        return check_turns(verdict, trajectory.turns)
+    import trio
+
+    deadline = trio.current_time() + seconds
+    found: list[Verdict] = []
+    for turn in trajectory.turn_messages:
+        read = functools.partial(read_verdict, f"{name}, turn {turn.index + 1}", weight)
+        arguments = ({**available, TURN: turn}[request] for request in requests)
+        left = max(deadline - trio.current_time(), 0.0)
+        found.append(await calls.call(bound, *arguments, timeout_seconds=left, convert=read))
+        if found[-1].turns:
+            raise RewardError(
+                f"reward {name!r} is asked about one turn, and returned a Score with turns; return the reward of "
+                "`turn` alone"
+            )
+    return _joined(found, name, weight)
 
 
 def is_list_by_turn(function: Callable[..., Any]) -> bool:
@@ -233,52 +247,21 @@ def is_list_by_turn(function: Callable[..., Any]) -> bool:
     return mark is not None and mark[-1] == TURN
 
 
-async def _ask_each(
-    function: Callable[..., Any],
-    requests: Sequence[str],
-    available: Mapping[str, Any],
-    name: str,
-    weight: float,
-    seconds: float,
-) -> Verdict:
-    """One call for each turn. If the reward could not judge one of them, it could not judge the rollout."""
-    import trio
-
-    trajectory: Trajectory = available["trajectory"]
-    deadline = trio.current_time() + seconds
-    found: list[Verdict] = []
-    for turn in trajectory.turn_messages:
-        arguments = ({**available, TURN: turn}[request] for request in requests)
-        verdict: Verdict = await calls.call(
-            function,
-            *arguments,
-            timeout_seconds=max(deadline - trio.current_time(), 0.0),
-            convert=functools.partial(read_verdict, f"{name}, turn {turn.index + 1}", weight),
-        )
-        if verdict.turns:
-            raise RewardError(
-                f"reward {name!r} is asked about one turn, and returned a Score with turns; return the reward of "
-                "`turn` alone"
-            )
-        found.append(verdict)
-    return _joined(found, name, weight)
-
-
 def _joined(found: Sequence[Verdict], name: str, weight: float) -> Verdict:
-    """The verdict of a rollout from those of its turns. Values and parts are added up."""
-    unjudged = [turn for turn, verdict in enumerate(found, start=1) if verdict.value is None]
-    words = [f"turn {turn}: {verdict.why}" for turn, verdict in enumerate(found, start=1) if verdict.why]
-    if unjudged:
-        first = f"turn {unjudged[0]}: {found[unjudged[0] - 1].why or RETURNED_NONE}"
-        return Verdict(name, weight, None, {}, first, name)
-    if not found:
-        return Verdict(name, weight, None, {}, NO_TURN, name)
+    """The verdict of a rollout from those of its turns: values and parts are added up. If the reward could not judge
+    one turn, it could not judge the rollout.
+    """
+    turns = list(enumerate(found, start=1))
+    unjudged = [f"turn {turn}: {verdict.why or RETURNED_NONE}" for turn, verdict in turns if verdict.value is None]
+    if unjudged or not found:
+        return Verdict(name, weight, None, {}, unjudged[0] if unjudged else NO_TURN, name)
     values = [verdict.value or 0.0 for verdict in found]
     parts: dict[str, float | None] = {}
     for verdict in found:
         for part, value in verdict.parts.items():
             parts[part] = (parts.get(part) or 0.0) + (value or 0.0)
-    return Verdict(name, weight, sum(values), parts, "; ".join(words), name, values)
+    words = "; ".join(f"turn {turn}: {verdict.why}" for turn, verdict in turns if verdict.why)
+    return Verdict(name, weight, sum(values), parts, words, name, values)
 
 
 def _read_list(name: str, weight: float, returned: Any) -> Verdict:

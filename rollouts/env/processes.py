@@ -6,7 +6,7 @@ used again. They end when the trio run ends, or when this process is killed. Mod
 visible to the next call, also from another episode, so an isolated tool should depend on its arguments alone.
 
 Not here: what the process does (`worker`), the supervisor of the process and its children (`rollouts.supervisor`), and
-which functions can run there (`isolated`).
+which functions can run there (`authoring`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import trio
 
 from rollouts.child_environment import child_environment
+from rollouts.env.authoring import ToolReference, reference_of
 from rollouts.env.calls import CallTimeoutError
-from rollouts.env.isolated import Reference, reference_of
 from rollouts.env.results import ToolOutcome
 from rollouts.env.threads import of_this_run
+from rollouts.env.workers.channel import ChannelClosedError, PipeChannel
 from rollouts.error_log import Fault, report_fault
 from rollouts.errors import EnvironmentDefinitionError, ProcessError, words_of_exit
 from rollouts.supervisor import supervised
@@ -34,18 +35,7 @@ from rollouts.supervisor import supervised
 WORKERS_MAX = max(4, os.cpu_count() or 1)  # processes of one trio run
 START_SECONDS = 60.0  # how long a process may take to start and to import the tool's module
 END_SECONDS = 5.0  # how long to wait for the end of a killed process
-CHUNK = 1 << 16
 BOOT = "import sys; sys.path[:] = sys.argv[1:]; from rollouts.env.worker import main; main()"
-
-
-class PoolStatistics(NamedTuple):
-    """How many processes this trio run has started, how many were killed at a deadline or cancellation, how many
-    crashed.
-    """
-
-    started: int
-    killed: int
-    crashed: int
 
 
 async def call_isolated(
@@ -69,16 +59,10 @@ async def call_isolated(
     reference = reference_of(function)
     request = dict(call=reference, label=label, arguments=dict(arguments), characters_max=characters_max)
     try:
-        _line(request)
+        _encoded(request)
     except (TypeError, ValueError, RecursionError) as error:
         return ToolOutcome(f"Error: the arguments of {label} cannot be written as JSON: {error}", "bad_arguments")
     return await of_this_run(_pool, _Pool).call(reference, request, label, timeout_seconds)
-
-
-def statistics() -> PoolStatistics:
-    """The counts of the current trio run's processes. Call this function within the trio run."""
-    pool = of_this_run(_pool, _Pool)
-    return PoolStatistics(pool.started, pool.killed, pool.crashed)
 
 
 class _Worker:
@@ -87,46 +71,29 @@ class _Worker:
     """
 
     def __init__(self, process: trio.Process) -> None:
-        self.process = process
-        self.loaded: set[Reference] = set()
-        self.busy = False
-        self.has_ended = False
+        assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
+        self.process, self._channel = process, PipeChannel(process.stdin, process.stdout)
+        self.loaded: set[ToolReference] = set()
+        self.busy = self.has_ended = False
         self._asked = 0
-        self._unread = bytearray()
 
     async def ask(self, request: Mapping[str, Any]) -> ToolOutcome | None:
         """The outcome of one request. None if the process died, or if its answer cannot be read."""
-        assert self.process.stdin is not None and self.process.stdout is not None, "it was started with pipes"
         assert not self.busy, "one request at a time"
         self.busy = True
         self._asked += 1
         try:
-            await self.process.stdin.send_all(_line({"number": self._asked, **request}))
-            while True:
-                answer = json.loads(await self._line_read(self.process.stdout))
-                if not isinstance(answer, dict):
-                    return None
-                if answer.get("number") == self._asked:  # any other line is a second answer to an earlier request
-                    outcome = msgspec.convert(answer.get("outcome"), ToolOutcome)
-                    if "fault" in answer and "label" in request:
-                        report_fault(msgspec.convert(answer["fault"], Fault), f"the tool {request['label']}")
-                    self.busy = False
-                    return outcome
-        except (trio.BrokenResourceError, ValueError, msgspec.ValidationError):
+            await self._channel.send(_encoded({"number": self._asked, **request}))
+            answer: Any = {}
+            while answer.get("number") != self._asked:  # any other line is a second answer to an earlier request
+                answer = msgspec.json.decode(await self._channel.receive(), type=dict[str, Any])
+            outcome = msgspec.convert(answer.get("outcome"), ToolOutcome)
+            if "fault" in answer and "label" in request:
+                report_fault(msgspec.convert(answer["fault"], Fault), f"the tool {request['label']}")
+        except (ChannelClosedError, ValueError):  # also msgspec's errors
             return None
-
-    async def _line_read(self, stream: trio.abc.ReceiveStream) -> bytes:
-        """One line from the process. Raises ValueError if the process has ended."""
-        searched = 0
-        while (end := self._unread.find(b"\n", searched)) < 0:
-            searched = len(self._unread)
-            chunk = await stream.receive_some(CHUNK)
-            if not chunk:
-                raise ValueError("the process has ended")
-            self._unread += chunk
-        line = bytes(self._unread[:end])
-        del self._unread[: end + 1]
-        return line
+        self.busy = False
+        return outcome
 
     async def end(self) -> int | None:
         """Make the supervisor kill the process and all its child processes, and wait until they have ended. Returns the
@@ -136,9 +103,7 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError):
             self.process.terminate()
         with trio.CancelScope(shield=True, deadline=trio.current_time() + END_SECONDS):
-            for stream in (self.process.stdin, self.process.stdout):
-                if stream is not None:
-                    await stream.aclose()
+            await self._channel.aclose()
             await self.process.wait()
         if self.process.poll() is None:
             self.process.kill()
@@ -149,7 +114,6 @@ class _Pool:
     """The processes of one trio run."""
 
     def __init__(self) -> None:
-        self.started = self.killed = self.crashed = 0
         self._idle: list[_Worker] = []
         self._places = trio.CapacityLimiter(WORKERS_MAX)
         self._lifeline = os.pipe()  # when this pipe closes, the processes end
@@ -165,7 +129,9 @@ class _Pool:
             for end in self._lifeline:
                 os.close(end)
 
-    async def call(self, reference: Reference, request: Mapping[str, Any], label: str, seconds: float) -> ToolOutcome:
+    async def call(
+        self, reference: ToolReference, request: Mapping[str, Any], label: str, seconds: float
+    ) -> ToolOutcome:
         async with self._places:
             worker = await self._take()
             try:
@@ -173,7 +139,6 @@ class _Pool:
                 with trio.move_on_after(seconds):
                     if (outcome := await worker.ask(request)) is not None:
                         return outcome
-                    self.crashed += 1
                     how = words_of_exit(await worker.end())
                     return ToolOutcome(f"Error: {label} crashed its process ({how})", "crashed")
                 raise CallTimeoutError
@@ -181,7 +146,6 @@ class _Pool:
                 if not worker.busy:
                     self._idle.append(worker)
                 elif not worker.has_ended:
-                    self.killed += 1
                     await worker.end()
 
     async def _take(self) -> _Worker:
@@ -191,22 +155,14 @@ class _Pool:
             if worker.process.poll() is None:
                 return worker
             await worker.end()  # something else killed the process, such as the kernel if memory is full
-        command = supervised([sys.executable, "-c", BOOT, *sys.path], self._lifeline[0])
+        command = [sys.executable, "-c", BOOT, *sys.path]
         try:
-            process = await trio.lowlevel.open_process(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=self._lifeline[:1],
-                env=child_environment(),
-                start_new_session=True,
-            )
+            process = await open_supervised(command, self._lifeline[0], child_environment())
         except OSError as error:
             raise ProcessError(f"no process could be started for a tool: {error}") from error
-        self.started += 1
         return _Worker(process)
 
-    async def _load(self, worker: _Worker, reference: Reference, label: str) -> None:
+    async def _load(self, worker: _Worker, reference: ToolReference, label: str) -> None:
         if reference in worker.loaded:
             return
         outcome = None
@@ -228,5 +184,20 @@ class _Pool:
 _pool: trio.lowlevel.RunVar[_Pool] = trio.lowlevel.RunVar("rollouts-tool-processes")
 
 
-def _line(request: Mapping[str, Any]) -> bytes:
-    return json.dumps(request).encode() + b"\n"
+def _encoded(request: Mapping[str, Any]) -> bytes:
+    return json.dumps(request).encode()
+
+
+async def open_supervised(
+    command: list[str], lifeline: int, environment: Mapping[str, str], stderr: int | None = None
+) -> trio.Process:
+    """Start a process under a supervisor, with pipes. It ends when the pipe `lifeline` closes. Raises OSError."""
+    return await trio.lowlevel.open_process(
+        supervised(command, lifeline),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=stderr,
+        pass_fds=[lifeline],
+        env=environment,
+        start_new_session=True,
+    )

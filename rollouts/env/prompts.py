@@ -15,14 +15,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-from rollouts.data.conversations import BadRowError, read_conversation
+from rollouts.data.conversations import ROLES, BadRowError, read_conversation, read_message
 from rollouts.data.loaders import NotARow
-from rollouts.data.messages import ROLES, read_message
-from rollouts.data.source import Row, open_rows, require_file
+from rollouts.data.source import open_rows, require_file
 from rollouts.env.advice import EnvironmentWarning
 from rollouts.errors import ConfigError, counted, first_line, in_lines
 from rollouts.types import Message, Task
@@ -40,6 +39,7 @@ class Prompts:
     """Tasks from rows: one turn, no tools."""
 
     _own_name = "prompts"
+    _given: ClassVar[Mapping[str, bytes]] = {}  # rows of a program, as JSON lines
 
     data: str | dict[str, Any] = ""  # the rows: a file, a folder, OWNER/NAME of a hub, or LOADER:SOURCE
     eval_data: str | dict[str, Any] = ""  # rows for evaluation; without them, a fraction of `data` is held out
@@ -71,8 +71,8 @@ class Prompts:
         if not self.data:
             raise ConfigError(f"the environment {self._own_name} needs rows: type --data rows.jsonl")
         for data in (self.data, self.eval_data):
-            if data:
-                self._require_file(data)
+            if data and _name(data) not in self._given:
+                require_file(data)
 
     def demonstrations(self, split: str, rng: random.Random) -> list[list[Message]]:
         """The conversations of the split's rows that have a response. Raises ConfigError if there are none."""
@@ -96,7 +96,7 @@ class Prompts:
         """
         skips, skipped = isinstance(data, dict) and data.get("bad_rows") == "skip", 0
         sample = ""
-        for place, row in self._rows(data):
+        for place, row in open_rows(data, lines=self._given.get(_name(data))):
             try:
                 yield _task_of(place, row)
             except ConfigError as error:
@@ -107,12 +107,6 @@ class Prompts:
             warnings.warn(
                 f"{_name(data)}: {counted(skipped, 'row')} skipped, such as: {sample}", EnvironmentWarning, stacklevel=2
             )
-
-    def _rows(self, data: Data) -> Iterator[Row]:
-        return open_rows(data)
-
-    def _require_file(self, data: Data) -> None:
-        require_file(data)
 
 
 def _name(data: Data) -> str:
@@ -127,17 +121,7 @@ def given_prompts(rows: Mapping[str, bytes]) -> type[Prompts]:
     4
     """
 
-    @dataclass
-    class GivenPrompts(Prompts):
-        def _rows(self, data: Data) -> Iterator[Row]:
-            return open_rows(data, lines=rows.get(_name(data)))
-
-        def _require_file(self, data: Data) -> None:
-            if _name(data) not in rows:
-                require_file(data)
-
-    GivenPrompts.__name__ = GivenPrompts.__qualname__ = Prompts.__name__
-    return GivenPrompts
+    return type(Prompts.__name__, (Prompts,), {"__module__": __name__, "__doc__": Prompts.__doc__, "_given": rows})
 
 
 def split_tasks(tasks: list[Task], fraction: float) -> tuple[list[Task], list[Task]]:

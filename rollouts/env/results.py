@@ -15,7 +15,7 @@ from rollouts.encoding import encode
 from rollouts.errors import NAME_CHARACTERS_MAX
 from rollouts.types import Message
 
-Failure = Literal["malformed", "unknown_tool", "bad_arguments", "timeout", "exception", "crashed"]
+ToolFailure = Literal["malformed", "unknown_tool", "bad_arguments", "timeout", "exception", "crashed"]
 
 
 AnswerAs = Literal["tool", "user if unread", "user"]
@@ -28,7 +28,7 @@ class ToolOutcome(NamedTuple):
     """
 
     text: str
-    failure: Failure | None = None
+    failure: ToolFailure | None = None
     error: str = ""
 
 

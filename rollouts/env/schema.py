@@ -21,7 +21,7 @@ import msgspec
 from rollouts.author_code import authors_code, message_of, printable, shown, with_place
 from rollouts.chat.tool_call_formats import converted_argument, hint_of_schema
 from rollouts.config.hints import argument_docs
-from rollouts.encoding import plain as plain_json
+from rollouts.encoding import plain_json
 from rollouts.env.authoring import ToolMethod
 from rollouts.errors import EnvironmentDefinitionError, near_misses
 

@@ -123,27 +123,27 @@ class SharedValue:
             self._value.set_result(made)
 
     def _hold_generator(self, made: Generator[Any, None, None]) -> None:
-        for count, value in enumerate(made):
-            if count:
-                made.close()
-                raise RuntimeError(f"it yielded twice; {ONCE}")
-            self._value.set_result(value)
-            del value
-            self._end.result()
+        with contextlib.closing(made):
+            for value in made:
+                self._publish(value)
+                del value
+                self._end.result()
         self._check_has_yielded()
 
     async def _hold_async_generator(
         self, made: AsyncGenerator[Any, None], wait: Callable[[Future[None]], Awaitable[None]]
     ) -> None:
-        count = 0
-        async for value in made:
-            if count:
-                await made.aclose()
-                raise RuntimeError(f"it yielded twice; {ONCE}")
-            self._value.set_result(value)
-            count, value = 1, None
-            await wait(self._end)
+        async with contextlib.aclosing(made):
+            async for value in made:
+                self._publish(value)
+                del value
+                await wait(self._end)
         self._check_has_yielded()
+
+    def _publish(self, value: Any) -> None:
+        if self._value.done():
+            raise RuntimeError(f"it yielded twice; {ONCE}")
+        self._value.set_result(value)
 
     async def _publish_awaited(self, made: Awaitable[Any], wait: Any) -> None:
         self._value.set_result(await made)

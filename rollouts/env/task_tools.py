@@ -20,14 +20,14 @@ from rollouts.author_code import shown, why_no_list
 from rollouts.env.authoring import (
     TIMEOUT_SECONDS,
     TOOL_MARK,
-    Remote,
     ToolMethod,
+    WorkerEnvironment,
+    check_reference,
     environment_name,
     mark_of,
     roles_of,
     tools_of,
 )
-from rollouts.env.isolated import check_reference
 from rollouts.env.schema import check_tool, plain_parameters
 from rollouts.errors import EnvironmentDefinitionError, near_misses
 from rollouts.plugins.signature import keywords_of
@@ -84,7 +84,7 @@ def read_tools(env: Any, returned: Any) -> list[ToolMethod]:
     """What the `tools` of an environment object returned, as tools. Raises EnvironmentDefinitionError for a value that
     is no tool, and if two tools have one name.
     """
-    if isinstance(env, Remote):  # the process that runs its code has read them
+    if isinstance(env, WorkerEnvironment):  # the process that runs its code has read them
         return list(returned)
     label = f"{environment_name(env)}.tools(task)"
     if inspect.iscoroutine(returned):

@@ -191,7 +191,7 @@ _workers = _WorkerThreads()
 # --- one thread for one author ----------------------------------------------------------------------------------------
 
 
-Request = Callable[[], Any] | None
+_Asked = Callable[[], Any] | None
 
 
 class AuthorThread:
@@ -200,7 +200,7 @@ class AuthorThread:
     """
 
     def __init__(self) -> None:
-        self._requests: queue.SimpleQueue[Request] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[outcome.Outcome[Any]] = queue.SimpleQueue()
         self.is_late = self.is_left = False
         # The thread has no reference to this object, so that the object can be collected while the thread waits.
@@ -229,7 +229,7 @@ class AuthorThread:
         return result.unwrap()
 
 
-def _serve(requests: queue.SimpleQueue[Request], results: queue.SimpleQueue[outcome.Outcome[Any]]) -> None:
+def _serve(requests: queue.SimpleQueue[_Asked], results: queue.SimpleQueue[outcome.Outcome[Any]]) -> None:
     while (function := requests.get()) is not None:
         results.put(outcome.capture(_guarded, function))
         function = None  # the function may keep its caller's objects alive

@@ -21,11 +21,7 @@ from rollouts.types import ToolCall
 
 
 async def run_tool(
-    tools: Mapping[str, ToolMethod],
-    tool_call: ToolCall,
-    *,
-    characters_max: int = 16_000,
-    seconds_max: float = math.inf,
+    tools: Mapping[str, ToolMethod], tool_call: ToolCall, *, characters_max: int = 16_000, seconds_max: float = math.inf
 ) -> ToolOutcome:
     """Run one call. The result is text: text unchanged, None as "", and anything else as JSON, cut to `characters_max`.
 

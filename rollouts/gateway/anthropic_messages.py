@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal
 
 import msgspec
 
 from rollouts.author_code import shown
 from rollouts.bounds import call_arguments
-from rollouts.gateway.exchange import (
-    NO_SCHEMA,
-    TOKENS_MAX,
-    Answered,
-    APIError,
-    Asked,
-    Reply,
-    Request,
-    check_lengths,
-    check_range,
-    content_text,
-    function_schema,
-    new_id,
-    read_body,
-)
+from rollouts.gateway import exchange
+from rollouts.gateway.exchange import Answered, APIError, Asked, ClientAPI, ClientReply, ClientRequest, mistake_in
 from rollouts.gateway.http_server import HTTPResponse, as_json, event_stream
 from rollouts.types import Message, ToolCall
 
@@ -43,9 +31,7 @@ class _ToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"] = "auto"
 
 
-class _Body(msgspec.Struct, forbid_unknown_fields=True):
-    """The keys of a request. The last ones, from `metadata` on, are accepted and ignored."""
-
+class _Keys(msgspec.Struct):
     messages: list[_Said]
     max_tokens: int | None = None
     model: str | None = None
@@ -62,43 +48,37 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     container: Any = None
     mcp_servers: list[Any] | None = None
     thread: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    thinking: Any = None
-    context_management: Any = None
-    cache_control: Any = None
-    betas: Any = None
-    billing_policy: Any = None
-    diagnostics: Any = None
-    fallbacks: Any = None
-    inference_geo: Any = None
-    speed: Any = None
-    user_profile_id: Any = None
 
 
-def read(body: bytes, *, is_count: bool = False) -> Request:
-    """The request. `is_count`: it asks for the number of tokens only. Raises APIError."""
-    given = read_body(body, _Body)
+_IGNORED = """
+metadata service_tier thinking context_management cache_control betas billing_policy diagnostics fallbacks
+inference_geo speed user_profile_id
+"""
+
+
+def _read(body: bytes, *, is_count: bool = False) -> ClientRequest:
+    """The request. `is_count`: it asks for the number of tokens only."""
+    given = exchange.read_body(body, _Keys, _IGNORED)
     if given.max_tokens is None and not is_count:
-        raise APIError(
-            400, "the body cannot be read: Object missing required field `max_tokens`", parameter="max_tokens"
-        )
+        raise mistake_in("max_tokens", "the body cannot be read: Object missing required field `max_tokens`")
     if not given.messages:
-        raise APIError(400, "messages is empty", parameter="messages")
+        raise mistake_in("messages", "messages is empty")
     blocks = (said.content for said in given.messages if isinstance(said.content, list))
-    check_lengths("messages", given.messages, blocks, given.tools, given.stop_sequences or [])
-    _refuse_unsupported(given)
-    check_range("temperature", given.temperature, 0.0, 100.0)
-    check_range("max_tokens", given.max_tokens, 1, TOKENS_MAX)
-    messages = [Message("system", text)] if (text := content_text(given.system, "system")) else []
+    exchange.check_lengths("messages", given.messages, blocks, given.tools, given.stop_sequences or [])
+    if (given.output_config or {}).get("format") is not None:
+        raise mistake_in("output_config", f"output_config.format {exchange.NO_SCHEMA}")
+    exchange.refuse_unsupported(
+        compaction=bool(given.compaction), container=bool(given.container), mcp_servers=bool(given.mcp_servers)
+    )
+    if given.thread is not None:  # with this code, the package sends the whole conversation instead
+        words = "thread is not supported here; send the whole conversation in messages"
+        raise mistake_in("thread", words, code="thread_unsupported_request")
+    exchange.check_ranges(given, temperature=(0, 100), max_tokens=(1, exchange.TOKENS_MAX))
+    system = exchange.content_text(given.system, "system")
+    messages = [Message("system", system)] if system else []
     for said in given.messages:
         messages += _messages(said)
     choice = given.tool_choice.type if given.tool_choice else "auto"
-    sampling = {
-        "top_p": given.top_p not in (None, 1),
-        "top_k": given.top_k is not None,
-        "tool_choice": choice in ("any", "tool"),
-    }
     asked = Asked(
         messages,
         [] if choice == "none" else [_schema(tool) for tool in given.tools or []],
@@ -106,17 +86,18 @@ def read(body: bytes, *, is_count: bool = False) -> Request:
         given.temperature,
         stop=given.stop_sequences or [],
         count=0 if is_count else 1,
-        unsupported=[key for key, is_asked in sampling.items() if is_asked],
+        unsupported=exchange.used(
+            top_p=given.top_p not in (None, 1), top_k=given.top_k is not None, tool_choice=choice in ("any", "tool")
+        ),
     )
-    return Request(asked, given.model, bool(given.stream))
+    return ClientRequest(asked, given.model, bool(given.stream))
 
 
-def write(request: Request, answered: Answered, model: str) -> HTTPResponse:
-    """The response."""
+def _write(request: ClientRequest, answered: Answered, model: str) -> HTTPResponse:
     (reply,) = answered.replies
     ends = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     whole = {
-        "id": new_id("msg_"),
+        "id": exchange.new_id("msg_"),
         "type": "message",
         "role": "assistant",
         "model": model,
@@ -128,7 +109,7 @@ def write(request: Request, answered: Answered, model: str) -> HTTPResponse:
     return _stream(whole) if request.stream else as_json(whole)
 
 
-def refuse(error: APIError) -> HTTPResponse:
+def _refuse(error: APIError) -> HTTPResponse:
     """An error response in Anthropic's format. Its package reads the code of an error in `details`. The message names
     the parameter.
     """
@@ -141,23 +122,11 @@ def refuse(error: APIError) -> HTTPResponse:
     return as_json({"type": "error", "error": {"type": kind, "message": words, **details}}, error.status)
 
 
-def _refuse_unsupported(given: _Body) -> None:
-    if (given.output_config or {}).get("format") is not None:
-        raise APIError(400, f"output_config.format {NO_SCHEMA}", parameter="output_config")
-    for key in ("compaction", "container", "mcp_servers"):
-        if getattr(given, key):
-            raise APIError(400, f"{key} is not supported here; leave it out", parameter=key)
-    if given.thread is not None:  # with this code, the package sends the whole conversation instead
-        words = "thread is not supported here; send the whole conversation in messages"
-        raise APIError(400, words, parameter="thread", code="thread_unsupported_request")
-
-
 def _schema(tool: _Tool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        is_of = f"tools: the tool {shown(tool.name)} is of type {shown(tool.type)}"
-        words = f"{is_of}, which runs on Anthropic's servers; define your own"
-        raise APIError(400, words, parameter="tools")
-    return function_schema(tool.name, tool.description, tool.input_schema)
+        kind = f"the tool {shown(tool.name)} is of type {shown(tool.type)}"
+        raise mistake_in("tools", f"tools: {kind}, which runs on Anthropic's servers; define your own")
+    return exchange.function_schema(tool.name, tool.description, tool.input_schema)
 
 
 def _messages(said: _Said) -> list[Message]:
@@ -169,7 +138,7 @@ def _messages(said: _Said) -> list[Message]:
     for block in said.content:
         kind = block.get("type")
         if kind == "tool_result":
-            text = content_text(block.get("content"), "messages")
+            text = exchange.content_text(block.get("content"), "messages")
             results.append(Message("tool", text, tool_call_id=str(block.get("tool_use_id"))))
         elif kind == "tool_use" and not isinstance(arguments := call_arguments(block.get("input")), str):
             calls.append(ToolCall(str(block.get("name")), arguments, str(block.get("id", ""))))
@@ -177,13 +146,13 @@ def _messages(said: _Said) -> list[Message]:
             thoughts.append(str(block.get("thinking", "")))
         else:
             texts.append(block)
-    text, reasoning = content_text(texts, "messages"), "".join(thoughts) or None
+    text, reasoning = exchange.content_text(texts, "messages"), "".join(thoughts) or None
     if said.role == "assistant":
         return [Message("assistant", text, calls, reasoning=reasoning)]
     return [*results, *([Message(said.role, text)] if text or not results else [])]
 
 
-def _blocks(reply: Reply) -> list[dict[str, Any]]:
+def _blocks(reply: ClientReply) -> list[dict[str, Any]]:
     message, blocks = reply.message, list[dict[str, Any]]()
     if message.reasoning:
         blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": ""})
@@ -200,9 +169,17 @@ def _stream(whole: dict[str, Any]) -> HTTPResponse:
     begun["usage"] = {**whole["usage"], "output_tokens": 0}
     events: list[dict[str, Any]] = [{"type": "message_start", "message": begun}]
     for place, block in enumerate(whole["content"]):
-        empty, delta = _delta(block)
+        if block["type"] == "tool_use":
+            key, delta = "input", {"type": "input_json_delta", "partial_json": exchange.json_text(block["input"])}
+        else:
+            key = block["type"]
+            delta = {"type": f"{key}_delta", key: block[key]}
         events += [
-            {"type": "content_block_start", "index": place, "content_block": empty},
+            {
+                "type": "content_block_start",
+                "index": place,
+                "content_block": {**block, key: {} if key == "input" else ""},
+            },
             {"type": "content_block_delta", "index": place, "delta": delta},
             {"type": "content_block_stop", "index": place},
         ]
@@ -212,10 +189,9 @@ def _stream(whole: dict[str, Any]) -> HTTPResponse:
     return event_stream([(event["type"], event) for event in events])
 
 
-def _delta(block: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A block without its content, and the content."""
-    if block["type"] == "tool_use":
-        text = msgspec.json.encode(block["input"]).decode()
-        return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": text}
-    key = "thinking" if block["type"] == "thinking" else "text"
-    return {**block, key: ""}, {"type": f"{key}_delta", key: block[key]}
+MESSAGES = ClientAPI(_read, _write, _refuse)
+COUNT_TOKENS = ClientAPI(
+    functools.partial(_read, is_count=True),
+    lambda request, answered, model: as_json({"input_tokens": answered.prompt_tokens}),
+    _refuse,
+)

@@ -1,4 +1,4 @@
-"""The paths of the APIs: which module reads a request, who answers it, and what a mistake looks like."""
+"""The paths of the APIs: which of them reads a request, who answers it, and what a mistake looks like."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from rollouts.author_code import shown
-from rollouts.gateway import anthropic_messages, chat_completions, responses
-from rollouts.gateway.exchange import Answer, APIError
+from rollouts.gateway.anthropic_messages import COUNT_TOKENS, MESSAGES
+from rollouts.gateway.chat_completions import CHAT_COMPLETIONS
+from rollouts.gateway.exchange import Answer, APIError, ClientAPI
 from rollouts.gateway.http_server import HTTPRequest, HTTPResponse, as_json
+from rollouts.gateway.responses import Responses
 
-MESSAGES = "/v1/messages"
+MESSAGES_PATH = "/v1/messages"
 
 
 class API:
@@ -31,65 +33,47 @@ class API:
         self._answer, self._name, self._health_of = answer, name, health
         self._context_tokens = context_tokens
         self._created = int(time.time())
-        self._earlier = responses.Earlier()
-        self._routes: dict[str, tuple[str, Callable[[HTTPRequest], Awaitable[HTTPResponse]]]] = {
-            "/v1/chat/completions": ("POST", self._chat),
-            "/v1/responses": ("POST", self._respond),
-            MESSAGES: ("POST", self._message),
-            f"{MESSAGES}/count_tokens": ("POST", self._count_tokens),
-            "/v1/models": ("GET", self._list),
-            "/health": ("GET", self._health),
+        self._apis: dict[str, ClientAPI] = {
+            "/v1/chat/completions": CHAT_COMPLETIONS,
+            "/v1/responses": Responses().api,
+            MESSAGES_PATH: MESSAGES,
+            f"{MESSAGES_PATH}/count_tokens": COUNT_TOKENS,
         }
+        self._pages = {"/v1/models": self._list, "/health": self._health}
 
     async def handle(self, request: HTTPRequest) -> HTTPResponse:
         """The response. A mistake of the client gets an error in the format of its API. Raises what `answer` raises,
         apart from APIError.
         """
-        method, answer = self._routes.get(request.path.rstrip("/"), ("", None))
+        path = request.path.rstrip("/")
+        method = "POST" if path in self._apis else "GET"
         try:
-            if answer is None:
-                raise APIError(404, f"there is no {request.path} here; there are {', '.join(self._routes)}")
+            if path not in self._apis and path not in self._pages:
+                there = ", ".join([*self._apis, *self._pages])
+                raise APIError(404, f"there is no {request.path} here; there are {there}")
             if request.method != method:
                 raise APIError(405, f"{request.path} takes {method}, not {request.method}")
-            return await answer(request)
+            return await (self._reply(self._apis[path], request.body) if method == "POST" else self._pages[path]())
         except APIError as error:
-            return refusal(request, error)
+            return error_response(request, error)
 
-    async def _chat(self, request: HTTPRequest) -> HTTPResponse:
-        given = chat_completions.read(request.body)
-        model = self._model(given.model)
-        return chat_completions.write(given, await self._answer(given.asked), model)
-
-    async def _message(self, request: HTTPRequest) -> HTTPResponse:
-        given = anthropic_messages.read(request.body)
-        model = self._model(given.model)
-        return anthropic_messages.write(given, await self._answer(given.asked), model)
-
-    async def _count_tokens(self, request: HTTPRequest) -> HTTPResponse:
-        given = anthropic_messages.read(request.body, is_count=True)
-        self._model(given.model)
-        return as_json({"input_tokens": (await self._answer(given.asked)).prompt_tokens})
-
-    async def _respond(self, request: HTTPRequest) -> HTTPResponse:
-        given = responses.read(request.body, self._earlier.conversations)
+    async def _reply(self, api: ClientAPI, body: bytes) -> HTTPResponse:
+        given = api.read(body)
         model = self._model(given.model)
         try:
-            answered = await self._answer(given.asked)
-        except APIError as error:  # this API has another name for the messages
-            error.parameter = "input" if error.parameter == "messages" else error.parameter
+            return api.write(given, await self._answer(given.asked), model)
+        except APIError as error:
+            error.parameter = api.conversation if error.parameter == "messages" else error.parameter
             raise
-        response, number = responses.write(given, answered, model)
-        self._earlier.add(number, responses.conversation(given, answered))
-        return response
 
-    async def _list(self, request: HTTPRequest) -> HTTPResponse:
+    async def _list(self) -> HTTPResponse:
         model: dict[str, Any] = {"id": self._name or "policy", "object": "model", "created": self._created}
         model["owned_by"] = "rollouts"
         if self._context_tokens is not None:
             model["max_model_len"] = self._context_tokens
         return as_json({"object": "list", "data": [model]})
 
-    async def _health(self, request: HTTPRequest) -> HTTPResponse:
+    async def _health(self) -> HTTPResponse:
         if self._health_of is not None:
             await self._health_of()
         return as_json({"status": "ok"})
@@ -104,12 +88,12 @@ class API:
         return self._name
 
 
-def refusal(request: HTTPRequest | None, error: APIError) -> HTTPResponse:
+def error_response(request: HTTPRequest | None, error: APIError) -> HTTPResponse:
     """An error in the format of the API that was asked. None: the request could not be read."""
-    is_anthropic = request is not None and request.path.startswith(MESSAGES)
-    return anthropic_messages.refuse(error) if is_anthropic else chat_completions.refuse(error)
+    is_anthropic = request is not None and request.path.startswith(MESSAGES_PATH)
+    return (MESSAGES if is_anthropic else CHAT_COMPLETIONS).refuse(error)
 
 
 def unreadable(status: int, words: str) -> HTTPResponse:
     """The response to what is no HTTP request (`http_server.Refuse`)."""
-    return refusal(None, APIError(status, words))
+    return error_response(None, APIError(status, words))

@@ -7,26 +7,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from rollouts.gateway.exchange import (
-    CHOICES_MAX,
-    NO_SCHEMA,
-    TOKENS_MAX,
-    Answered,
-    APIError,
-    Asked,
-    Reply,
-    Request,
-    call_of,
-    check_lengths,
-    check_range,
-    content_text,
-    function_schema,
-    json_arguments,
-    new_id,
-    read_body,
-)
+from rollouts.gateway import exchange
+from rollouts.gateway.exchange import Answered, APIError, Asked, ClientAPI, ClientReply, ClientRequest, mistake_in
 from rollouts.gateway.http_server import HTTPResponse, as_json, event_stream
 from rollouts.types import Message
+
+CHOICES_MAX = 64
 
 
 class _Function(msgspec.Struct):
@@ -53,9 +39,7 @@ class _StreamOptions(msgspec.Struct):
     include_usage: bool = False
 
 
-class _Body(msgspec.Struct, forbid_unknown_fields=True):
-    """The keys of a request. The last ones, from `user` on, are accepted and ignored."""
-
+class _Keys(msgspec.Struct):
     messages: list[_Said]
     model: str | None = None
     tools: list[dict[str, Any]] | None = None
@@ -76,48 +60,32 @@ class _Body(msgspec.Struct, forbid_unknown_fields=True):
     response_format: dict[str, Any] | None = None
     logit_bias: dict[str, float] | None = None
     modalities: list[str] | None = None
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    parallel_tool_calls: Any = None
-    reasoning_effort: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    prediction: Any = None
-    verbosity: Any = None
 
 
-def read(body: bytes) -> Request:
-    """The request. Raises APIError."""
-    given = read_body(body, _Body)
+_IGNORED = """
+user metadata store service_tier parallel_tool_calls reasoning_effort safety_identifier prompt_cache_key
+prompt_cache_options prompt_cache_retention prediction verbosity
+"""
+
+
+def _read(body: bytes) -> ClientRequest:
+    given = exchange.read_body(body, _Keys, _IGNORED)
     if not given.messages:
-        raise APIError(400, "messages is empty", parameter="messages")
+        raise mistake_in("messages", "messages is empty")
     stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
-    check_lengths("messages", given.messages, (said.tool_calls or () for said in given.messages), given.tools, stops)
-    cannot = {
-        "top_logprobs": bool(given.top_logprobs),
-        "logit_bias": bool(given.logit_bias),
-        "modalities": given.modalities not in (None, ["text"]),
-    }
-    if given.response_format not in (None, {"type": "text"}):
-        raise APIError(400, f"response_format {NO_SCHEMA}", parameter="response_format")
-    for key, is_asked in cannot.items():
-        if is_asked:
-            raise APIError(400, f"{key} is not supported here; leave it out", parameter=key)
-    check_range("temperature", given.temperature, 0.0, 100.0)
-    check_range("n", given.n, 1, CHOICES_MAX)
-    check_range("max_tokens", given.max_tokens, 1, TOKENS_MAX)
-    check_range("max_completion_tokens", given.max_completion_tokens, 1, TOKENS_MAX)
+    calls = (said.tool_calls or () for said in given.messages)
+    exchange.check_lengths("messages", given.messages, calls, given.tools, stops)
+    exchange.refuse_format("response_format", given.response_format)
+    exchange.refuse_unsupported(
+        top_logprobs=bool(given.top_logprobs),
+        logit_bias=bool(given.logit_bias),
+        modalities=given.modalities not in (None, ["text"]),
+    )
+    lengths = (1, exchange.TOKENS_MAX)
+    exchange.check_ranges(
+        given, temperature=(0, 100), n=(1, CHOICES_MAX), max_tokens=lengths, max_completion_tokens=lengths
+    )
     tools = [_schema(tool) for tool in given.tools or []]
-    sampling = {
-        "top_p": given.top_p not in (None, 1),
-        "frequency_penalty": bool(given.frequency_penalty),
-        "presence_penalty": bool(given.presence_penalty),
-        "tool_choice": given.tool_choice not in (None, "auto", "none"),
-    }
     asked = Asked(
         [_message(said) for said in given.messages],
         [] if given.tool_choice == "none" else tools,
@@ -127,32 +95,35 @@ def read(body: bytes) -> Request:
         stops,
         given.n or 1,
         bool(given.logprobs),
-        [key for key, is_asked in sampling.items() if is_asked],
+        exchange.used(
+            top_p=given.top_p not in (None, 1),
+            frequency_penalty=bool(given.frequency_penalty),
+            presence_penalty=bool(given.presence_penalty),
+            tool_choice=given.tool_choice not in (None, "auto", "none"),
+        ),
     )
     with_usage = given.stream_options is not None and given.stream_options.include_usage
-    return Request(asked, given.model, bool(given.stream), {"with_usage": with_usage})
+    return ClientRequest(asked, given.model, bool(given.stream), {"with_usage": with_usage})
 
 
-def write(request: Request, answered: Answered, model: str) -> HTTPResponse:
-    """The response."""
+def _write(request: ClientRequest, answered: Answered, model: str) -> HTTPResponse:
     sampled = sum(reply.tokens for reply in answered.replies)
-    usage = {
-        "prompt_tokens": answered.prompt_tokens,
-        "completion_tokens": sampled,
-        "total_tokens": answered.prompt_tokens + sampled,
-    }
     whole = {
-        "id": new_id("chatcmpl-"),
+        "id": exchange.new_id("chatcmpl-"),
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
         "choices": [_choice(place, reply, request.asked) for place, reply in enumerate(answered.replies)],
-        "usage": usage,
+        "usage": {
+            "prompt_tokens": answered.prompt_tokens,
+            "completion_tokens": sampled,
+            "total_tokens": answered.prompt_tokens + sampled,
+        },
     }
     return _stream(whole, with_usage=request.echo["with_usage"]) if request.stream else as_json(whole)
 
 
-def refuse(error: APIError) -> HTTPResponse:
+def refuse_as_openai(error: APIError) -> HTTPResponse:
     """An error response in OpenAI's format."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     body = {"message": str(error), "type": kind, "param": error.parameter, "code": error.code}
@@ -162,30 +133,30 @@ def refuse(error: APIError) -> HTTPResponse:
 def _schema(tool: dict[str, Any]) -> dict[str, Any]:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
-        raise APIError(400, 'tools: a tool is {"type": "function", "function": {"name": ...}}', parameter="tools")
-    function_schema(function.get("name"), function.get("description"), function.get("parameters"))
+        raise mistake_in("tools", 'tools: a tool is {"type": "function", "function": {"name": ...}}')
+    exchange.function_schema(function.get("name"), function.get("description"), function.get("parameters"))
     return tool
 
 
 def _message(said: _Said) -> Message:
-    calls = [call_of(msgspec.to_builtins(call), "messages") for call in said.tool_calls or ()]
-    role = "system" if said.role == "developer" else said.role
-    return Message(
-        role, content_text(said.content, "messages"), calls, said.tool_call_id, said.name, said.reasoning_content
-    )
+    calls = [exchange.call_of(msgspec.to_builtins(call), "messages") for call in said.tool_calls or ()]
+    role, text = "system" if said.role == "developer" else said.role, exchange.content_text(said.content, "messages")
+    return Message(role, text, calls, said.tool_call_id, said.name, said.reasoning_content)
 
 
-def _choice(place: int, reply: Reply, asked: Asked) -> dict[str, Any]:
+def _choice(place: int, reply: ClientReply, asked: Asked) -> dict[str, Any]:
     message = reply.message
-    said: dict[str, Any] = {
-        "role": "assistant",
-        "content": message.text if message.text or not message.tool_calls else None,
-    }
+    text = message.text if message.text or not message.tool_calls else None
+    said: dict[str, Any] = {"role": "assistant", "content": text}
     if message.reasoning:
         said["reasoning_content"] = message.reasoning
     if message.tool_calls:
         said["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": json_arguments(call)}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": exchange.json_text(call.arguments)},
+            }
             for call in message.tool_calls
         ]
     choice: dict[str, Any] = {"index": place, "message": said, "finish_reason": reply.finish, "logprobs": None}
@@ -213,3 +184,6 @@ def _stream(whole: dict[str, Any], *, with_usage: bool) -> HTTPResponse:
     if with_usage:
         events.append({**base, "choices": [], "usage": whole["usage"]})
     return event_stream([("", event) for event in events], end=b"data: [DONE]\n\n")
+
+
+CHAT_COMPLETIONS = ClientAPI(_read, _write, refuse_as_openai)

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 import trio
 
 from rollouts.author_code import shown
-from rollouts.gateway.api import API, refusal, unreadable
-from rollouts.gateway.exchange import Answer, APIError
+from rollouts.gateway.api import API, error_response, unreadable
+from rollouts.gateway.exchange import Answer, APIError, mistake_in
 from rollouts.gateway.http_server import HTTPLimits, HTTPRequest, HTTPResponse, serve_http
 from rollouts.gateway.relay import SOCKET
 
@@ -108,17 +108,17 @@ class _Door:
         if secrets.compare_digest(given.strip().encode(), self._key.encode()):
             return None
         words = "this key belongs to no episode at this address; use the OPENAI_API_KEY that this episode has set"
-        return refusal(request, APIError(401, words, code="invalid_api_key"))
+        return error_response(request, APIError(401, words, code="invalid_api_key"))
 
     async def handle(self, request: HTTPRequest) -> HTTPResponse:
         try:
             return await (self._once(request) if request.method == "POST" else self._api.handle(request))
         except APIError as error:
-            return refusal(request, error)
+            return error_response(request, error)
         except Exception as error:  # it ends the episode, or the run
             self.failure = self.failure or error
             self.scope.cancel()
-            return refusal(request, APIError(500, "the episode has failed"))
+            return error_response(request, APIError(500, "the episode has failed"))
 
     async def _once(self, request: HTTPRequest) -> HTTPResponse:
         """The response. A client that lost it, and asks again, gets the same one. Raises APIError."""
@@ -152,7 +152,7 @@ def _is_retry(request: HTTPRequest) -> bool:
     """
     count = request.headers.get(RETRY_COUNT, "0")
     if not re.fullmatch("[0-9]{1,9}", count):
-        raise APIError(400, f"{RETRY_COUNT} is {shown(count)}; it must be a number", parameter=RETRY_COUNT)
+        raise mistake_in(RETRY_COUNT, f"{RETRY_COUNT} is {shown(count)}; it must be a number")
     return int(count) > 0
 
 

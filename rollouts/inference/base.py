@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 
 import msgspec
 
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, InferenceError
 
 TOLERANCE_HALF = 5e-2  # for weights of 16 bits or fewer
 
@@ -279,6 +279,27 @@ class EnginePool(InferenceBackend, Protocol):
 def members_of(engine: InferenceBackend) -> tuple[InferenceBackend, ...]:
     """The members of a pool; for any other engine, the engine alone."""
     return cast(EnginePool, engine).members if engine.capabilities.is_pool else (engine,)
+
+
+def check_tokens(tokens: Sequence[int], reply: int, vocabulary_size: int, context_max: int, label: str) -> None:
+    """Raise InferenceError for ids that crash some engines, and for a context [L] and a reply of up to `reply` tokens
+    that do not fit. `context_max` 0: unknown. `label` names the engine.
+    """
+    assert tokens, "a request needs at least one token of context"
+    lowest, highest = min(tokens), max(tokens)
+    fault = ""
+    if lowest < 0 or highest >= vocabulary_size:
+        wrong = lowest if lowest < 0 else highest
+        fault = f"token id {wrong} is outside the vocabulary of {vocabulary_size}; is this the model's own tokenizer?"
+    elif context_max and len(tokens) + reply > context_max:
+        what = (
+            f"a context of {len(tokens)} tokens and a reply of up to {reply} do"
+            if reply
+            else f"{len(tokens)} tokens do"
+        )
+        fault = f"{what} not fit into the {context_max} of {label}"
+    if fault:
+        raise InferenceError(fault, is_transient=False)
 
 
 METHOD_OF = {"aborts": "abort", "checks": "check", "chats": "chat", "is_pool": "members", "meters": "spending"}

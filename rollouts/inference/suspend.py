@@ -19,13 +19,7 @@ from typing import Any, Protocol, cast
 import msgspec
 import trio
 
-from rollouts.inference.base import (
-    GenerateRequest,
-    Generation,
-    InferenceBackend,
-    VersionSpan,
-    WaitsForSessions,
-)
+from rollouts.inference.base import GenerateRequest, Generation, InferenceBackend, VersionSpan, WaitsForSessions
 
 EMPTY = Generation([], [], "abort", [])
 

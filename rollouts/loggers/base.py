@@ -129,7 +129,5 @@ def import_library(module: str, *, logger: str, install: str) -> Any:
             raise UserError(
                 f"{needs} not installed; type `pip install {install}`, or choose another logger: `--logger jsonl`"
             ) from error
-        raise BrokenPluginError(
-            f"{needs} installed but does not import ({type(error).__name__}: {error}); "
-            f"type `pip install --force-reinstall {install}`"
-        ) from error
+        what = f"{needs} installed but does not import ({type(error).__name__}: {error})"
+        raise BrokenPluginError(f"{what}; type `pip install --force-reinstall {install}`") from error

@@ -52,9 +52,7 @@ class ConsoleLogger:
 
     def __init__(self, settings: Any, *, metrics: str = "", every: int = 1, time: bool = False) -> None:
         if every < 1:
-            raise ConfigError(
-                f"--logger.console.every {every}: expected 1 or more; to print nothing, type --logger none"
-            )
+            raise ConfigError(f"--logger.console.every {every}: expected 1 or more; for no lines, type --logger none")
         self._patterns = [each.strip() for each in metrics.split(",") if each.strip()]
         self._every, self._has_time = every, time
         self._total = plain_settings(settings).get("steps")

@@ -17,8 +17,8 @@ from rollouts.errors import OutputError
 
 
 class JSONLLogger:
-    """Append the metrics of each step to `folder/file`. Existing lines of steps before `first_step` are kept. NaN and
-    infinities become null, because JSON does not have them.
+    """Append the metrics of each step to `folder/file`. Existing lines of steps before `first_step` are kept; None
+    keeps none. NaN and infinities become null, because JSON does not have them.
 
     Args:
         file: the name of the file in the run folder; none: write nothing
@@ -37,14 +37,16 @@ class JSONLLogger:
 
     in_step = True
 
-    def __init__(self, folder: str | Path, first_step: int, *, file: str | None = "metrics.jsonl") -> None:
+    def __init__(
+        self, folder: str | Path, first_step: int | None = None, *, file: str | None = "metrics.jsonl"
+    ) -> None:
         self.path = Path(folder) / (file or "")
         self._stream: IO[bytes] | None = None
         if file is None:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            kept = b"".join(line for step, _, line in read_lines(self.path) if step < first_step)
+            kept = b"".join(line for step, _, line in read_lines(self.path) if step < (first_step or 0))
             if self.path.exists() and kept != read_regular(self.path):
                 write_whole(self.path, kept)
             self._last: dict[str, Any] = json.loads(kept[kept.rfind(b"\n", 0, -1) + 1 :] or b"{}")

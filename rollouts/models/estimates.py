@@ -224,6 +224,12 @@ def estimate_memory(
     moments = moments_of(optimizer)
     share = shards if sharded else 1
     running = _activations(size, tokens, compute, gradient_checkpointing, whole_inputs=size.lora and not sharded)
+    # A chunk and a work buffer of the same size, in float32; a third one if the head has another dtype. Of whole
+    # logits: the head's, the divided ones in float32, their log-probabilities, and the gradients of both.
+    numbers = float(tokens * size.vocabulary)
+    logits = min(numbers, CHUNK_ELEMENTS_MAX) * (8 + (compute if compute < 4 else 0))
+    if whole_logits:
+        logits = numbers * (2 * compute + 3 * 4)
     beside = 0.0
     if critic is not None:
         running += _activations(critic, tokens, compute, gradient_checkpointing)
@@ -237,7 +243,7 @@ def estimate_memory(
         "critic": beside,
         "teacher": float(teacher.parameters * weight) if teacher is not None else 0.0,
         "activations": running,
-        "logits": _logits(size, tokens, compute, whole_logits),
+        "logits": logits,
         "unsharded": _unsharded(size, compute) if sharded else 0.0,
         "engine copy": float((size.parameters - (size.trained if size.lora else 0)) * compute) if engine_copy else 0.0,
         "kv cache": float(cache_bytes),
@@ -279,14 +285,6 @@ def _activations(
     if gradient_checkpointing:
         return tokens * (size.layers * hidden * compute + layer + ends)
     return tokens * (size.layers * layer + ends)
-
-
-def _logits(size: ModelSize, tokens: int, compute: int, whole: bool) -> float:
-    """One chunk of logits and a work buffer of the same size, in float32; a third one if the head has another dtype."""
-    numbers = float(tokens * size.vocabulary)
-    if whole:  # the head's logits, the divided ones in float32, their log-probabilities, and the gradients of both
-        return numbers * (2 * compute + 3 * 4)
-    return min(numbers, CHUNK_ELEMENTS_MAX) * (8 + (compute if compute < 4 else 0))
 
 
 def _unsharded(size: ModelSize, compute: int) -> float:

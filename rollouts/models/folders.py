@@ -20,9 +20,7 @@ Kind = Literal["full", "adapter"]
 
 WEIGHTS: Mapping[Kind, str] = {"full": "model.safetensors", "adapter": "adapter_model.safetensors"}
 _INDEX = "model.safetensors.index.json"
-_TOKENIZER = (
-    "tokenizer.json tokenizer_config.json tokenizer.model spiece.model tekken.json vocab.json vocab.txt".split()
-)
+_TOKENIZERS = "tokenizer.json tokenizer_config.json tokenizer.model spiece.model tekken.json vocab.json vocab.txt"
 
 
 def is_adapter(folder: str | Path) -> bool:
@@ -39,7 +37,7 @@ def role_adapters(folder: str | Path) -> dict[str, Path]:
 
 def has_tokenizer(folder: str | Path) -> bool:
     """Whether the folder has a tokenizer."""
-    return any((Path(folder) / name).is_file() for name in _TOKENIZER)
+    return any((Path(folder) / name).is_file() for name in _TOKENIZERS.split())
 
 
 def read_adapter_config(folder: str | Path) -> dict[str, Any]:

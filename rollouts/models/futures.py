@@ -218,16 +218,10 @@ def training_words(
         more = "--lora-rank 16, --training.optimizer adafactor, or --training fsdp on more GPUs"
         return f"out of memory on {device} in {name}: {why}\ntype {more}"
     longest, is_one = max(lengths, default=0), len(lengths) < 2
-    size = (
-        f"one row of {longest} tokens"
-        if is_one
-        else f"{len(lengths)} rows and {tokens} tokens, at most {longest} a row"
-    )
-    less = f"--tokens-per-microbatch {smaller}"
-    if is_one or smaller >= tokens:
-        less = f"a smaller --max-tokens{'' if is_one else ' or --samples-per-prompt'}"
+    size, less = f"one row of {longest} tokens", "a smaller --max-tokens"
+    if not is_one:
+        size = f"{len(lengths)} rows and {tokens} tokens, at most {longest} a row"
+        less = f"--tokens-per-microbatch {smaller}" if smaller < tokens else f"{less} or --samples-per-prompt"
     flags = [less, *([] if checkpoints else ["--training.gradient-checkpointing true"]), "--lora-rank 16"]
-    return (
-        f"out of memory on {device} in a microbatch of {size}: {why}\n"
-        f"type {', '.join(flags)} or a smaller --inference.cache-gib; `--dry-run` estimates the memory"
-    )
+    hint = f"type {', '.join(flags)} or a smaller --inference.cache-gib; `--dry-run` estimates the memory"
+    return f"out of memory on {device} in a microbatch of {size}: {why}\n{hint}"

@@ -183,10 +183,8 @@ def adapters_beneath(name: str) -> tuple[str, tuple[str, ...]]:
     resolved = resolve_model_name(name)
     while is_adapter(resolved):
         if resolved in folders:
-            raise ModelError(
-                f"{ADAPTER_CONFIG} in {resolved} names its own folder as the base model; write the model that the "
-                "adapter was trained on as base_model_name_or_path"
-            )
+            what = f"{ADAPTER_CONFIG} in {resolved} names its own folder as the base model"
+            raise ModelError(f"{what}; write the model that the adapter was trained on as base_model_name_or_path")
         folders.append(resolved)
         try:
             resolved = resolve_model_name(base_of(Path(resolved)))
@@ -425,11 +423,9 @@ def _explain(resolved: str, what: str, error: Exception) -> str:
         whole = "give a folder that save_pretrained wrote, with the model and its tokenizer, or try `--model tiny`"
         return f"the {what} in {resolved} could not be loaded: {first_line(error).rstrip(':.')}; {whole}"
     part = "it" if what == "model" else f"its {what}"
-    missing = (
-        f"the model {resolved!r} is no folder here, and {part} could not be loaded from the hub: {first_line(error)}"
-    )
+    missing = f"the model {resolved!r} is no folder here, and {part} could not be loaded from the hub"
     hint = "give a folder with the model, or try `--model tiny`, which needs neither"
-    return f"{missing} Check the spelling and the connection, {hint}"
+    return f"{missing}: {first_line(error)} Check the spelling and the connection, {hint}"
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

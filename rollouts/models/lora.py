@@ -56,11 +56,10 @@ def add_lora(causal: Any, *, rank: int, alpha: float | None, targets: str, seed:
             ) from error
     tied = tied_with_adapter(causal)
     if tied is not None:
-        raise ConfigError(
-            f"lora_targets {targets!r}: the model ties the weight of {tied[0]} to {tied[1]}, and an adapter on one of "
-            f"them cannot be merged into the weight of both; leave {tied[0].rpartition('.')[2]} out of "
-            "--training.lora-targets"
-        )
+        what = f"lora_targets {targets!r}: the model ties the weight of {tied[0]} to {tied[1]}"
+        why = "an adapter on one of them cannot be merged into the weight of both"
+        hint = f"leave {tied[0].rpartition('.')[2]} out of --training.lora-targets"
+        raise ConfigError(f"{what}, and {why}; {hint}")
     return wrapped
 
 

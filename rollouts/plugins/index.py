@@ -11,6 +11,7 @@ or the metadata of a distribution with components has changed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -129,13 +130,16 @@ def find_component(kind: str, name: str) -> ComponentRef:
             f"give it again from Python: rollouts.resume(RUN, ...={name[1:-1]}), or rollouts.run(FILE, ...)"
         )
     everything = scan().components
-    found = _matches([ref for ref in everything if ref.kind == kind], name)
+    owner, _, rest = name.partition("/")
+    of_kind = [ref for ref in everything if ref.kind == kind]
+    qualified = [ref for ref in of_kind if ref.name == rest and normalize(ref.distribution) == normalize(owner)]
+    found = qualified or [ref for ref in of_kind if ref.name == name]
     if not found:
         raise unknown_component(kind, name, everything)
     if len(found) > 1:
-        lines = [f"{len(found)} installed distributions have {a_kind(kind)} named {name!r}", "type one of:"]
-        lines += [f"  {ref.qualified}    ({ref.distribution} {ref.version})" for ref in found]
-        raise AmbiguousComponentError("\n".join(lines))
+        several = f"{len(found)} installed distributions have {a_kind(kind)} named {name!r}\ntype one of:"
+        owners = (f"  {ref.qualified}    ({ref.distribution} {ref.version})" for ref in found)
+        raise AmbiguousComponentError(in_lines(several, *owners))
     return found[0]
 
 
@@ -167,11 +171,6 @@ def is_installed(distribution: str) -> bool:
     return True
 
 
-def one_line(exc: BaseException) -> str:
-    """The type and message of an exception in one line."""
-    return " ".join(named(exc).split())
-
-
 def unknown_component(
     kind: str, name: str, known: Sequence[ComponentRef], notes: Iterable[str] = ()
 ) -> UnknownComponentError:
@@ -183,50 +182,53 @@ def unknown_component(
     """
     of_kind = [ref for ref in known if ref.kind == kind]
     elsewhere = [f"{KIND_WORDS[ref.kind]} {ref.qualified}" for ref in known if ref.kind != kind and ref.name == name]
-    owner, slash, rest = name.partition("/")
-    of_owner = [ref for ref in known if slash and normalize(ref.distribution) == normalize(owner)]
-    theirs = [ref.name for ref in of_owner if ref.kind == kind]
-    without = ""
-    is_pack = any(ref.name.startswith(f"{owner}/") for ref in of_kind)
-    if slash and (theirs or (is_installed(owner) and not is_pack)):
-        others = theirs or [f"{KIND_WORDS[ref.kind]} {ref.name}" for ref in of_owner]
-        package = of_owner[0].distribution if theirs else owner
-        has = ", ".join(_grouped(others)) or "no components"
-        without = f"{package} is installed but has no {KIND_WORDS[kind]} of that name (it has: {has})"
-    if theirs:
-        near = suggestion(rest, theirs, f"{owner}/{{}}".format)
-    else:
-        near = suggestion(name, [ref.qualified if slash and "/" not in ref.name else ref.name for ref in of_kind])
-    is_distribution = not slash and is_installed(name)
     is_whole = any(normalize(ref.distribution) == "rollouts-rl" for ref in known)
-    # The user typed this package's name. No other one is guessed: an attacker may have published it.
-    package = normalize(owner) if slash else ""
-    could_be = re.fullmatch(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?", package) and not near
-    other_names = [
-        f"{ref.value if ref.value == name else ref.distribution} provides: {ref.name}"
-        for ref in of_kind
-        if ref.value == name or (is_distribution and normalize(ref.distribution) == normalize(name))
-    ]
-    is_file = Path(name).suffix in (".py", ".toml", ".json", ".jsonl")
-    folder_hint = _folder_hint(kind, rest if slash else name)
-    may_install = could_be and not (is_file or theirs or other_names or folder_hint or is_installed(package))
+    has_packs = any("/" in ref.name for ref in of_kind)
+    hints = in_lines(*_name_hints(kind, name, known))
     lines = (
         f"no {KIND_WORDS[kind]} is named {name!r}",
-        without,
-        _file_hint(name),
-        folder_hint,
-        *other_names,
-        near,
-        _REWARD_HINT if kind == "rewards" else "",
+        hints,
+        "the environment's own rewards are named `env`: --reward env:1" if kind == "rewards" else "",
         f"installed ({kind}): {', '.join(_grouped(_names(of_kind))) or 'none'}",
         f"other components with this name: {', '.join(elsewhere)}" if elsewhere else "",
         *notes,
         "" if is_whole else _NOT_INSTALLED,
-        "to see everything: rollouts plugins list" + (" --all" if any("/" in ref.name for ref in of_kind) else ""),
-        f"{_IN_CLONE}: pip install ./plugins/{name}" if (kind, name) in _WITH_PLUGIN else "",
-        f"{_NOT_THERE}: pip install {package}" if may_install else "",
+        f"to see everything: rollouts plugins list{' --all' if has_packs else ''}",
+        f"{_IN_CLONE}: pip install ./plugins/{name}" if kind == "loggers" and name in _LOGGERS_OF_CLONE else "",
+        "" if hints else _install_hint(name),
     )
     return UnknownComponentError(in_lines(*lines))
+
+
+def _name_hints(kind: str, name: str, known: Sequence[ComponentRef]) -> Iterator[str]:
+    """What was meant by a name of which there is no component; empty lines if it is not known."""
+    of_kind = [ref for ref in known if ref.kind == kind]
+    owner, slash, rest = name.partition("/") if "/" in name else ("", "", name)
+    theirs = [ref for ref in known if slash and normalize(ref.distribution) == normalize(owner)]
+    own = [ref.name for ref in theirs if ref.kind == kind]
+    if own or (slash and is_installed(owner) and not any(ref.name.startswith(f"{owner}/") for ref in of_kind)):
+        others = own or [f"{KIND_WORDS[ref.kind]} {ref.name}" for ref in theirs]
+        package = theirs[0].distribution if own else owner
+        has = ", ".join(_grouped(others)) or "no components"
+        yield f"{package} is installed but has no {KIND_WORDS[kind]} of that name (it has: {has})"
+    yield _file_hint(name)
+    yield _folder_hint(kind, rest)
+    for ref in of_kind:
+        if ref.value == name or normalize(ref.distribution) == normalize(name):
+            yield f"{ref.value if ref.value == name else ref.distribution} provides: {ref.name}"
+    if own:
+        yield suggestion(rest, own, f"{owner}/{{}}".format)
+    else:
+        yield suggestion(name, [ref.qualified if slash and "/" not in ref.name else ref.name for ref in of_kind])
+
+
+def _install_hint(name: str) -> str:
+    """How to install the package that the user typed. No other name is guessed: an attacker may have published it."""
+    owner, slash, _ = name.partition("/")
+    package = normalize(owner)
+    is_name = slash and re.fullmatch(r"[a-z0-9](?:[a-z0-9-]*[a-z0-9])?", package)
+    is_file = Path(name).suffix in (".py", ".toml", ".json", ".jsonl")
+    return "" if not is_name or is_file or is_installed(package) else f"{_NOT_THERE}: pip install {package}"
 
 
 def _file_hint(name: str) -> str:
@@ -254,11 +256,10 @@ def _folder_hint(kind: str, name: str) -> str:
     return ""
 
 
-_REWARD_HINT = "the environment's own rewards are named `env`: --reward env:1"
 _NOT_INSTALLED = (
     "rollouts itself is not installed, so its own components are missing; in its folder, type: pip install -e ."
 )
-_WITH_PLUGIN = {("loggers", "mlflow"), ("loggers", "tensorboard"), ("loggers", "trackio"), ("loggers", "wandb")}
+_LOGGERS_OF_CLONE = ("mlflow", "tensorboard", "trackio", "wandb")
 _IN_CLONE = "a package in the repository of rollouts provides it; in a clone, type"
 _NOT_THERE = "that package is not installed; check who publishes it, and type"
 
@@ -308,7 +309,7 @@ def _read(path: list[str] | None) -> tuple[Scan, list[str]]:
         try:
             refs = list(_read_refs(distribution))
         except Exception as exc:  # do not hide the other distributions; `doctor` reports this one
-            faults.append(f"{folder}: its entry points cannot be read: {one_line(exc)}")
+            faults.append(f"{folder}: its entry points cannot be read: {' '.join(named(exc).split())}")
             files.append(f"{folder}/entry_points.txt")
         files += [f"{folder}/{name}" for name in _METADATA if refs]
         for ref in refs:
@@ -319,16 +320,13 @@ def _read(path: list[str] | None) -> tuple[Scan, list[str]]:
 
 
 def _stamps(files: Iterable[str]) -> dict[str, _Stamp]:
-    return {file: _stamp(file or ".") for file in files}
-
-
-def _stamp(file: str) -> _Stamp:
-    """What changes when a file is written, or an entry of a folder. None if there is no such file."""
-    try:
-        found = os.stat(file)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    """What changes when a file is written, or an entry of a folder. None for a file that does not exist."""
+    stamps: dict[str, _Stamp] = dict.fromkeys(files)
+    for file in stamps:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found = os.stat(file or ".")
+            stamps[file] = (found.st_ino, found.st_mtime_ns, found.st_size)
+    return stamps
 
 
 def _read_refs(distribution: Distribution) -> Iterator[ComponentRef]:
@@ -354,25 +352,19 @@ def find_in_file(name: str, kind: str = ANY_KIND) -> ComponentRef:
     path_text, colon, attribute = name.rpartition(":")
     if not colon or not path_text.endswith(".py") or not all(part.isidentifier() for part in attribute.split(".")):
         file = next((text for text in (path_text, name) if text.endswith(".py")), "./file.py")
-        defined = _defined_in(Path(file).expanduser())
-        raise UnknownComponentError(
-            in_lines(
-                f"{name!r} looks like a file, but {a_kind(kind)} in a file is written path.py:Name",
-                f"type: {file}:Name, where Name is the name of the {word} in that file",
-                f"it defines: {', '.join(defined)}" if defined else "",
-            )
-        )
+        defined = ", ".join(_defined_in(Path(file).expanduser()))
+        is_file = ".py" in name or Path(name).expanduser().exists()
+        looks = f"{name!r} looks like a file, but" if is_file else f"there is no file {name!r};"
+        looks = f"{looks} {a_kind(kind)} in a file is written path.py:Name"
+        again = f"type: {file}:Name, where Name is the name of the {word} in that file"
+        raise UnknownComponentError(in_lines(looks, again, f"it defines: {defined}" if defined else ""))
     path = Path(path_text).expanduser()
     if not path.is_file():
-        beside = [file.name for file in path.parent.glob("*.py")] if path.parent.is_dir() else []
-        raise UnknownComponentError(
-            in_lines(
-                f"{word} {name!r}: there is no file {path_text!r} (the full path: {path.resolve()})",
-                suggestion(path.name, beside, lambda file: f"{path.parent / file}:{attribute}")
-                or (f"files there: {', '.join(sorted(beside))}" if beside else ""),
-            ),
-            missing=name,
-        )
+        beside = sorted(file.name for file in path.parent.glob("*.py"))
+        near = suggestion(path.name, beside, lambda file: f"{path.parent / file}:{attribute}")
+        listing = near or (f"files there: {', '.join(beside)}" if beside else "")
+        lacks = f"{word} {name!r}: there is no file {path_text!r} (the full path: {path.resolve()})"
+        raise UnknownComponentError(in_lines(lacks, listing), missing=name)
     return ComponentRef(kind, attribute, f"{path.resolve()}:{attribute}")
 
 
@@ -386,15 +378,6 @@ def _defined_in(file: Path) -> list[str]:
         return []
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     return [each.name for each in body if isinstance(each, kinds) and not each.name.startswith("_")]
-
-
-def _matches(refs: Sequence[ComponentRef], name: str) -> list[ComponentRef]:
-    owner, slash, rest = name.partition("/")
-    if slash:
-        qualified = [ref for ref in refs if ref.name == rest and normalize(ref.distribution) == normalize(owner)]
-        if qualified:
-            return qualified
-    return [ref for ref in refs if ref.name == name]
 
 
 def _names(refs: Sequence[ComponentRef]) -> list[str]:

@@ -8,6 +8,7 @@ install. A package that was written for another version of the contract is refus
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import sys
@@ -67,16 +68,13 @@ def check_contract(ref: ComponentRef) -> None:
     word = "hook plugin" if ref.kind == HOOKS else KIND_WORDS[ref.kind]
     owner, newest = f"{ref.distribution} {ref.version}: its {word} {ref.name!r}", VERSIONS[-1]
     known = f"rollouts {__version__} runs version {newest}"
+    states = f"{owner} is written for version {stated.removeprefix('v')} of the contract; {known}"
+    again = "type: pip install --upgrade rollouts-rl, or install another release: pip install "
+    again += f"'{ref.distribution}!={ref.version}'"
     if not re.fullmatch(r"v?[1-9][0-9]*", stated):
-        raise BrokenPluginError(
-            f"{owner} states the contract version {stated!r}, and {known}\n"
-            f'write in its pyproject.toml: [project.entry-points."{GROUP}"], and below it: version = "{newest}"'
-        )
-    raise BrokenPluginError(
-        f"{owner} is written for version {stated.removeprefix('v')} of the contract; {known}\n"
-        f"type: pip install --upgrade rollouts-rl, or install another release: pip install '{ref.distribution}!="
-        f"{ref.version}'"
-    )
+        states = f"{owner} states the contract version {stated!r}, and {known}"
+        again = f'write in its pyproject.toml: [project.entry-points."{GROUP}"], and below it: version = "{newest}"'
+    raise BrokenPluginError(f"{states}\n{again}")
 
 
 INSTALL_TORCH = (
@@ -118,11 +116,18 @@ def load_component(ref: ComponentRef) -> Any:
     if absent:
         hint = f"type: pip install '{ref.distribution}[{','.join(extras)}]'"
         raise MissingExtraError(in_lines(_not_installed(owner, absent), hint), package=absent[0], hint=hint)
+    with _imports(f"{owner} ({ref.value})", ref):
+        return _import(ref)
+
+
+@contextlib.contextmanager
+def _imports(what: str, ref: ComponentRef) -> Iterator[None]:
+    """Import an author's module in the block. Raises BrokenPluginError, or MissingExtraError."""
     try:
         with authors_code(), import_returns():
-            return _import(ref)
+            yield
     except Exception as exc:  # a module may raise anything
-        message = f"{owner} ({ref.value}) does not import\n{import_cause(exc, ref)}"
+        message = f"{what} does not import\n{import_cause(exc, ref)}"
         if isinstance(exc, ModuleNotFoundError) and _extra_of_module(exc, ref):
             raise MissingExtraError(message, package=_top(exc), hint=install_hint(exc, ref)) from exc
         raise BrokenPluginError(message) from exc
@@ -270,54 +275,13 @@ def _load_from_file(ref: ComponentRef) -> Any:
     """Import the file, once for each content, and return the attribute."""
     path_text, _, attribute = ref.value.rpartition(":")
     path = Path(path_text)
-    try:
-        with authors_code(), import_returns():
-            module = _module_of(path)
-    except Exception as exc:  # a file may raise anything
-        raise BrokenPluginError(
-            f"{path}: the file of {KIND_WORDS.get(ref.kind, ref.kind)} {attribute!r} does not import\n"
-            f"{import_cause(exc, ref)}"
-        ) from exc
+    with _imports(f"{path}: the file of {KIND_WORDS.get(ref.kind, ref.kind)} {attribute!r}", ref):
+        # If several threads ask for a file at the same time, one imports it, and the others wait.
+        name = module_name(path, path.read_bytes())
+        with _importing:
+            beside(path)
+            module = sys.modules.get(name) or import_file(name, str(path))
     return _attribute_of(module, attribute, str(path), ref)
-
-
-def _attribute_of(module: ModuleType, attribute: str, place: str, ref: ComponentRef) -> Any:
-    """An attribute of a module. Raises UnknownComponentError if the module lacks it."""
-    value, missing = _attribute(module, attribute)
-    if not missing:
-        return value
-    public = {name: each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
-    mine = [name for name, each in public.items() if getattr(each, "__module__", "") == module.__name__]
-    own = [name for name in mine if callable(public[name])]
-    raise UnknownComponentError(
-        in_lines(
-            f"{place} has no {KIND_WORDS.get(ref.kind, ref.kind)} {attribute!r}",
-            suggestion(missing, public),
-            f"it defines: {', '.join(own) or 'nothing public'}",
-            _weight_hint(ref),
-        )
-    )
-
-
-def _weight_hint(ref: ComponentRef) -> str:
-    """What to type if `name:word` is meant as a reward with a weight; empty for another kind, or for a file."""
-    if ref.kind != "rewards" or not names_module(ref.value):
-        return ""
-    name, _, word = ref.value.partition(":")
-    return f"if {word!r} is meant as a weight: {word!r} is not a number; type: --reward {name}:1.0"
-
-
-def _module_of(path: Path) -> ModuleType:
-    """The module of a file. If several threads ask for it at the same time, one imports it, and the others wait."""
-    name = module_name(path, path.read_bytes())
-    with _importing:
-        if name in sys.modules:
-            return sys.modules[name]
-        beside(path)
-        return import_file(name, str(path))
-
-
-# --- modules --------------------------------------------------------------------------------------------------------
 
 
 def _load_from_module(ref: ComponentRef) -> Any:
@@ -326,19 +290,36 @@ def _load_from_module(ref: ComponentRef) -> Any:
     label = f"{KIND_WORDS.get(ref.kind, ref.kind)} {ref.value!r}"
     beside(Path.cwd() / "any")
     try:
-        with authors_code(), import_returns():
+        with _imports(f"{label}: {module}", ref):
             found = open_module(module)
-    except ModuleNotFoundError as exc:
-        if not exc.name or not f"{module}.".startswith(f"{exc.name}."):
-            raise BrokenPluginError(f"{label}: {module} does not import\n{import_cause(exc, ref)}") from exc
-        raise UnknownComponentError(
-            in_lines(
-                f"{label}: there is no module {exc.name!r}",
-                _weight_hint(ref),
-                "a module is found if its package is installed, or in the folder where you type the command; for "
-                f"another folder, type: PYTHONPATH=FOLDER, or ./{module.replace('.', '/')}.py:{attribute}",
-            )
-        ) from exc
-    except Exception as exc:  # a module may raise anything
-        raise BrokenPluginError(f"{label}: {module} does not import\n{import_cause(exc, ref)}") from exc
+    except BrokenPluginError as error:
+        missing = getattr(error.__cause__, "name", "") if isinstance(error.__cause__, ModuleNotFoundError) else ""
+        if not missing or not f"{module}.".startswith(f"{missing}."):
+            raise
+        where = (
+            "a module is found if its package is installed, or in the folder where you type the command; for another "
+            f"folder, type: PYTHONPATH=FOLDER, or ./{module.replace('.', '/')}.py:{attribute}"
+        )
+        words = in_lines(f"{label}: there is no module {missing!r}", _weight_hint(ref), where)
+        raise UnknownComponentError(words) from error.__cause__
     return _attribute_of(found, attribute, module, ref)
+
+
+def _attribute_of(module: ModuleType, attribute: str, place: str, ref: ComponentRef) -> Any:
+    """An attribute of a module. Raises UnknownComponentError if the module lacks it."""
+    value, missing = _attribute(module, attribute)
+    if not missing:
+        return value
+    public = {name: each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
+    own = [name for name, each in public.items() if getattr(each, "__module__", "") == module.__name__]
+    lacks = f"{place} has no {KIND_WORDS.get(ref.kind, ref.kind)} {attribute!r}"
+    defines = f"it defines: {', '.join(name for name in own if callable(public[name])) or 'nothing public'}"
+    raise UnknownComponentError(in_lines(lacks, suggestion(missing, public), defines, _weight_hint(ref)))
+
+
+def _weight_hint(ref: ComponentRef) -> str:
+    """What to type if `name:word` is meant as a reward with a weight; empty for another kind, or for a file."""
+    if ref.kind != "rewards" or not names_module(ref.value):
+        return ""
+    name, _, word = ref.value.partition(":")
+    return f"if {word!r} is meant as a weight: {word!r} is not a number; type: --reward {name}:1.0"

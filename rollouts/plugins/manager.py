@@ -8,7 +8,6 @@ does not stop the other plugins.
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from pluggy import HookimplOpts, PluginValidationError
 from rollouts.author_code import authors_code, shown
 from rollouts.config.names import HELD, names_file, normalize
 from rollouts.error_log import report
-from rollouts.errors import BrokenPluginError, MissingExtraError, PluginError, UnknownComponentError, suggestion
+from rollouts.errors import BrokenPluginError, MissingExtraError, PluginError, UnknownComponentError, named, suggestion
 from rollouts.plugins import hookspecs, index
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.loading import import_cause, load_component
@@ -121,9 +120,7 @@ class PluginManager:
         AmbiguousComponentError.
         """
         if name in self._objects:
-            ref = ComponentRef(kind, name.strip("<>"), name)
-            self._made[ref] = self._objects[name]
-            return ref
+            return self.replace(ComponentRef(kind, name.strip("<>"), name), self._objects[name])
         try:
             return index.find_component(kind, name)
         except UnknownComponentError:
@@ -131,36 +128,32 @@ class PluginManager:
                 raise
         self.load_hooks()
         faults = self.faults[:]
+        owner, _, rest = name.partition("/")
         for implementation in self._implementations("rollouts_find_component"):
             distribution, version = self._owners[implementation.plugin_name]
-            owner, _, rest = name.partition("/")
-            mine = rest and normalize(owner) == normalize(distribution)
-            for asked in (rest, name) if mine else (name,):
+            is_its_own = rest and normalize(owner) == normalize(distribution)
+            for asked in (rest, name) if is_its_own else (name,):
                 found = self._call("rollouts_find_component", implementation, {"kind": kind, "name": asked})
-                if isinstance(found, ComponentRef):
-                    return found
                 if isinstance(found, PluginFault):
                     faults += self._note([found])
                 elif found is not None:
                     ref = ComponentRef(kind, asked, "", distribution, version)
-                    self._made[ref] = found
-                    return ref
+                    return found if isinstance(found, ComponentRef) else self.replace(ref, found)
         known = [*index.installed_components(), *self._listed(kind)]
         notes = [f"this hook plugin failed: {fault}" for fault in dict.fromkeys(faults)]
         raise index.unknown_component(kind, name, known, notes)
 
-    def replace(self, ref: ComponentRef, component: Any) -> None:
-        """From now on, `load` returns this component for the reference."""
+    def replace(self, ref: ComponentRef, component: Any) -> ComponentRef:
+        """From now on, `load` returns this component for the reference, which is returned."""
         self._made[ref] = component
+        return ref
 
     def load(self, ref: ComponentRef) -> Any:
         """Import a component that `find` or `list` returned. Raises BrokenPluginError, UnknownComponentError."""
         if ref in self._made:
             return self._made[ref]
-        if ref.distribution and not ref.value:
-            found = self.find(ref.kind, ref.qualified)
-            return self._made[found] if found in self._made else load_component(found)
-        return load_component(ref)
+        found = ref if ref.value or not ref.distribution else self.find(ref.kind, ref.qualified)
+        return self._made[found] if found in self._made else load_component(found)
 
     def list(self, kind: str | None = None, *, hooks: bool = False) -> Refs:
         """The components of one kind, or of all kinds, sorted. With `hooks`, hook plugins are loaded and their
@@ -195,8 +188,7 @@ class PluginManager:
             if error is not None and isinstance(error.__cause__, TimeoutError):
                 late[ref.distribution] = error
             if isinstance(error, MissingExtraError):
-                named = f"{index.KIND_WORDS[ref.kind]} {ref.name}"
-                lacking.setdefault((error.package, error.hint), []).append(named)
+                lacking.setdefault((error.package, error.hint), []).append(f"{index.KIND_WORDS[ref.kind]} {ref.name}")
             elif error is not None:
                 reports.append(str(error))
         self.load_hooks()
@@ -288,10 +280,10 @@ class _Pluggy(pluggy.PluginManager):
 def _why_refused(exc: Exception) -> str:
     """Why pluggy did not register a plugin. For an unknown argument, it lists the arguments of the hook."""
     if not isinstance(exc, PluginValidationError):
-        return f"cannot be registered: {index.one_line(exc)}"
+        return " ".join(f"cannot be registered: {named(exc)}".split())
     text = " ".join(str(exc).split())
-    hook = next((hook for hook in _HOOKS if f"{hook!r}" in text), None)
-    return text + (f"; the arguments of the hook: {', '.join(_HOOKS[hook])}" if hook else "")
+    listing = (f"; the arguments of the hook: {', '.join(_HOOKS[hook])}" for hook in _HOOKS if f"{hook!r}" in text)
+    return text + next(listing, "")
 
 
 def _refusal(hook: str, function: Any, options: HookimplOpts) -> str:
@@ -310,9 +302,8 @@ def _checked_names(names: Any) -> dict[str, str]:
     if isinstance(names, str):
         raise TypeError(f"returned the text {names!r}; it must return a list of names")
     listed = dict(names) if isinstance(names, Mapping) else dict.fromkeys(names, "")
-    for name in (*listed, *listed.values()):
-        if not isinstance(name, str):
-            raise TypeError(f"returned {shown(name)} among the names; each must be text")
+    for name in (name for name in (*listed, *listed.values()) if not isinstance(name, str)):
+        raise TypeError(f"returned {shown(name)} among the names; each must be text")
     return listed
 
 
@@ -330,11 +321,9 @@ def _error_of(ref: ComponentRef) -> PluginError | None:
 
 def _clashes(refs: Iterable[ComponentRef]) -> list[str]:
     """A message for each name that several distributions offer."""
-    by_name = itertools.groupby(refs, key=lambda ref: (ref.kind, ref.name))  # `refs` are sorted by kind and name
-    claimed = [(kind, name, list(found)) for (kind, name), found in by_name]
-    return [
-        f"{index.KIND_WORDS[kind]} {name!r} is offered by {len(found)} distributions; type one of: "
-        + ", ".join(ref.qualified for ref in found)
-        for kind, name, found in claimed
-        if len(found) > 1
-    ]
+    owners: dict[tuple[str, str], list[str]] = {}
+    for ref in refs:
+        owners.setdefault((ref.kind, ref.name), []).append(ref.qualified)
+    several = ((*named, found) for named, found in owners.items() if len(found) > 1)
+    words = "{} {!r} is offered by {} distributions; type one of: {}".format
+    return [words(index.KIND_WORDS[kind], name, len(found), ", ".join(found)) for kind, name, found in several]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Optional
 
 from rollouts.author_code import authors_code, place_of, place_of_parameter, shown, unwrapped
 from rollouts.config.convert import convert_value, default_fault, default_text, describe_type, toml_value
-from rollouts.config.files import NOWHERE, Source, unknown_key, where
+from rollouts.config.files import NOWHERE, Source, refused, unknown_key
 from rollouts.config.flags import flag_name
 from rollouts.config.hints import hint_scopes, resolve_hint, setting_docs
 from rollouts.config.settings import REQUIRED, Setting, is_secret, setting_infos, without_secrets
@@ -79,12 +79,13 @@ def read_signature(component: Any, kind: str) -> Signature:
     if terms is not None:
         return _union(terms, kind)
     parameters = _parameters(component, _label_of(component))
-    positional = () if _has_only_settings(component, kind) else _POSITIONAL
-    requests = tuple(parameter.name for parameter in parameters if parameter.kind in positional)
+    # all parameters of an environment, and of a class of tools, are settings
+    has_inputs = kind != "environments" and not (kind == "tools" and inspect.isclass(component))
+    requests = tuple(each.name for each in parameters if has_inputs and each.kind in _POSITIONAL)
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     chosen = [each for each in parameters if each.name not in requests and each.kind not in variadic]
     docs = setting_docs(component) if chosen else {}
-    records = {} if _has_only_settings(component, kind) else _records(component, chosen)
+    records = _records(component, chosen) if has_inputs else {}
     settings: list[Setting] = []
     for parameter in chosen:
         if parameter.name in records:
@@ -126,16 +127,15 @@ def _faults(component: Any, kind: str, label: str) -> Iterator[str]:
         )
     if kind in _CALLED_DIRECTLY and _is_async(component):
         yield f"{name} is async, but {a_kind(kind)} is called and never awaited\nwrite `def`, not `async def`"
-    for parameter in _parameters(component, label):
-        fault = _parameter_fault(parameter, kind)
-        if fault and kind == "optimizers" and inspect.isclass(component):
-            short = name.lower()
-            fault = (
-                f"the parameters of this class are not those of an optimizer: `params`, `lr`, and settings after a `*`"
-                f"\ngive a function in its place: optimizer={short}\ndef {short}(params, lr, *, weight_decay=0.0):\n"
-                f"    return {name}(params, lr=lr, weight_decay=weight_decay)"
-            )
-        yield fault
+    faults = [_parameter_fault(parameter, kind) for parameter in _parameters(component, label)]
+    if any(faults) and kind == "optimizers" and inspect.isclass(component):
+        short = name.lower()
+        yield (
+            f"the parameters of this class are not those of an optimizer: `params`, `lr`, and settings after a `*`"
+            f"\ngive a function in its place: optimizer={short}\ndef {short}(params, lr, *, weight_decay=0.0):\n"
+            f"    return {name}(params, lr=lr, weight_decay=weight_decay)"
+        )
+    yield from faults
 
 
 def keywords_of(component: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,11 +199,6 @@ def call_with(component: Any, available: Mapping[str, Any], settings: Mapping[st
         return component(*arguments, **(keywords_of(component, settings) if settings else _NOTHING))
 
 
-def _has_only_settings(component: Any, kind: str) -> bool:
-    """Whether all parameters are settings: those of an environment, and of a class of tools."""
-    return kind == "environments" or (kind == "tools" and inspect.isclass(component))
-
-
 class _Inputs(NamedTuple):
     """The names of a callable's positional parameters, and its parameters whose default is a dataclass instance."""
 
@@ -237,10 +232,8 @@ def _inputs_of(component: Any) -> _Inputs:
 
 def _parameters(component: Any, label: str) -> list[inspect.Parameter]:
     if not callable(component):
-        raise SignatureError(
-            f"{label}: an object of {type(component).__name__} cannot be called\n"
-            "name a function, a class or an object with __call__"
-        )
+        again = "name a function, a class or an object with __call__"
+        raise SignatureError(f"{label}: an object of {type(component).__name__} cannot be called\n{again}")
     how: dict[str, Any] = {}
     if sys.version_info >= (3, 14):  # annotations are lazy there: a name under TYPE_CHECKING must not be evaluated
         import annotationlib
@@ -249,10 +242,8 @@ def _parameters(component: Any, label: str) -> list[inspect.Parameter]:
     try:
         return list(inspect.signature(component, **how).parameters.values())
     except (ValueError, TypeError) as exc:
-        raise SignatureError(
-            f"{label}: {_label_of(component)} has no readable signature ({exc})\n"
-            f"wrap it in a function that names its inputs"
-        ) from exc
+        why = f"{_label_of(component)} has no readable signature ({exc})\nwrap it in a function that names its inputs"
+        raise SignatureError(f"{label}: {why}") from exc
 
 
 def _records(component: Any, parameters: Iterable[inspect.Parameter]) -> dict[str, Any]:
@@ -284,12 +275,9 @@ def _field_settings(record: Any, docs: Mapping[str, str]) -> Iterator[Setting]:
 def _clash(signature: Signature) -> str:
     """The error if two settings or inputs have one name because of a dataclass; empty if not."""
     names = Counter((*signature.requests, *(setting.name for setting in signature.settings)))
-    taken = [name for name, count in names.items() if count > 1]
-    if not taken:
-        return ""
-    return (
-        f"a field of a dataclass is a setting, and {quoted(taken)} is already an input or a setting\nrename the field"
-    )
+    taken = quoted([name for name, count in names.items() if count > 1])
+    clash = f"a field of a dataclass is a setting, and {taken} is already an input or a setting\nrename the field"
+    return clash if taken else ""
 
 
 def _default_of(parameter: inspect.Parameter, component: Any) -> Any:
@@ -317,35 +305,27 @@ def _parameter_fault(parameter: inspect.Parameter, kind: str) -> str:
     if parameter.kind is inspect.Parameter.VAR_KEYWORD:
         return f"it takes **{name}, which would accept a misspelled setting\nname each setting after a `*`"
     vocabulary = VOCABULARY.get(kind)
-    if kind == "environments":
-        if parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
-            return f"{name!r} is positional-only, but settings are passed by name\nremove the `/`"
-        return ""
-    if vocabulary is None:
+    if kind == "environments" and parameter.kind is inspect.Parameter.POSITIONAL_ONLY:
+        return f"{name!r} is positional-only, but settings are passed by name\nremove the `/`"
+    if kind == "environments" or vocabulary is None:
         return ""
     if parameter.kind in _POSITIONAL:
         # Python callers of the factory may leave it out.
-        is_absent = kind in ("training", "inference") and parameter.default is None
+        is_absent = kind in ("training", "inference", "loggers") and parameter.default is None
         if parameter.default is not inspect.Parameter.empty and not is_absent:
-            return (
-                f"{name!r} is positional and has a default, but inputs have no default and settings are keyword-only\n"
-                f"for a setting, write `*, {name}=...`; for an input, remove the default"
-            )
+            why = "is positional and has a default, but inputs have no default and settings are keyword-only"
+            return f"{name!r} {why}\nfor a setting, write `*, {name}=...`; for an input, remove the default"
         if name not in vocabulary:
-            return _unknown_name(name, kind, vocabulary)
+            return in_lines(
+                f"it names {name!r}, but {a_kind(kind)} has no such input",
+                suggestion(name, vocabulary),
+                f"{a_kind(kind)} may name:",
+                *(f"  {known}: {meaning}" for known, meaning in vocabulary.items()),
+                f"for a setting, write it after a `*`: `*, {name}=...`",
+            )
     elif name in vocabulary and parameter.default is inspect.Parameter.empty:
         return f"{name!r} is an input, but here it is keyword-only, like a setting\nput it before the `*`"
     return ""
-
-
-def _unknown_name(name: str, kind: str, vocabulary: Mapping[str, str]) -> str:
-    return in_lines(
-        f"it names {name!r}, but {a_kind(kind)} has no such input",
-        suggestion(name, vocabulary),
-        f"{a_kind(kind)} may name:",
-        *(f"  {known}: {meaning}" for known, meaning in vocabulary.items()),
-        f"for a setting, write it after a `*`: `*, {name}=...`",
-    )
 
 
 def _terms_of(component: Any) -> list[Any] | None:
@@ -368,8 +348,7 @@ def _union(terms: Iterable[Any], kind: str) -> Signature:
         requests |= dict.fromkeys(part.requests)
         for setting in part.settings:
             settings.setdefault(setting.name, setting)
-        name = getattr(term, "name", "")
-        if name:
+        if name := getattr(term, "name", ""):
             about = f"the coefficient of the {name} term"
             settings.setdefault(f"{name}_coef", Setting(f"{name}_coef", float, term.coefficient, about))
     return Signature(tuple(requests), tuple(settings.values()))
@@ -386,8 +365,7 @@ def _is_async(component: Any) -> bool:
 
 def _label_of(component: Any) -> str:
     inner = unwrapped(component)
-    name = getattr(inner, "__qualname__", None)
-    return str(name) if name else f"an object of {type(inner).__qualname__}"
+    return str(getattr(inner, "__qualname__", None) or f"an object of {type(inner).__qualname__}")
 
 
 def make(word: str, name: str, component: Any, available: Mapping[str, Any], settings: Mapping[str, Any]) -> Any:
@@ -419,24 +397,21 @@ def convert_settings(
     ("reward", alias). Raises ConfigError for an unknown setting, a wrong type, and a missing setting without default.
     """
     known = {setting.name: setting for setting in signature.settings}
-    for key, value in given.items():
-        if key not in known:
-            listing = ", ".join(
-                f"{each.name} ({describe_type(each.type)}; {default_text(each)})" for each in signature.settings
-            )
-            from rollouts.config.foreign import misplaced_hint
+    for key in (key for key in given if key not in known):
+        from rollouts.config.foreign import misplaced_hint
 
-            hint = misplaced_hint(key, [info.name for info in setting_infos()])
-            problem = in_lines(f"{label} has no setting {key!r}", hint)
-            raise unknown_key((*path, key), value, source, problem, known, f"its settings: {listing or 'none'}")
+        hint = misplaced_hint(key, [info.name for info in setting_infos()])
+        listing = ", ".join(
+            f"{name} ({describe_type(each.type)}; {default_text(each)})" for name, each in known.items()
+        )
+        problem = in_lines(f"{label} has no setting {key!r}", hint)
+        raise unknown_key((*path, key), given[key], source, problem, known, f"its settings: {listing or 'none'}")
     missing = [name for name, setting in known.items() if setting.is_required and name not in given]
     if missing:
-        table = ".".join(path)
-        raise ConfigError(
-            f"{label} needs {', '.join(f'`{name}` ({describe_type(known[name].type)})' for name in missing)}\n"
-            f"type: {' '.join(f'{flag_name((*path, name))} VALUE' for name in missing)}"
-            + (f", or write it under [{table}] in the file" if table else "")
-        )
+        needs = ", ".join(f"`{name}` ({describe_type(known[name].type)})" for name in missing)
+        again = " ".join(f"{flag_name((*path, name))} VALUE" for name in missing)
+        file = f", or write it under [{'.'.join(path)}] in the file" if path else ""
+        raise ConfigError(f"{label} needs {needs}\ntype: {again}{file}")
     return {key: convert_value(value, known[key].type, (*path, key), source) for key, value in given.items()}
 
 
@@ -466,8 +441,7 @@ def check_defaults(found: Any, signature: Signature, label: str) -> None:
     """Raise SignatureError for a default that does not fit its hint: the run's own config.toml would hold it."""
     for setting in signature.settings:
         if fault := default_fault(setting):
-            owner = getattr(unwrapped(found), "__qualname__", label)
-            place = place_of_parameter(found, setting.name)
+            owner, place = getattr(unwrapped(found), "__qualname__", label), place_of_parameter(found, setting.name)
             again = "give it a default that fits its hint, or another hint"
             raise SignatureError(f"{owner}.{setting.name}: {fault}{f' ({place})' if place else ''}\n{again}")
 
@@ -479,6 +453,5 @@ def refuse_without_hint(
     known = {setting.name for setting in signature.settings}
     for name in given if dataclasses.is_dataclass(found) else ():
         if name not in known and not callable(vars(found).get(name, callable)):
-            place = where((*path, name), given[name], source)
             why = f"in the dataclass, {name} has no type hint, so it is no setting\nwrite `{name}: TYPE = ...`"
-            raise ConfigError(f"{place}: {label} has no setting {name!r}: {why}")
+            raise refused((*path, name), given[name], source, f"{label} has no setting {name!r}: {why}")

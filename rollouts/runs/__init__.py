@@ -2,7 +2,7 @@
 
 plan.py          every component found, imported, checked and given its settings; no model is loaded
 components.py    one component: found, and given its settings
-earlier_run.py   the run that wrote the model: its checkpoint, its held-out tasks, which of its settings are not used
+earlier_run.py   the run that wrote the model: its checkpoint, and which of its settings differ
 environments.py  the chosen environments: tasks, demonstrations, shares
 workers.py       which environments run in workers, and the classes in their place; the sandboxes of a run
 connectors.py    what starts workers
@@ -12,6 +12,7 @@ rehearsal.py     the trial of a dry run: a scripted episode, a small training st
 session.py       one run in its folder, from the opened folder to summary.json
 jobs/            what a session runs: train, evaluate
 sft_then_rl.py   one run after another: demonstrations, then reinforcement
+several.py       a run for each seed, or an evaluation of each model
 records.py       one trajectory of a run, with the values of its tokens
 times.py         when a run began, when everything in a step happened, and where the lines of a file begin
 token_files.py   the values of each trained token, beside the trajectories
@@ -24,19 +25,16 @@ folder.py        the files of a run
 manifest.py      versions, files and hardware of a run
 observer.py      the protocol of observers, which show a run's progress
 progress.py      the observer of a terminal, a log or a notebook
-panel.py         the live view of a run, as lines of text
-live.py          draws it in a terminal or a notebook
+panel.py         the live view of a run in a terminal or a notebook
 sample_rows.py   a few rollouts as the rows of a table, for loggers
 streams.py       an output that can no longer be written
 held_objects.py  Python objects that no name finds again: what to type
 rank.py          a rank above 0 of a distributed backend
 export.py        a checkpoint becomes a model
-usage.py         the environment, tools and snippet of an exported model
-publish.py       an exported model becomes a repository on the hub
+publish.py       the card of an exported model, how it is used, and its repository on the hub
 run_model.py     the model of a run with its settings, to talk to
 chat.py          a conversation with the model of a run
 serve.py         serves the model of a run over HTTP
-trio_thread.py   trio in a thread, for a program that waits for input
 """
 
 from __future__ import annotations
@@ -90,9 +88,9 @@ def run(
     commits = pinned(known_revisions(folder, resolved.source))
     with shared_values(settings.cleanup_seconds), worker_pools(), remote_code(settings.trust_remote_code), commits:
         if settings.mode == "eval":
-            from rollouts.runs.jobs.evaluate import evaluate
+            from rollouts.runs.jobs.evaluate import play_evaluation
 
-            return evaluate(make_plan(resolved), observer, started, home, folder)
+            return play_evaluation(make_plan(resolved), observer, started, home, folder)
         if settings.mode == "sft+rl":
             from rollouts.runs.sft_then_rl import train_phases
 
@@ -109,8 +107,7 @@ def run(
             plan = make_plan(resolved)
         make_folder = choose_folder(settings.out, default_out(plan.env_name, plan.one("loss").name), home, folder)
         chosen = named_checkpoint(folder, checkpoint, home) if folder is not None and checkpoint else None
-        held_out = plan.eval_tasks()
-        return train(plan, held_out, make_folder, observer, started, resumes=folder is not None, checkpoint=chosen)
+        return train(plan, make_folder, observer, started, resumes=folder is not None, checkpoint=chosen)
 
 
 def resume_run(folder: str, given: Tree, observer: Observer | None = None, *, checkpoint: str = "") -> dict[str, Any]:

@@ -196,18 +196,17 @@ def _check_mode(parts: Mapping[str, list[Chosen]], settings: Settings) -> None:
     """Raise ConfigError if mode sft is given components that are only for rollouts."""
     if settings.mode == "rl":
         return
+    chosen = [(key, each) for key in _ROLLOUTS_ONLY for each in parts.get(key, ())]
     given = [
-        (key, each.name or "(its settings)")
-        for key in _ROLLOUTS_ONLY
-        for each in parts.get(key, ())
+        f"--{key} {each.name or '(its settings)'}"
+        for key, each in chosen
         if each.name not in ("", OWN, AUTO) or (each.settings and not each.name)
     ]
-    given += [("critic", settings.critic)] if settings.critic else []
-    given += [("minibatches", str(settings.minibatches))] if settings.minibatches > 1 else []
-    for flag, value in given:
-        raise ConfigError(
-            f"--{flag} {value}: this is a setting for rollouts, and mode sft has none; leave it out, or type --mode rl"
-        )
+    given += [f"--critic {settings.critic}"] if settings.critic else []
+    given += [f"--minibatches {settings.minibatches}"] if settings.minibatches > 1 else []
+    if given:
+        words = "this is a setting for rollouts, and mode sft has none; leave it out, or type --mode rl"
+        raise ConfigError(f"{given[0]}: {words}")
 
 
 def _check_demonstrations(algorithm: Algorithm, loss: str) -> None:
@@ -261,11 +260,11 @@ def _check_backend(chosen: Mapping[str, list[Chosen]], wanted: AuxiliaryModels |
         *check_signature(training.component, "training", "").requests
     }:
         return
-    needed = [f"a reference policy ({function_label(wanted.reference)})"] if wanted.reference else []
-    needed += [f"a critic ({wanted.critic})"] if wanted.critic else []
-    needed += [f"a teacher ({wanted.teacher})"] if wanted.teacher else []
+    reference = wanted.reference and function_label(wanted.reference)
+    models = {"reference policy": reference, "critic": wanted.critic, "teacher": wanted.teacher}
+    needed = ", ".join(f"a {what} ({name})" for what, name in models.items() if name)
     raise ConfigError(
-        f"--training {training.name} cannot load {', '.join(needed)}, which this run needs: its function has no "
+        f"--training {training.name} cannot load {needed}, which this run needs: its function has no "
         "parameter `auxiliary_models`; type --training torch, or leave out --kl, --critic and --teacher"
     )
 

@@ -1,11 +1,13 @@
-"""What runs earned on their held-out tasks, and by how much one earned more than another on the same tasks."""
+"""What runs earned on their held-out tasks, by how much one earned more than another on the same tasks, and how well a
+mean over several runs is known.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,8 +16,7 @@ import msgspec
 from rollouts.disk import open_regular
 from rollouts.errors import UserError, counted
 from rollouts.reducers import Reducer
-from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, load_config, phases_of, read_json
-from rollouts.runs.seeds import t_quantile
+from rollouts.runs.folder import EVALUATED, OTHERS, SUMMARY, phases_of, read_config, read_json
 from rollouts.types import Message, Task, Trajectory
 
 RESAMPLES = 10_000
@@ -23,7 +24,7 @@ TASKS_MIN = 5
 """A paired comparison of fewer tasks has no interval. A bootstrap of 2 tasks covers the truth in half of the cases."""
 
 
-class Evaluation(NamedTuple):
+class RunEvaluation(NamedTuple):
     """What a run earned on its held-out tasks, and the standard error; None if nothing could be judged. A run that
     trains has been evaluated `before` and `after`. `reduce` says how the samples of a task became one reward. `failed`
     episodes have no reward. With several environments, `environments` has the reward and the standard error of each.
@@ -74,7 +75,7 @@ class Paired(NamedTuple):
         return {**self._asdict(), "verdict": self.verdict, **none}
 
 
-def evaluations_of(folder: Path) -> list[Evaluation]:
+def evaluations_of(folder: Path) -> list[RunEvaluation]:
     """The evaluations in a run's summary: one of an evaluation, up to two of a run that trains."""
     summary = read_json(folder / SUMMARY)
     if "reward_mean" in summary:
@@ -83,13 +84,13 @@ def evaluations_of(folder: Path) -> list[Evaluation]:
     return [_evaluation(when, trained[when]) for when in ("before", "after") if trained.get(when)]
 
 
-def _evaluation(when: str, found: Mapping[str, Any]) -> Evaluation:
+def _evaluation(when: str, found: Mapping[str, Any]) -> RunEvaluation:
     kind = "reduced" if "reduce" in found else "reward"
     both = f"{kind}_mean", f"{kind}_stderr"
     mean, error, greedy = (found.get(name) for name in (*both, "greedy_mean"))
     own = {env: (each.get(both[0]), each.get(both[1])) for env, each in found.get("environments", {}).items()}
     failed = sum((found.get("failed") or {}).values())
-    return Evaluation(when, found.get("tasks", 0), mean, error, greedy, found.get("reduce", "mean"), failed, own)
+    return RunEvaluation(when, found.get("tasks", 0), mean, error, greedy, found.get("reduce", "mean"), failed, own)
 
 
 class _Line(msgspec.Struct):
@@ -116,7 +117,7 @@ _DECODER = msgspec.json.Decoder(_Line)
 
 def reducer_of(folder: Path) -> Reducer:
     """How an evaluation reduced the samples of a task. Raises ConfigError for settings that cannot be read."""
-    settings = load_config(phases_of(folder)[-1])[0]
+    settings = read_config(phases_of(folder)[-1])[0]
     return Reducer(settings.get("reduce", "mean"), settings.get("answer_pattern", ""))
 
 
@@ -192,3 +193,40 @@ def paired_difference(
     tail = 0.5 * math.erfc(math.sqrt(n / (n - 1)) * t_quantile(n - 1) / math.sqrt(2))
     low, high = np.quantile(means, [tail, 1 - tail])
     return Paired(float(differences.mean()), float(low), float(high), n, left_out)
+
+
+def interval_of(values: Sequence[float]) -> dict[str, float | None]:
+    """The number of the values, their mean and its 95 % t-interval: mean ± t(n - 1) s / sqrt(n), with the sample's
+    deviation s (ddof 1). One value has no interval.
+
+    >>> {name: round(value, 3) for name, value in interval_of([1.0, 2.0, 3.0]).items()}
+    {'n': 3, 'mean': 2.0, 'low': -0.484, 'high': 4.484}
+    """
+    mean, n = statistics.fmean(values), len(values)
+    if n < 2:
+        return {"n": n, "mean": mean, "low": None, "high": None}
+    half = t_quantile(n - 1) * statistics.stdev(values) / math.sqrt(n)
+    return {"n": n, "mean": mean, "low": mean - half, "high": mean + half}
+
+
+def t_quantile(degrees: int, share: float = 0.95) -> float:
+    """The t of Student's distribution with |T| <= t in this share of cases (Abramowitz and Stegun 26.7.3, 26.7.4).
+
+    >>> [round(t_quantile(degrees), 3) for degrees in (1, 2, 4, 9, 30)]
+    [12.706, 4.303, 2.776, 2.262, 2.042]
+    """
+
+    def probability(t: float) -> float:
+        angle, odd = math.atan(t / math.sqrt(degrees)), degrees % 2
+        sine, cosine = math.sin(angle), math.cos(angle)
+        term = total = 1.0 if degrees > 1 else 0.0
+        for k in range(2 + odd, degrees - 1, 2):
+            term *= (k - 1) / k * cosine**2
+            total += term
+        return 2 / math.pi * (angle + sine * cosine * total) if odd else sine * total
+
+    low, high = 0.0, 1e3
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if probability(middle) < share else (low, middle)
+    return high

@@ -21,13 +21,7 @@ from rollouts.config.settings import AUTO, COMPONENT_KINDS, MULTIPLE, OWN, OWN_K
 from rollouts.env.authoring import tools_of
 from rollouts.env.schema import check_tool
 from rollouts.env.toolsets import AddedTool, Toolset, check_toolset, is_toolset
-from rollouts.errors import (
-    ConfigError,
-    MissingExtraError,
-    SignatureError,
-    UnknownComponentError,
-    said_of,
-)
+from rollouts.errors import ConfigError, MissingExtraError, SignatureError, UnknownComponentError, said_of
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.plugins.index import KIND_WORDS, ComponentRef
 from rollouts.plugins.manager import PluginManager
@@ -54,7 +48,7 @@ from rollouts.training.algorithms.algorithm import (
 from rollouts.training.algorithms.corrections import truncated
 
 if TYPE_CHECKING:
-    from rollouts.chat.tool_parsers import ToolParser
+    from rollouts.chat.tool_parsers import ChosenParser
     from rollouts.plugins.protocols import TaskSampler
 
 Path = tuple[str, ...]
@@ -69,7 +63,7 @@ _EXAMPLES = {
 }
 
 
-class Remote(Protocol):
+class RemoteEnvironments(Protocol):
     """Which environments run in workers, and the classes in their place; see `rollouts.runs.workers`."""
 
     def has(self, component: Component) -> bool:
@@ -108,7 +102,7 @@ def choose(
     components: Mapping[str, list[Component]],
     source: Source,
     places: Mapping[str, Path] | None = None,
-    workers: Remote | None = None,
+    workers: RemoteEnvironments | None = None,
     *,
     may_be_absent: bool = False,
 ) -> dict[str, list[Chosen]]:
@@ -121,19 +115,16 @@ def choose(
     """
     chosen: dict[str, list[Chosen]] = {}
     for key in sorted(components, key=lambda key: key != "loss"):  # the loss first: others may be its own
-        (loss,) = chosen.get("loss", (None,))
-        place = (places or {}).get(key, (key,))
-        chosen[key] = []
+        (loss,), place, chosen[key] = chosen.get("loss", (None,)), (places or {}).get(key, (key,)), []
         for each in components[key]:
+            path = (*place, each.alias) if each.alias else place
             try:
-                path = (*place, each.alias) if each.alias else place
-                found = _choose(manager, key, each, loss, source, path, workers)
+                chosen[key].append(_choose(manager, key, each, loss, source, path, workers))
             except MissingExtraError:
                 if not may_be_absent or key not in ("training", "optimizer"):
                     raise
-                ref = _find(manager, key, each)
-                found = Chosen(each.name, _absent, dict(each.settings), ref, each.alias, is_absent=True)
-            chosen[key].append(found)
+                absent = Chosen(each.name, _absent, dict(each.settings), _find(manager, key, each), each.alias, True)
+                chosen[key].append(absent)
     return {key: chosen[key] for key in components}
 
 
@@ -145,17 +136,15 @@ def added_tools(chosen: Sequence[Chosen]) -> tuple[AddedTool, ...]:
     """The tools that a run adds to those of its environments. Raises EnvironmentDefinitionError for one without a
     schema, and for a mistake in a class of tools.
     """
+    from rollouts.env.task_tools import added_tool
+
     tools: list[AddedTool] = []
     for each in chosen:
         if is_toolset(each.component):
-            toolset = Toolset(each.alias, each.component, each.settings)
-            check_toolset(toolset)
+            check_toolset(toolset := Toolset(each.alias, each.component, each.settings))
             tools.append(toolset)
         else:
-            from rollouts.env.task_tools import added_tool
-
-            tool = added_tool(each.alias, each.component, each.settings)
-            check_tool(tool)
+            check_tool(tool := added_tool(each.alias, each.component, each.settings))
             tools.append(tool)
     return tuple(tools)
 
@@ -244,7 +233,7 @@ def _choose(
     loss: Chosen | None,
     source: Source,
     path: Path,
-    workers: Remote | None = None,
+    workers: RemoteEnvironments | None = None,
 ) -> Chosen:
     """One component with its settings converted and completed."""
     name = component.name
@@ -263,7 +252,7 @@ def _choose(
     return Chosen(name, found, settings, ref, component.alias)
 
 
-class Found(NamedTuple):
+class ReadComponent(NamedTuple):
     """A component as the run uses it, its signature, and its name in errors. `ref` is None without an entry point."""
 
     component: Any
@@ -274,22 +263,22 @@ class Found(NamedTuple):
 
 def read_component(
     manager: PluginManager, key: str, component: Component, loss: Chosen | None, source: Source, path: Path
-) -> Found:
+) -> ReadComponent:
     """Import a component and read its signature. Its settings are not converted. `loss` is the run's loss, whose own
     parts may be meant; None for the loss itself. Raises UserError.
     """
     kind, name = COMPONENT_KINDS[key], component.name
     if key == "reward" and name == "env":
-        return Found(None, Signature((), ()), None, "the environment's own rewards")
+        return ReadComponent(None, Signature((), ()), None, "the environment's own rewards")
     if key == "tool_parser" and name in ("", AUTO):
-        return Found(None, Signature((), ()), None, f"--tool-parser {AUTO}")
+        return ReadComponent(None, Signature((), ()), None, f"--tool-parser {AUTO}")
     if loss is not None and key == "correction" and name == AUTO:
         # The algorithm's own correction if it has one; else the default one, which applies if another engine samples.
         own, label = loss.component.correction or truncated, "--correction auto"
-        return Found(own, check_signature(own, kind, label), None, label)
+        return ReadComponent(own, check_signature(own, kind, label), None, label)
     if loss is not None and ((key in OWN_KEYS and not name) or (key in ("shaping", "filter") and name == OWN)):
         label = f"the {KIND_WORDS[kind]} of {loss.name}"
-        return Found(*_own_part(key, component, loss, label, source, path), None, label)
+        return ReadComponent(*_own_part(key, component, loss, label, source, path), None, label)
     if key == "kl":
         from rollouts.training.algorithms.kl import check_kl
 
@@ -297,7 +286,7 @@ def read_component(
     label = f"{KIND_WORDS[kind]} {name}"
     ref = _find(manager, key, component)
     with _with_line(ref, manager.load(ref)):
-        return Found(*signed(manager.load(ref), kind, label), ref, label)
+        return ReadComponent(*signed(manager.load(ref), kind, label), ref, label)
 
 
 def _own_settings(settings: dict[str, Any], component: Component) -> dict[str, Any]:
@@ -334,13 +323,13 @@ def _find(manager: PluginManager, key: str, component: Component) -> ComponentRe
         raise UnknownComponentError(f"{error}\n{hint}") from error
 
 
-def parser_of(chosen: Chosen) -> ToolParser | None:
+def parser_of(chosen: Chosen) -> ChosenParser | None:
     """The chosen tool parser; None: the chat template decides how calls are read."""
     if chosen.component is None:
         return None
-    from rollouts.chat.tool_parsers import ToolParser
+    from rollouts.chat.tool_parsers import ChosenParser
 
-    return ToolParser(chosen.name, chosen.component, chosen.settings)
+    return ChosenParser(chosen.name, chosen.component, chosen.settings)
 
 
 def curriculum(manager: PluginManager, component: Component, source: Source) -> Chosen:
@@ -440,7 +429,7 @@ def _own_functions(algorithm: Algorithm, key: str) -> tuple[Any, ...]:
     return () if part is None else (part.function if isinstance(part, KL) else part,)
 
 
-def with_data(resolved: Resolved, manager: PluginManager, workers: Remote | None = None) -> Resolved:
+def with_data(resolved: Resolved, manager: PluginManager, workers: RemoteEnvironments | None = None) -> Resolved:
     """The configuration with `--data` as the setting `data` of each environment that has this setting: its name, or a
     table of its name and the settings that were given. Raises UserError.
     """

@@ -11,11 +11,10 @@ from rollouts.child_environment import child_environment
 from rollouts.config.files import Source
 from rollouts.config.merging import Component
 from rollouts.config.workers import VENV, WorkerSettings, unknown_kind
-from rollouts.env.installs import Installed, find_installed
+from rollouts.env.installing import Installed, find_installed
 from rollouts.env.workers.channel import Connector
 from rollouts.env.workers.process import Options, ProcessConnector
-from rollouts.env.workers.serving import read_token
-from rollouts.env.workers.websocket import URLConnector
+from rollouts.env.workers.websocket import URLConnector, read_token
 from rollouts.errors import SignatureError, UnknownComponentError
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import converted

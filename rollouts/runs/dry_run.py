@@ -1,4 +1,6 @@
-"""Describes a plan without loading weights: the output of `--dry-run`."""
+"""Describes a plan without loading weights: the output of `--dry-run`. It shows every component, an estimate of memory,
+and how much a run will play and write (upper bounds: every reply is as long as `--max-tokens` allows).
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,24 @@ from rollouts.config.render import to_toml
 from rollouts.config.resolving import Resolved
 from rollouts.config.settings import OWN, without_secrets
 from rollouts.env.shared import shared_values
-from rollouts.errors import ModelError, RolloutsError, counted, first_line, said_of
-from rollouts.models.estimates import ModelSize, estimate_memory, how_estimated, model_size
-from rollouts.models.loading import adapters_beneath, load_config, remote_code
+from rollouts.errors import ConfigError, ModelError, RolloutsError, counted, first_line, said_of
+from rollouts.models.estimates import (
+    ModelSize,
+    decode_seconds,
+    estimate_memory,
+    how_estimated,
+    measure_rates,
+    model_size,
+)
+from rollouts.models.loading import adapters_beneath, load_config, remote_code, resolve_device
 from rollouts.models.revisions import pinned
 from rollouts.plugins.loading import INSTALL_TORCH, absent_packages
 from rollouts.plugins.signature import read_signature
-from rollouts.runs.amounts import amount_lines
 from rollouts.runs.components import Chosen, chosen_sampler, takes_rows
 from rollouts.runs.environments import chosen_tasks, demonstrations, few_held_out_notes, task_buffer
 from rollouts.runs.folder import check_out
 from rollouts.runs.held_objects import ranks_of
+from rollouts.runs.jobs.saving import size_words
 from rollouts.runs.manifest import known_revisions
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.rehearsal import rehearse
@@ -34,6 +43,8 @@ from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.datasets.mixing import shares_at
 from rollouts.types import Task
 
+TOKEN_BYTES = 24  # of a token in a file of trajectories: its id, logprob, mask and version, and its text
+TASKS_FEWER = 64
 _SHOWN_MIN = 0.01  # a fraction of the total; smaller parts are counted, but have no line
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -48,39 +59,29 @@ def dry_run(resolved: Resolved, *more: str) -> str:
         if settings.mode == "sft+rl":
             found = _describe_phases(resolved, absent)
         else:
-            found = describe(make_plan(resolved, may_be_absent=bool(absent)), absent=absent)
+            found = describe(make_plan(resolved, may_be_absent=bool(absent)), absent)
     return "\n".join([found.text, *more, "", *_verdict(found, settings.mode, absent)])
 
 
 class Described(NamedTuple):
-    """The description of a plan, and its `lines` after the settings. `warnings` are what the trial found that is
-    probably a mistake. `is_partial`: what needs torch or transformers was left out. `data` says how many conversations
-    were tried; empty if all.
+    """The description of a plan. `data` says how many conversations were tried; empty if all. `is_partial`: what needs
+    torch or transformers was left out.
     """
 
     text: str
-    warnings: list[str]
+    data: str
     is_partial: bool
-    lines: list[str]
-    data: str = ""
 
 
 def _verdict(found: Described, mode: str, absent: Sequence[str]) -> list[str]:
     """The last lines of a dry run."""
-    not_done = "the model was not asked" if mode == "eval" else "no model was loaded"
-    ok = f"ok, with {counted(len(found.warnings), 'warning')}" if found.warnings else "ok"
-    lines = [f"warning: {words}" for words in found.warnings]
     if found.is_partial:
         left_out = "the model and the chat template" if mode == "eval" else "the model, the loss and the chat template"
-        return [
-            *lines,
-            f"{ok}, but not everything: {' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed, so "
-            f"{left_out} were not tried; to install:",
-            INSTALL_TORCH,
-        ]
+        missing = f"{' and '.join(absent)} {'is' if len(absent) == 1 else 'are'} not installed"
+        return [f"ok, but not everything: {missing}, so {left_out} were not tried; to install:", INSTALL_TORCH]
     data = f", and of the data {found.data}" if found.data else ""
-    everything = "everything else" if lines else "everything"
-    return [*lines, f"{ok}: {everything} was checked{data}; {not_done}, and nothing was written"]
+    not_done = "the model was not asked" if mode == "eval" else "no model was loaded"
+    return [f"ok: everything was checked{data}; {not_done}, and nothing was written"]
 
 
 def _describe_phases(resolved: Resolved, absent: Sequence[str]) -> Described:
@@ -91,104 +92,97 @@ def _describe_phases(resolved: Resolved, absent: Sequence[str]) -> Described:
         check_out(resolved.settings.out)
     plans = compose_phases(resolved, may_be_absent=bool(absent))
     with said_of(SUPERVISED):
-        first = describe(plans.sft, absent=absent)
-    second = describe(plans.rl, before=plans.sft, absent=absent, described=first.lines)
+        first = describe(plans.sft, absent)
+    second = describe(plans.rl, absent)
     text = (
         f"# The supervised phase, in OUT/{SFT}\n{first.text}\n\n# Reinforcement, in OUT/{RL}; its model is the last "
-        f"checkpoint of the supervised phase\n# What is not here is as above.\n"
-        f"{second.text}"
+        f"checkpoint of the supervised phase\n{second.text}"
     )
-    return Described(
-        text, list(dict.fromkeys([*first.warnings, *second.warnings])), second.is_partial, second.lines, first.data
-    )
+    return second._replace(text=text, data=first.data)
 
 
-def _differing(before: str, text: str) -> str:
-    """The settings and whole tables of a settings file that are not the same in the file `before`."""
-    known, *tables_before = before.split("\n\n")
-    core, *tables = text.split("\n\n")
-    lines = [line for line in core.splitlines() if line not in known.splitlines()]
-    return "\n\n".join(filter(None, ["\n".join(lines), *(each for each in tables if each not in tables_before)]))
-
-
-def _differing_blocks(before: Sequence[str], lines: Sequence[str]) -> list[str]:
-    """The lines without those that are also in `before`. An indented line belongs to the line above it, and is left out
-    only with it. Headings stay.
-
-    >>> _differing_blocks(["# Tried out", "an episode", "  a call"], ["# Tried out", "an episode", "  a call"])
-    ['# Tried out']
-    >>> _differing_blocks(["an episode", "  a call"], ["an episode", "  another call"])
-    ['an episode', '  another call']
-    """
-    known = _blocks(before)
-    return [line for block in _blocks(lines) if block not in known or block[0][:1] in ("", "#") for line in block]
-
-
-def _blocks(lines: Sequence[str]) -> list[list[str]]:
-    """Each line that is not indented, with the indented lines below it."""
-    blocks: list[list[str]] = []
-    for line in lines:
-        if line.startswith(" ") and blocks:
-            blocks[-1].append(line)
-        else:
-            blocks.append([line])
-    return blocks
-
-
-def describe(
-    plan: Plan, *, before: Plan | None = None, absent: Sequence[str] = (), described: Sequence[str] = ()
-) -> Described:
+def describe(plan: Plan, absent: Sequence[str] = ()) -> Described:
     """Describe settings, components with their distributions, and tasks; for a training run also the loss and its
-    inputs, and an estimate of memory. After a phase `before`, whose lines are `described`, only what differs is
-    described. `absent` are packages that are not installed; what needs them is left out.
+    inputs, and an estimate of memory. `absent` are packages that are not installed; what needs them is left out.
 
     Draws the first tasks, reads the model's configuration, and tries the components out (`rehearsal`). Raises the first
     UserError that the run would raise there.
     """
-    trains = plan.settings.mode != "eval"
-    if plan.settings.out and not (trains and run_to_resume(plan.resolved)):
-        check_out(plan.settings.out)
+    settings, trains = plan.settings, plan.settings.mode != "eval"
+    if settings.out and not (trains and run_to_resume(plan.resolved)):
+        check_out(settings.out)
     held_out = plan.eval_tasks()
-    chosen = len(chosen_tasks(plan.settings.tasks, held_out))
-    if plan.settings.from_run:
-        open_runs(plan.settings, held_out)
-    elif plan.settings.mode == "rl":
-        task_buffer(plan.environments, held_out, plan.settings.prompts_per_step, chosen_sampler(plan.chosen))
-    elif trains and not takes_rows(plan.settings.mode, plan.chosen):
-        next(demonstrations(plan.environments, held_out, plan.settings.prompts_per_step))
-    samples = plan.settings.samples_per_prompt
+    chosen = len(chosen_tasks(settings.tasks, held_out))
+    if settings.from_run:
+        open_runs(settings, held_out)
+    elif settings.mode == "rl":
+        task_buffer(plan.environments, held_out, settings.prompts_per_step, chosen_sampler(plan.chosen))
+    elif trains and not takes_rows(settings.mode, plan.chosen):
+        next(demonstrations(plan.environments, held_out, settings.prompts_per_step))
     is_partial = bool(absent) and not plan.is_chat
-    found = rehearse(plan, held_out, without_model=is_partial)
-    times = "once" if samples == 1 else f"{samples} times"
-    tools = [(env, ", ".join(tool.name for tool in env.all_tools()) or "none") for env in plan.environments]
-    by_task = "; tools(task) chooses those of each task"
-    takes = "messages: no tokenizer, no chat template" if plan.is_chat else "token ids"
-    settings, *earlier = (to_toml(each.resolved.without_secrets()).rstrip() for each in (plan, before) if each)
+    tried, of_data = rehearse(plan, held_out, without_model=is_partial)
+    size = None if absent or plan.is_chat else _known_size(settings.model)
     lines = [
+        to_toml(plan.resolved.without_secrets()).rstrip(),
         "",
         "# Composed",
-        *(_environment_lines(plan) if trains else (_component_line("env", each) for each in plan.chosen["env"])),
-        *(
-            _component_line(key, each)
-            for key, chosen in plan.chosen.items()
-            for each in chosen
-            if key != "env" and each.component != ()
-        ),
-        *_scheduled_lines(plan),
-        *(f"tools{e.alias and f' of {e.alias}'}: {names}{by_task if e.chooses_tools else ''}" for e, names in tools),
-        f"held-out tasks: {len(held_out)}{_counted_words(plan, held_out)}"
-        + (f", of which --tasks chooses {chosen}" if plan.settings.tasks else "")
-        + ("" if trains else f", each played {times}"),
-        *(_training_lines(plan, absent) if trains else (f"the engine takes {takes}",)),
-        *amount_lines(plan, held_out, chosen, None if absent or plan.is_chat else _known_size(plan.settings.model)),
-        *(f"note: {note}" for note in (*plan.notes, *few_held_out_notes(plan.environments, held_out, plan.settings))),
+        *_component_lines(plan),
+        *_task_lines(plan, held_out, chosen),
+        *(_training_lines(plan, absent) if trains else ()),
+        *amount_lines(plan, held_out, chosen, size),
+        *(f"note: {note}" for note in (*plan.notes, *few_held_out_notes(plan.environments, held_out, settings))),
         "",
         "# Tried out",
-        *found.lines,
+        *tried,
     ]
-    settings = _differing(earlier[0], settings) if earlier else settings
-    text = "\n".join([settings, *_differing_blocks(described, lines)])
-    return Described(text, found.warnings, is_partial, lines, found.data)
+    return Described("\n".join(lines), of_data, is_partial)
+
+
+def _component_lines(plan: Plan) -> Iterator[str]:
+    """Every component with its distribution. Several environments have their shares, at the first step, and at the last
+    one if they change. Of later stages, the components that the first stage does not have.
+    """
+    weights = {env.alias: env.weight for env in plan.environments}
+    ends = [shares_at(weights, step) for step in (0, max(0, plan.settings.steps - 1))] if weights else [[], []]
+    for env, chosen, first, last in zip(plan.environments, plan.chosen["env"], *ends, strict=True):
+        line = _component_line("env", chosen)
+        if env.alias and plan.settings.mode != "eval":
+            line = f"env {env.alias}{line.removeprefix('env')}, share {first:.3g}"
+            line += "" if first == last else f" to {last:.3g}, of the whole run {env.share:.3g}"
+            line += "" if env.curriculum is None else f" ({_component_line('curriculum', env.curriculum)})"
+        yield line
+    others = [(key, each) for key, several in plan.chosen.items() for each in several if key != "env"]
+    yield from (_component_line(key, each) for key, each in others if each.component != ())
+    known = {each.ref for several in plan.chosen.values() for each in several} | {None}
+    for stage, parts in zip(plan.schedule[1:], plan.stages_chosen, strict=True):
+        new = [(key, each) for key, several in parts.items() for each in several if each.ref not in known]
+        yield from (f"from step {stage.step}: {_component_line(key, each)}" for key, each in new)
+
+
+def _component_line(key: str, chosen: Chosen) -> str:
+    if chosen.ref is None:
+        return f"{key}: {'the algorithm’s own' if chosen.name in ('', OWN) else chosen.name}"
+    origin = f"{chosen.ref.distribution} {chosen.ref.version}".strip() or chosen.ref.value
+    return f"{key}: {chosen.name} ({origin})"
+
+
+def _task_lines(plan: Plan, held_out: Sequence[Task], chosen: int) -> Iterator[str]:
+    """The tools of each environment, and the held-out tasks, of which an evaluation plays `chosen`."""
+    settings = plan.settings
+    for env in plan.environments:
+        names = ", ".join(tool.name for tool in env.all_tools()) or "none"
+        by_task = "; tools(task) chooses those of each task" if env.chooses_tools else ""
+        yield f"tools{env.alias and f' of {env.alias}'}: {names}{by_task}"
+    counts = Counter(task.env for task in held_out)
+    shares = ", ".join(f"{env.alias} {counts[env.alias]}" for env in plan.environments if env.alias)
+    words = f"held-out tasks: {len(held_out)}" + (f" ({shares})" if shares else "")
+    words += f", of which --tasks chooses {chosen}" if settings.tasks else ""
+    if settings.mode != "eval":
+        yield words
+        return
+    times = "once" if settings.samples_per_prompt == 1 else f"{settings.samples_per_prompt} times"
+    yield f"{words}, each played {times}"
+    yield f"the engine takes {'messages: no tokenizer, no chat template' if plan.is_chat else 'token ids'}"
 
 
 def _training_lines(plan: Plan, absent: Sequence[str]) -> Iterator[str]:
@@ -203,46 +197,6 @@ def _training_lines(plan: Plan, absent: Sequence[str]) -> Iterator[str]:
         yield from [f"teacher: {of_teacher}"] if beside.teacher else []
     yield f"learning rate: {plan.lr:g}"
     yield from [f"memory: not estimated: it needs {' and '.join(absent)}"] if absent else memory_lines(plan)
-
-
-def _environment_lines(plan: Plan) -> Iterator[str]:
-    """The environment, or the shares of several: at the first step, and at the last step if the shares change."""
-    if not plan.environments:
-        return
-    weights = {env.alias: env.weight for env in plan.environments}
-    ends = (shares_at(weights, step) for step in (0, max(0, plan.settings.steps - 1)))
-    for env, chosen, first, last in zip(plan.environments, plan.chosen["env"], *ends, strict=True):
-        line = _component_line("env", chosen)
-        if env.alias:
-            line = f"env {env.alias}{line.removeprefix('env')}, share {first:.3g}"
-            line += "" if first == last else f" to {last:.3g}, of the whole run {env.share:.3g}"
-            line += "" if env.curriculum is None else f" ({_component_line('curriculum', env.curriculum)})"
-        yield line
-
-
-def _counted_words(plan: Plan, tasks: Sequence[Task]) -> str:
-    """How many of the tasks each of several environments has."""
-    if not any(env.alias for env in plan.environments):
-        return ""
-    counts = Counter(task.env for task in tasks)
-    return f" ({', '.join(f'{env.alias} {counts[env.alias]}' for env in plan.environments)})"
-
-
-def _component_line(key: str, chosen: Chosen) -> str:
-    if chosen.ref is None:
-        return f"{key}: {'the algorithm’s own' if chosen.name in ('', OWN) else chosen.name}"
-    origin = f"{chosen.ref.distribution} {chosen.ref.version}".strip() or chosen.ref.value
-    return f"{key}: {chosen.name} ({origin})"
-
-
-def _scheduled_lines(plan: Plan) -> Iterator[str]:
-    """The components of later stages that the first stage does not have."""
-    known = {each.ref for several in plan.chosen.values() for each in several}
-    for stage, chosen in zip(plan.schedule[1:], plan.stages_chosen, strict=True):
-        for key, several in chosen.items():
-            for each in several:
-                if each.ref is not None and each.ref not in known:
-                    yield f"from step {stage.step}: {_component_line(key, each)}"
 
 
 def objective_words(algorithm: Algorithm, *, correction_auto: bool = False) -> str:
@@ -417,3 +371,65 @@ def _count(parameters: int) -> str:
     ('0.36 M', '72.70 B')
     """
     return f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
+
+
+# --- how much is played and written ---
+
+
+def amount_lines(plan: Plan, held_out: Sequence[Task], chosen: int, size: ModelSize | None) -> list[str]:
+    """The lines for a run with these held-out tasks, of which an evaluation (mode eval) plays `chosen`. `size` is that
+    of its model; None: it is not known, so there is no time.
+    """
+    settings = plan.settings
+    is_evaluation = settings.mode == "eval"
+    if is_evaluation:
+        times, episodes = 1, chosen * settings.samples_per_prompt
+        what = f"the evaluation: {counted(episodes, 'episode')}"
+    else:
+        between = (settings.steps - 1) // settings.eval_every if settings.eval_every and settings.steps else 0
+        times, episodes = 2 + between, 2 * len(held_out) if plan.rewards else 0
+        when = f"before step 1, {f'{between} times between steps' if between else 'not between steps'}, and at the end"
+        tasks = f"{counted(len(held_out), 'task')}, sampled and greedy"
+        what = f"evaluations: {times} ({when}) of {tasks}: {episodes:,} episodes each"
+    steps = settings.steps * settings.prompts_per_step * settings.samples_per_prompt if settings.samples else 0
+    lines = []
+    if episodes:
+        tokens = episodes * settings.max_tokens
+        lines.append(f"{what}, at most {tokens:,} tokens{_time_words(plan, size, episodes)}")
+        if times * episodes > steps and len(held_out) > TASKS_FEWER and not is_evaluation and settings.samples:
+            more = f"  the evaluations play more episodes than the training ({steps:,})"
+            lines.append(f"{more}; to play fewer, type --eval-tasks {TASKS_FEWER}")
+    kept = settings.steps if settings.keep_trajectories == "all" else min(settings.steps, settings.keep_trajectories)
+    written = times * episodes + (steps // max(1, settings.steps)) * kept
+    if written:
+        disk = size_words(written * settings.max_tokens * TOKEN_BYTES)
+        lines.append(f"trajectories: {written:,} episodes, at most about {disk} on the disk, without their prompts")
+    return lines
+
+
+def _time_words(plan: Plan, size: ModelSize | None, episodes: int) -> str:
+    """How long they take on this machine, if the engine is the embedded one."""
+    inference, settings = plan.one("inference"), plan.settings
+    if size is None or how_estimated(inference.component) != "embedded":
+        return ""
+    given = plan.one("training").settings if settings.mode != "eval" else inference.settings
+    dtype, device = str(given.get("dtype", "float32")), str(given.get("device", "auto"))
+    dtype = "float32" if dtype == "auto" else dtype
+    rows = min(settings.concurrency, int(inference.settings.get("rows_max", 256)))
+    try:
+        device = resolve_device(device)
+        rates = measure_rates(device, dtype)
+    except (ConfigError, RuntimeError) as error:  # such as a GPU that only the run will have
+        return f"; the time cannot be estimated here: {first_line(error)}"
+    seconds = decode_seconds(size, rates, episodes=episodes, tokens=settings.max_tokens, rows=rows, dtype=dtype)
+    return f", about {_duration(seconds)} on {device} (an estimate, without prompts, tools and rewards)"
+
+
+def _duration(seconds: float) -> str:
+    """
+    >>> _duration(8), _duration(1500), _duration(90000)
+    ('8 s', '25 min', '25.0 h')
+    """
+    if seconds < 120:
+        return f"{max(1.0, seconds):.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

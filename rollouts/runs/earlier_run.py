@@ -1,32 +1,25 @@
-"""What a plan has to know of an earlier run: the run that wrote the model that is evaluated, or that a run begins with.
-
-Which of the held-out tasks that run may have trained on, and which of its settings this evaluation does not use.
-"""
+"""What a plan has to know of the run that wrote its model: where the checkpoint is, and which settings differ."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rollouts.config.convert import toml_value
 from rollouts.config.files import load_file, runs_inside
-from rollouts.config.merging import component_names
-from rollouts.config.resolving import HOLDING_OUT, Resolved, resolve, run_settings_file
-from rollouts.config.secrets import components_without_secrets, leaves_out
+from rollouts.config.merging import component_tables
+from rollouts.config.resolving import Resolved, resolve, run_settings_file
 from rollouts.config.settings import Settings
-from rollouts.errors import ConfigError, UserError
+from rollouts.errors import ConfigError
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.models import folders, loading
 from rollouts.models.folders import all_checkpoints, nearest_checkpoints
-from rollouts.plugins.manager import PluginManager
-from rollouts.runs.components import Chosen, choose, with_data
-from rollouts.runs.environments import Environment, held_out_tasks, plan_environments, task_identity
-from rollouts.runs.folder import CONFIG, PHASES, SUMMARY, holds_run, load_config, read_json, writer_of
-from rollouts.runs.held_objects import give_rows, with_rows
-from rollouts.runs.workers import Workers
+from rollouts.runs.components import Chosen
+from rollouts.runs.folder import CONFIG, PHASES, SUMMARY, holds_run, read_json, writer_of
 from rollouts.training.weights.store import STATE, check_folder, newest_checkpoint
 
 
@@ -41,95 +34,45 @@ def run_of(model: str) -> Resolved | None:
     return resolve(tree, source, allow_left_out=True)
 
 
-def overlap_notes(
-    manager: PluginManager,
-    run: Resolved,
-    environments: Sequence[Environment],
-    resolved: Resolved,
-) -> tuple[str, ...]:
-    """Notes about tasks of the evaluation that the run may have trained on. Empty if the run held them all out, or did
-    not use these environments.
+def differing_notes(run: Resolved, resolved: Resolved) -> tuple[str, ...]:
+    """A note if a run or an evaluation begins with the model of `run`, plays an environment of it, and differs in what
+    decides which tasks are held out: training may have used those. Of an evaluation, the note also names what decided
+    the run's numbers; where the run's file gave the settings, only what was typed differs.
     """
-    trained_in = {component.name for component in run.components["env"]}
-    own = [env for env in environments if env.name in trained_in]
-    here, there = ({name: getattr(each, name) for name in HOLDING_OUT} for each in (resolved.settings, run.settings))
-    differing = [
-        f"{name} is {here[name]} and was {there[name]} in the run" for name in HOLDING_OUT if here[name] != there[name]
-    ]
-    components = resolved.components["env"]
-    try:
-        give_rows(manager, resolved, with_rows(run))
-        workers = Workers(run, manager)
-        run = with_data(run, manager, workers)
-        theirs_given = run.components["env"]
-        if components_without_secrets(components) == components_without_secrets(theirs_given):
-            theirs_given = list(components)  # the same components, with the secrets that the run's file does not have
+    evaluates = resolved.settings.mode == "eval"
+    plays = evaluates and os.path.abspath(resolved.source.path) != run.source.path
+    here, there = (_compared(each.without_secrets(), plays=plays) for each in (resolved, run))
+    ours, theirs = ({each.name for each in of.components["env"]} for of in (resolved, run))
+    missing = object()
+    differing = [f"{name} = {toml_value(value)}" for name, value in there.items() if here.get(name, missing) != value]
+    more = resolved.settings.eval_tasks > run.settings.eval_tasks
+    differing += [f"eval_tasks = {run.settings.eval_tasks}"] if more else []
+    if ours.isdisjoint(theirs) or not differing:
+        return ()
+    trained = any(each.startswith(("seed ", "eval_tasks ", "env")) for each in differing)
+    note = (
+        f"the run of this model used {', '.join(differing)}, which this {'evaluation' if evaluates else 'run'} does not"
+    )
+    note += ", so it may have trained on these held-out tasks" if trained else ""
+    folder = shlex.quote(os.path.relpath(Path(run.source.path).parent))
+    return (note + (f"; to evaluate as the run did, type: rollouts eval {folder}" if plays else ""),)
+
+
+def _compared(resolved: Resolved, *, plays: bool) -> dict[str, Any]:
+    """By its name, every setting that decides which tasks are held out, and if it `plays`, how they are played."""
+    keys = ("env", "tool", "reward") if plays else ("env",)
+    tables = component_tables({key: resolved.components[key] for key in keys})
+    names = ("seed", "system", "template", "tool_parser", "max_tokens", "max_turns") if plays else ("seed",)
+    return dict(flattened(tables)) | {name: getattr(resolved.settings, name) for name in names}
+
+
+def flattened(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of a tree of settings, by its dotted name."""
+    for name, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{path}{name}.")
         else:
-            differing.append("the environment or its settings are not those of the run")
-        if not own or not differing:
-            return ()
-        if leaves_out([each.settings for each in theirs_given]):
-            raise ConfigError(f"{run.source.path} leaves out a secret of the environment")
-        chosen = choose(manager, {"env": theirs_given}, run.source, workers=workers)["env"]
-        theirs = plan_environments(manager, theirs_given, chosen, run.settings, run.source)
-        held_out = {task_identity(task) for task in held_out_tasks(theirs, run.settings.eval_tasks)}
-        aliases = {env.alias for env in own}
-        asked = [task for task in held_out_tasks(environments, resolved.settings.eval_tasks) if task.env in aliases]
-    except UserError as error:
-        return (f"which of these tasks the run held out is not known: {error}",)
-    unseen = sum(task_identity(task) in held_out for task in asked)
-    words = f": it held out {unseen} of these {len(asked)} tasks, and may have trained on the others"
-    return ("; ".join(differing) + (words if unseen < len(asked) else ""),)
-
-
-def trained_before(manager: PluginManager, environments: Sequence[Environment], resolved: Resolved) -> tuple[str, ...]:
-    """Notes about held-out tasks of a training run that begins with the model of another run. That run may have trained
-    on them.
-    """
-    model = resolved.settings.model
-    try:
-        run = run_of(model)
-    except UserError as error:
-        return (f"--model {model}: the settings of its run cannot be read: {error}",)
-    notes = () if run is None else overlap_notes(manager, run, environments, resolved)
-    return tuple(f"--model {model} comes from a run; {note}" for note in notes)
-
-
-def unused_of_run(run: Resolved, resolved: Resolved, model: str) -> tuple[str, ...]:
-    """What decided the run's own numbers, and is not used in this evaluation of `model`, in words; nothing where the
-    run never saw these environments, or where its own file gave the settings, so that only what was typed differs.
-    """
-    if os.path.abspath(resolved.source.path) == run.source.path:
-        return ()
-    here, there = (dict.fromkeys(each.name for each in of.components["env"]) for of in (resolved, run))
-    if here.keys().isdisjoint(there):
-        return ()
-    ours, theirs = (component_names(of.components)["reward"] or ("env:1",) for of in (resolved, run))
-    unused = [f"--reward {name}" for name in theirs] if ours != theirs else []
-    ours, theirs = (component_names(of.components)["tool"] for of in (resolved, run))
-    unused += [f"--tool {name}" for name in theirs if name not in ours]
-    for key in ("env", "tool", "reward"):
-        known = {
-            (each.alias, each.name): each.settings for each in components_without_secrets(resolved.components[key])
-        }
-        for component in components_without_secrets(run.components[key]):
-            settings = known.get((component.alias, component.name), component.settings)
-            place = ".".join(filter(None, (key, component.alias)))
-            unused += [
-                f"{place}.{name} = {toml_value(value)}"
-                for name, value in component.settings.items()
-                if settings.get(name) != value
-            ]
-    for name in ("system", "template", "tool_parser", "max_tokens", "max_turns"):
-        value = getattr(run.settings, name)
-        unused += [f"{name} = {toml_value(value)}"] if getattr(resolved.settings, name) != value else []
-    if not unused:
-        return ()
-    folder = Path(run.source.path).parent
-    again = f"rollouts eval {shlex.quote(os.path.relpath(folder))}"
-    again += "" if Path(model).absolute() == folder else f" --model {shlex.quote(model)}"
-    them = "it" if len(unused) == 1 else "them"
-    return (f"the run used {', '.join(unused)}, which this evaluation does not use; to use {them}, type: {again}",)
+            yield f"{path}{name}", value
 
 
 # --- its model --------------------------------------------------------------------------------------------------------
@@ -174,24 +117,14 @@ def find_checkpoint(source: str) -> Path:
         )
     if holds_run(path):
         if writer := writer_of(path):
-            first = _first_checkpoint(next(filter(holds_run, phases), path))
-            raise ConfigError(f"the run in {source} is still running ({writer}), and has no checkpoint yet\n{first}")
+            raise ConfigError(
+                f"the run in {source} is still running ({writer}), and has no checkpoint yet; wait for it"
+            )
         raise ConfigError(f"the run in {source} has no checkpoint yet; to continue it, type: rollouts resume {source}")
     runs = runs_inside(path)
     give = "give a folder that a run wrote, such as runs/first or runs/first/checkpoints/step_000120"
     advice = f"\ndid you mean: {', '.join(runs[:3])}?" if runs else f"; {give}"
     raise ConfigError(f"the folder {source} holds no run, no checkpoint, no model and no adapter{advice}")
-
-
-def _first_checkpoint(run: Path) -> str:
-    """When a run writes its first checkpoint."""
-    tree, _ = load_config(run)
-    steps, every, seconds = (
-        tree.get(name, getattr(Settings, name)) for name in ("steps", "checkpoint_every", "checkpoint_seconds")
-    )
-    of = f" of the phase {run.name}" if run.name in PHASES else ""
-    at = f"its first checkpoint comes after step {min(every or steps, steps)} of {steps}{of}"
-    return f"{at}, or earlier, {seconds:g} seconds after its begin" if seconds and not every else at
 
 
 def evaluated(settings: Settings, inference: Chosen) -> tuple[Settings, tuple[str, ...]]:

@@ -8,17 +8,16 @@ import trio
 
 from rollouts.config.flags import Tree, flag_name
 from rollouts.config.workers import WorkerSettings
-from rollouts.env.installs import find_installed
-from rollouts.env.workers.describe import Description, SandboxSent, settings_as_sent
+from rollouts.env.installing import find_installed
+from rollouts.env.workers.library import read_sandbox, settings_as_sent
 from rollouts.env.workers.pool import WorkerPool
 from rollouts.env.workers.process import Options, ProcessConnector
-from rollouts.env.workers.sandboxing import read_sandbox
-from rollouts.env.workers.serving import Address, serve_environment
-from rollouts.env.workers.websocket import library
+from rollouts.env.workers.protocol import Description, SandboxSent
+from rollouts.env.workers.websocket import Address, library, serve_environment
 from rollouts.errors import ConfigError, UnknownComponentError, WorkerError
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.connectors import own_connector, venv_connector
-from rollouts.sandboxes.opening import make_sandboxes
+from rollouts.sandboxes.base import make_sandboxes
 
 
 def serve_until_signal(name: str, address: Address, options: Options, say: Callable[[str], None]) -> None:
@@ -29,7 +28,7 @@ def serve_until_signal(name: str, address: Address, options: Options, say: Calla
     connector = _connector(name, options)
     pool = WorkerPool(name, connector, WorkerSettings())
     try:
-        about: Description = pool.call("describe", {"name": name}, kind=Description)
+        about: Description = pool.call("describe", {"name": name})
         if options.sandbox is not None:
             pool.call("show_sandbox", options.sandbox)
     except WorkerError as error:

@@ -27,7 +27,7 @@ from rollouts.author_code import authors_code, shown
 from rollouts.config.files import Source
 from rollouts.config.merging import Component
 from rollouts.config.settings import Settings
-from rollouts.env.authoring import Remote, ToolMethod, of_role, roles_of, tools_of
+from rollouts.env.authoring import ToolMethod, WorkerEnvironment, of_role, roles_of, tools_of
 from rollouts.env.checks import check_source, check_text
 from rollouts.env.methods import as_conversation, as_task, inputs_of, with_inputs
 from rollouts.env.schema import schema_of
@@ -53,13 +53,12 @@ from rollouts.training.datasets.buffer import HELD_OUT_PART, SKIPPED_MAX, DataBu
 from rollouts.types import Message, Task
 
 if TYPE_CHECKING:
-    from rollouts.env.workers.proxy import RemoteEnvironment
-    from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+    from rollouts.env.workers.proxy import RemoteEnvironment, RemoteSandboxes
     from rollouts.plugins.protocols import TaskSampler
     from rollouts.sandboxes.base import Sandboxes
 
 
-class Environment(NamedTuple):
+class PlannedEnvironment(NamedTuple):
     """One environment of a run. `share` is its mean share over the run's steps; `curriculum` is the component of its
     weight, if the weight is a curriculum. `text_only`: the model reads no images, so a task with an image is an error.
     `trains`: the tasks are or were also used for training, so not all of them are held out; runs of earlier versions
@@ -97,7 +96,7 @@ class Environment(NamedTuple):
     def remote(self) -> type[RemoteEnvironment] | None:
         """The class in place of the environment's, in this process, if it runs in workers."""
         component = self.chosen.component
-        is_remote = inspect.isclass(component) and issubclass(component, Remote)
+        is_remote = inspect.isclass(component) and issubclass(component, WorkerEnvironment)
         return cast("type[RemoteEnvironment]", component) if is_remote else None
 
     @property
@@ -322,11 +321,11 @@ def plan_environments(
     chosen: Sequence[Chosen],
     settings: Settings,
     source: Source,
-) -> tuple[Environment, ...]:
+) -> tuple[PlannedEnvironment, ...]:
     """The environments of a run with their weights. Raises UserError if a curriculum does not exist or cannot be used,
     or if at any step of the run a weight is negative or all weights are 0.
     """
-    environments: list[Environment] = []
+    environments: list[PlannedEnvironment] = []
     for component, found in zip(components, chosen, strict=True):
         given, rule = component.weight, None
         weight: mixing.Weight
@@ -336,7 +335,7 @@ def plan_environments(
         else:
             weight = mixing.piecewise(given) if isinstance(given, list) else given
         environments.append(
-            Environment(
+            PlannedEnvironment(
                 found,
                 weight,
                 rule,
@@ -364,24 +363,10 @@ def _setup_hint(error: Exception) -> str:
     )
 
 
-def held_out_tasks(environments: Sequence[Environment], count: int) -> list[Task]:
+def held_out_tasks(environments: Sequence[PlannedEnvironment], count: int) -> list[Task]:
     """`count` held-out tasks in total, split over the environments by their mean shares over the run."""
     counts = mixing.share_out(count, [env.share for env in environments])
     return [task for env, own in zip(environments, counts, strict=True) for task in env.held_out(own)]
-
-
-def held_out_notes(environments: Sequence[Environment], count: int) -> list[str]:
-    """A note for each environment that holds out fewer tasks, because its tasks are the same in both splits."""
-    counts = mixing.share_out(count, [env.share for env in environments])
-    found = [(env.alias or env.name, env.tasks_of_both(own)) for env, own in zip(environments, counts, strict=True)]
-    return [
-        f"{name} has {number} tasks, the same for training and evaluation, so at most a fifth of them is held out: "
-        f"{max(1, number // HELD_OUT_PART)}; to choose them, let tasks(split, rng) look at `split`"
-        if number > 1
-        else f"{name} has one task, so none is held out, and nothing is evaluated"
-        for name, number in found
-        if number
-    ]
 
 
 def chosen_tasks(text: str, tasks: Sequence[Task]) -> list[int]:
@@ -417,17 +402,31 @@ def chosen_tasks(text: str, tasks: Sequence[Task]) -> list[int]:
     return sorted(found)
 
 
-def few_held_out_notes(environments: Sequence[Environment], held_out: Sequence[Task], settings: Settings) -> list[str]:
-    """Notes if there are fewer held-out tasks than `--eval-tasks`. Of the default number, only the notes of
-    `held_out_notes`: few people rely on it.
+def few_held_out_notes(
+    environments: Sequence[PlannedEnvironment], held_out: Sequence[Task], settings: Settings
+) -> list[str]:
+    """Notes if there are fewer held-out tasks than `--eval-tasks`: for each environment whose tasks are the same in
+    both splits; else one, but not of the default number, for few people rely on it.
     """
-    count = settings.eval_tasks
-    notes = held_out_notes(environments, count) if len(held_out) < count else []
-    if not environments or len(held_out) >= count or notes or count == Settings.eval_tasks:
-        return notes
-    one = len(held_out) == 1
-    there = "there is one different held-out task," if one else f"there are {len(held_out)} different held-out tasks,"
-    return [f"{there} --eval-tasks asked for {count}"]
+    count, notes = settings.eval_tasks, []
+    if not environments or len(held_out) >= count:
+        return []
+    counts = mixing.share_out(count, [env.share for env in environments])
+    for env, own in zip(environments, counts, strict=True):
+        number, name = env.tasks_of_both(own), env.alias or env.name
+        if number == 1:
+            notes.append(f"{name} has one task, so none is held out, and nothing is evaluated")
+        elif number:
+            notes.append(
+                f"{name} has {number} tasks, the same for training and evaluation, so at most a fifth of them is held "
+                f"out: {max(1, number // HELD_OUT_PART)}; to choose them, let tasks(split, rng) look at `split`"
+            )
+    if not notes and count != Settings.eval_tasks:
+        there = (
+            "is one different held-out task" if len(held_out) == 1 else f"are {len(held_out)} different held-out tasks"
+        )
+        notes.append(f"there {there}, --eval-tasks asked for {count}")
+    return notes
 
 
 def task_identity(task: Task) -> str:
@@ -445,7 +444,7 @@ def held_out_keys(held_out: Sequence[Task], alias: str) -> frozenset[str]:
 
 
 def task_buffer(
-    environments: Sequence[Environment],
+    environments: Sequence[PlannedEnvironment],
     held_out: Sequence[Task],
     tasks_per_step: int,
     sampler: Callable[..., TaskSampler] | None = None,
@@ -477,13 +476,13 @@ class Demonstration(NamedTuple):
     environment, and is the same in every epoch.
     """
 
-    env: Environment
+    env: PlannedEnvironment
     number: int
     messages: list[Message]
 
 
 def demonstrations(
-    environments: Sequence[Environment], held_out: Sequence[Task], per_step: int
+    environments: Sequence[PlannedEnvironment], held_out: Sequence[Task], per_step: int
 ) -> Iterator[Demonstration]:
     """Expert conversations without end, mixed by the environments' weights at the step that trains on it.
 
@@ -500,7 +499,7 @@ def demonstrations(
         yield next(streams[mixing.pick(shares, environments[0].seed, number)])
 
 
-def _without_end(env: Environment, prompts: HeldOutPrompts) -> Iterator[Demonstration]:
+def _without_end(env: PlannedEnvironment, prompts: HeldOutPrompts) -> Iterator[Demonstration]:
     """The demonstrations of one environment, epoch after epoch."""
     known: list[Demonstration] = []
     skipped = 0

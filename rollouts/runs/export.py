@@ -16,8 +16,7 @@ from rollouts.errors import ConfigError, ModelError, OutputError, counted, first
 from rollouts.models import folders, loading
 from rollouts.plugins.loading import require_packages
 from rollouts.runs.earlier_run import find_checkpoint
-from rollouts.runs.publish import CARD, model_card
-from rollouts.runs.usage import write_usage
+from rollouts.runs.publish import CARD, model_card, write_usage
 from rollouts.training.weights.files import ModelFiles, write_weights
 from rollouts.training.weights.store import STATE, check_folder
 

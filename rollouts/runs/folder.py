@@ -18,6 +18,7 @@ import re
 import shlex
 import shutil
 import socket
+import stat
 import time
 import tomllib
 import weakref
@@ -135,7 +136,7 @@ def phases_of(folder: Path) -> list[Path]:
     return [folder / name for name in reversed(PHASES) if holds_run(folder / name)] or [folder]
 
 
-def load_config(folder: Path, home: Path | None = None) -> tuple[Tree, Source]:
+def read_config(folder: Path, home: Path | None = None) -> tuple[Tree, Source]:
     """The settings in a run's config.toml; `home` is that of `load_file`. Raises ConfigError, with what to type, if the
     file is missing, unreadable or empty.
     """
@@ -287,7 +288,7 @@ class RunFolder:
         begin at `home`; those in the file, where the run was begun. Raises ConfigError if the file cannot be read.
         """
         now = tomllib.loads(text)
-        if holds_run(self.path) and load_config(self.path, self.home)[0] == now:
+        if holds_run(self.path) and read_config(self.path, self.home)[0] == now:
             return
         if not os.path.samefile(self.move.home, self.home):
             text = to_toml(moved(resolve(now, allow_left_out=True), self.move))
@@ -353,16 +354,18 @@ class RunFolder:
         refers are complete. Files that are removed meanwhile, or that cannot be read, are skipped.
         """
         with _refused(self.path, "brought to the disk"):
-            for folder, files in _below(self.path, without=("checkpoints", "weights")):
-                changed = {file.path: _stamp(file) for file in files}
-                changed = {path: stamp for path, stamp in changed.items() if self._synced.get(path) != stamp}
+            for place, _, names in os.walk(self.path, topdown=False):  # inner folders first
+                if Path(place).relative_to(self.path).parts[:1] in (("checkpoints",), ("weights",)):
+                    continue
+                stamps = {path: stamp for name in names if (stamp := _stamp(path := os.path.join(place, name)))}
+                changed = [path for path, stamp in stamps.items() if self._synced.get(path) != stamp]
                 for path in changed:
                     with contextlib.suppress(FileNotFoundError, PermissionError):
                         sync_file(Path(path))
                 if changed:
                     with contextlib.suppress(FileNotFoundError):
-                        sync_folder(folder)
-                self._synced |= changed
+                        sync_folder(Path(place))
+                self._synced |= stamps
 
     def relative(self, path: Path) -> str:
         """A path inside this folder, relative to it, as the run's files store it: checkpoints/step_000010."""
@@ -422,30 +425,12 @@ def _cannot_make(path: Path, error: OSError) -> OutputError:
     return OutputError(f"the output folder {path} cannot be made: {error.strerror or error}; type --out with another")
 
 
-def _below(top: Path, *, without: tuple[str, ...]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
-    """Each folder below `top` with its plain files; inner folders come first. Skips the entries of `top` with a name in
-    `without`.
-    """
-    inner, files = [], []
-    with os.scandir(top) as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                inner.append(entry)
-            elif entry.is_file(follow_symlinks=False):
-                files.append(entry)
-    for entry in inner:
-        if entry.name not in without:
-            with contextlib.suppress(FileNotFoundError, PermissionError):
-                yield from _below(Path(entry.path), without=())
-    yield top, files
-
-
-def _stamp(file: os.DirEntry[str]) -> tuple[int, int]:
-    try:
-        stat = file.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return (0, 0)
-    return (stat.st_mtime_ns, stat.st_size)
+def _stamp(path: str) -> tuple[int, int] | None:
+    """When a plain file was changed, and its size. None for a link, a special file, and one that is removed."""
+    with contextlib.suppress(FileNotFoundError):
+        found = os.lstat(path)
+        return (found.st_mtime_ns, found.st_size) if stat.S_ISREG(found.st_mode) else None
+    return None
 
 
 def _is_blank(path: Path) -> bool:

@@ -52,14 +52,13 @@ def refuse_lost(resolved: Resolved, keys: Iterable[str]) -> None:
 
 def _call(resolved: Resolved, held: Mapping[str, list[str]]) -> str:
     """The call that gives these objects again."""
-    settings, file = resolved.settings, os.path.relpath(resolved.source.path or os.curdir)
-    folder = Path(file).parent
-    if settings.mode == "eval":
-        model = folder if Path(file).name == CONFIG else settings.model
-        return f'rollouts.run("{file}", mode="eval", model="{model}", {_arguments(held)})'
+    settings, file = resolved.settings, Path(os.path.relpath(resolved.source.path or os.curdir))
     out = Path(settings.out or os.devnull).absolute()
-    if folder.absolute() in (out, out.parent):
-        return f'rollouts.resume("{folder}", {_arguments(held)})'
+    if settings.mode == "eval":
+        model = file.parent if file.name == CONFIG else settings.model
+        return f'rollouts.run("{file}", mode="eval", model="{model}", {_arguments(held)})'
+    if file.parent.absolute() in (out, out.parent):
+        return f'rollouts.resume("{file.parent}", {_arguments(held)})'
     return f'rollouts.run("{file}", {_arguments(held)})'
 
 
@@ -110,21 +109,17 @@ def with_rows(resolved: Resolved) -> Resolved:
 
 
 def manager_for(resolved: Resolved, keys: Iterable[str]) -> PluginManager:
-    """A manager that knows the objects of the run. Raises ConfigError if a component of these keys is lost."""
+    """A manager that knows the objects of the run. The environment `prompts` reads the rows that `with_rows` has found.
+    Raises ConfigError if a component of these keys is lost.
+    """
     refuse_lost(resolved, keys)
-    manager = PluginManager(resolved.source.objects.components)
-    give_rows(manager, resolved)
-    return manager
-
-
-def give_rows(manager: PluginManager, *runs: Resolved) -> None:
-    """Let the environment `prompts` read the rows of these runs, which `with_rows` has found."""
-    rows = {data: content for resolved in runs for data, content in resolved.source.objects.rows.items()}
-    if rows:
+    objects = resolved.source.objects
+    manager = PluginManager(objects.components)
+    if objects.rows:
         from rollouts.env.prompts import given_prompts
 
-        ref = manager.find("environments", "prompts")
-        manager.replace(ref, given_prompts(rows))
+        manager.replace(manager.find("environments", "prompts"), given_prompts(dict(objects.rows)))
+    return manager
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from rollouts.config.merging import merge
 from rollouts.config.resolving import resolve
 from rollouts.data.conversations import (
     BadRowError,
-    Conversation,
+    WeightedConversation,
     add_unread,
     described,
     read_conversation,
@@ -61,7 +61,7 @@ class ReadRow(NamedTuple):
     it is no conversation, and `sample` is the begin of such a row.
     """
 
-    conversation: Conversation | None
+    conversation: WeightedConversation | None
     rows: list[SupervisedRow]
     cut: Cut
     lost: Sequence[str] = ()
@@ -98,7 +98,7 @@ class RowReader:
             return ReadRow(None, [], Cut(), (), str(error), sample_of(value))
 
 
-def conversation_of(value: Any) -> Conversation:
+def conversation_of(value: Any) -> WeightedConversation:
     """The conversation of a row. Raises BadRowError, also for what a loader could not read."""
     if isinstance(value, NotARow):
         raise BadRowError(value.why)

@@ -184,7 +184,14 @@ class Loggers:
 
 
 def _make_logger(chosen: Chosen, available: Mapping[str, Any]) -> MetricsLogger:
-    return _checked(make_component("logger", chosen, available), chosen.alias)
+    """The logger. Raises BrokenPluginError if it has the members of a SampleLogger, but no settings of samples."""
+    logger: MetricsLogger = make_component("logger", chosen, available)
+    if isinstance(logger, SampleLogger) and not isinstance(logger.sample_settings, SampleSettings):
+        raise BrokenPluginError(
+            f"the logger {chosen.alias} has `log_samples`, so its `sample_settings` must be "
+            f"rollouts.loggers.SampleSettings; it is a {type(logger.sample_settings).__name__}"
+        )
+    return logger
 
 
 @contextlib.contextmanager
@@ -197,13 +204,3 @@ def _named_errors(name: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise RunError(f"the logger {name} failed: {words_of(error)}") from error
-
-
-def _checked(logger: MetricsLogger, name: str) -> MetricsLogger:
-    """The logger. Raises BrokenPluginError if it has the members of a SampleLogger, but no settings of samples."""
-    if isinstance(logger, SampleLogger) and not isinstance(logger.sample_settings, SampleSettings):
-        raise BrokenPluginError(
-            f"the logger {name} has `log_samples`, so its `sample_settings` must be rollouts.loggers.SampleSettings; "
-            f"it is a {type(logger.sample_settings).__name__}"
-        )
-    return logger

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts.agent.episode import Opponent
-from rollouts.config.files import Source
+from rollouts.config.files import Source, where
 from rollouts.config.merging import Component
 from rollouts.config.settings import Settings
 from rollouts.env.authoring import roles_of
@@ -31,7 +31,7 @@ from rollouts.models.loading import load_tokenizer
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import Chosen, choose
 from rollouts.runs.earlier_run import find_checkpoint
-from rollouts.runs.environments import Environment
+from rollouts.runs.environments import PlannedEnvironment
 from rollouts.runs.session import make_inference
 from rollouts.training.algorithms.algorithm import requests
 
@@ -47,7 +47,7 @@ class PlannedOpponent(NamedTuple):
 
 
 def plan_opponents(
-    manager: PluginManager, settings: Settings, environments: Sequence[Environment], source: Source
+    manager: PluginManager, settings: Settings, environments: Sequence[PlannedEnvironment], source: Source
 ) -> tuple[PlannedOpponent, ...]:
     """The roles that other models play. Raises ConfigError for a role that no environment has, for an environment
     without another role, and for what `choose` refuses.
@@ -60,7 +60,9 @@ def plan_opponents(
         if not role:
             near = near_misses(given, known)
             has = f"the roles are {', '.join(known)}" if known else "the environment has no roles"
-            raise ConfigError(f"--role.{given}: {has}" + (f"; did you mean --role.{near[0]}.model?" if near else ""))
+            path = ("role", given)
+            place = where(path, None, source) if source.line_of(path) else f"--role.{given}"
+            raise ConfigError(f"{place}: {has}" + (f"; did you mean --role.{near[0]}.model?" if near else ""))
         planned.append(_planned(manager, role, table, settings, source))
     taken = {each.role for each in planned}
     for name, own in names.items():
@@ -91,7 +93,7 @@ def _planned(
 
 
 def plan_lora_roles(
-    settings: Settings, chosen: Mapping[str, list[Chosen]], environments: Sequence[Environment]
+    settings: Settings, chosen: Mapping[str, list[Chosen]], environments: Sequence[PlannedEnvironment]
 ) -> tuple[str, ...]:
     """The roles with a LoRA adapter of their own: with `--lora-per-role` each role that the run trains, and in an
     evaluation those of the model's checkpoint. Raises ConfigError if that is not possible.
@@ -127,7 +129,7 @@ def plan_lora_roles(
 
 
 def make_opponents(
-    planned: Sequence[PlannedOpponent], settings: Settings, environments: Sequence[Environment], folder: str
+    planned: Sequence[PlannedOpponent], settings: Settings, environments: Sequence[PlannedEnvironment], folder: str
 ) -> dict[str, Opponent]:
     """The engine of each of these roles, checked and not entered, with its chat format. Raises ConfigError. Do not call
     it inside trio.

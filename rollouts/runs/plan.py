@@ -2,7 +2,8 @@
 
 components.py chooses components, algorithms.py composes algorithms, environments.py composes environments. No model is
 loaded. Every mistake that can be found before a model loads is raised here. An evaluation has a plan too, without the
-parts of training.
+parts of training. What was chosen and has no effect gets a note, with what would give it one: the run is as it was
+asked. What is refused, because the run cannot be what was asked, is in `algorithms` and `training.algorithms.checks`.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from rollouts.config.convert import unflagged
 from rollouts.config.merging import Component, component_tables
 from rollouts.config.render import to_toml
 from rollouts.config.resolving import Resolved
 from rollouts.config.secrets import tree_without_secrets
-from rollouts.config.settings import EVAL, OWN, Settings, without_secrets
+from rollouts.config.settings import AUTO, EVAL, OWN, Settings, without_secrets
 from rollouts.env.advice import warn_about
 from rollouts.env.authoring import rewards_of, roles_of
 from rollouts.env.checks import check_environment, reward_term
@@ -36,7 +38,7 @@ from rollouts.plugins.checks import run_check
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.loading import MODEL_PACKAGES, require_packages
 from rollouts.plugins.manager import PluginManager
-from rollouts.runs.algorithms import Composed, compose
+from rollouts.runs.algorithms import Composed, asked_names, compose, from_step
 from rollouts.runs.components import (
     Chosen,
     added_tools,
@@ -50,29 +52,22 @@ from rollouts.runs.components import (
     takes_rows,
     with_data,
 )
-from rollouts.runs.earlier_run import (
-    evaluated,
-    find_checkpoint,
-    is_of_run,
-    overlap_notes,
-    run_of,
-    trained_before,
-    unused_of_run,
-)
-from rollouts.runs.environments import Environment, held_out_tasks, plan_environments
+from rollouts.runs.earlier_run import differing_notes, evaluated, find_checkpoint, flattened, is_of_run, run_of
+from rollouts.runs.environments import PlannedEnvironment, held_out_tasks, plan_environments
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
 from rollouts.runs.opponents import PlannedOpponent, plan_lora_roles, plan_opponents
 from rollouts.runs.session import model_words
-from rollouts.runs.unused import Whole, unused
 from rollouts.runs.workers import Workers, refuse_env_of_rewards, with_sandboxes
-from rollouts.training.algorithms.algorithm import Algorithm, Stage, function_label, needs
+from rollouts.training.algorithms import checks
+from rollouts.training.algorithms.algorithm import Algorithm, Stage, active_terms, function_label, needs, requests
+from rollouts.training.algorithms.checks import CRITIC_NAMES, TEACHER_NAMES
 from rollouts.training.batches import AuxiliaryModels, TrainingBackend
-from rollouts.training.rollout_gen.groups import Filter
+from rollouts.training.rollout_gen.groups import NamedFilter
 from rollouts.types import Task
 
 if TYPE_CHECKING:
-    from rollouts.chat.tool_parsers import ToolParser
+    from rollouts.chat.tool_parsers import ChosenParser
 
 # The default learning rate of a model that is neither bundled nor trained from a bundled one. A larger rate may break
 # it.
@@ -94,9 +89,9 @@ class Plan(NamedTuple):
 
     resolved: Resolved
     chosen: dict[str, list[Chosen]]
-    environments: tuple[Environment, ...]
+    environments: tuple[PlannedEnvironment, ...]
     rewards: tuple[RewardTerm, ...]
-    filters: tuple[Filter, ...]
+    filters: tuple[NamedFilter, ...]
     schedule: tuple[Stage, ...]
     stages_chosen: tuple[dict[str, list[Chosen]], ...]
     auxiliary_models: AuxiliaryModels | None
@@ -132,6 +127,21 @@ class Plan(NamedTuple):
         return sorted({name for stage in self.schedule for name in needs(stage.inside().algorithm)})
 
     @property
+    def asked(self) -> frozenset[str]:
+        """The inputs that the algorithms of all stages need from the run."""
+        return frozenset(name for stage in self.schedule for name in asked_names(stage.algorithm))
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether held-out tasks are played."""
+        return self.settings.eval_tasks > 0 and bool(self.environments)
+
+    @property
+    def plays(self) -> bool:
+        """Whether any episode is played."""
+        return self.settings.samples or self.evaluates
+
+    @property
     def is_chat(self) -> bool:
         """Whether the engine takes messages, so that no tokenizer is needed. Only an evaluation may have such an
         engine.
@@ -144,7 +154,7 @@ class Plan(NamedTuple):
         return added_tools(self.chosen["tool"])
 
     @property
-    def tool_parser(self) -> ToolParser | None:
+    def tool_parser(self) -> ChosenParser | None:
         """The chosen tool parser; None: the chat template decides how calls are read."""
         return parser_of(self.one("tool_parser"))
 
@@ -160,11 +170,6 @@ class Plan(NamedTuple):
     def config(self) -> str:
         """The content of config.toml."""
         return config_text(self.resolved)
-
-    @property
-    def config_of_ranks(self) -> str:
-        """The content of config.toml with secrets, for this run's own ranks."""
-        return config_text(self.resolved, with_secrets=True)
 
     @property
     def plain(self) -> dict[str, Any]:
@@ -192,7 +197,7 @@ class Plan(NamedTuple):
         for name in ("out", "resume"):
             del tree[name]
         tree |= plain_settings(component_tables(self.resolved.components))
-        flat: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(_flattened(tree_without_secrets(tree)))))
+        flat: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(dict(flattened(tree_without_secrets(tree)))))
         return flat
 
     @property
@@ -288,9 +293,10 @@ def make_plan(
     are keys whose components another phase of the run uses. Raises a UserError that says what to type.
     """
     resolved = with_rows(resolved)
-    settings, source = resolved.settings, resolved.source
+    settings, source, model = resolved.settings, resolved.source, resolved.settings.model
     _check_settings(settings, needs_environment and not resolved.components["env"])
-    is_evaluation, given = settings.mode == "eval", settings.model
+    # 1. Every component is found, imported, and given its settings.
+    is_evaluation = settings.mode == "eval"
     keys = [key for key in resolved.components if key in EVAL or not is_evaluation]
     manager = manager_for(resolved, keys)
     workers = Workers(resolved, manager)
@@ -298,37 +304,35 @@ def make_plan(
     own = {key: resolved.components[key] for key in keys}
     with naming_copies(Path(source.path).parent if source.path else next(iter(settings.from_run), None)):
         chosen = choose(manager, own, source, workers=workers, may_be_absent=may_be_absent)
-    (inference,) = chosen["inference"]
-    _check_parser(chosen["tool_parser"][0], inference)
+    _check_engine(chosen, resolved)
+    # 2. The algorithm of each stage, and the models.
     if is_evaluation:
-        settings, notes = evaluated(settings, inference)
-        composed = Composed((), (), (), None, notes)
+        settings, of_models = evaluated(settings, chosen["inference"][0])
+        composed = Composed((), (), (), None, ())
     else:
-        _check_trainable(inference, chosen["training"][0], resolved)
-        settings, notes = _models_of_runs(settings)
+        settings, of_models = _models_of_runs(settings)
         with_models = resolved._replace(settings=settings)
         composed = compose(manager, with_models, chosen, _critic_lr(settings), has_torch=not may_be_absent)
         settings = dataclasses.replace(settings, schedule=composed.schedule)
+    # 3. The environments, with what the run gives to each of them, and the rewards.
     components = {**resolved.components, **completed(own, chosen)}
-    run = run_of(resolved.settings.model) if is_evaluation else None
-    # Several environments share the held-out tasks by their mean weights over the steps of the run.
-    shared = settings if run is None else dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
+    run = _run_of(model, is_evaluation=is_evaluation)
+    shared = settings
+    if is_evaluation and run is not None:  # several share the held-out tasks by their mean weights over that run
+        shared = dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
     environments = plan_environments(manager, components["env"], chosen["env"], shared, source)
     environments = _of_run(environments, chosen, settings)
+    components["env"] = _with_curricula(components["env"], environments)
     filters = _filters(chosen["filter"]) if settings.mode == "rl" else ()
-    notes = composed.notes if is_evaluation else (*notes, *composed.notes)
-    resolved = resolved._replace(settings=settings, components=components)
-    notes += _notes_of_earlier_run(manager, environments, resolved, chosen, run, given)
     rewards = reward_terms(components["reward"], chosen["reward"])
-    notes += (*_dropped_rewards(environments, rewards), *unread_notes(resolved))
-    mode = "rl" if takes_rows(settings.mode, chosen) else settings.mode  # of the environments
-    notes += _tools_of_demonstrations(environments) if mode == "sft" else ()
+    resolved = resolved._replace(settings=settings, components=components)
     refuse_env_of_rewards(environments, rewards)
     judges = needs_environment and (settings.mode == "rl" or settings.eval_tasks > 0)
-    _check_environments(environments, chosen["tool"], rewards if judges else None, mode)
-    components["env"] = _with_curricula(components["env"], environments)
-    whole = Whole(settings, chosen, composed.stages, composed.stages_chosen, environments, rewards, filters)
-    notes += tuple(unused(whole, (*used_elsewhere, *(() if needs_environment else _OF_TALKS))))
+    demonstrates = settings.mode == "sft" and not takes_rows(settings.mode, chosen)
+    _check_environments(environments, chosen["tool"], rewards if judges else None, demonstrates=demonstrates)
+    # 4. Notes.
+    notes = [*of_models, *composed.notes, *_notes_of_run(run, resolved, chosen)]
+    notes += [*_dropped_rewards(environments, rewards), *unread_notes(resolved)]
     plan = Plan(
         resolved,
         chosen,
@@ -338,35 +342,35 @@ def make_plan(
         composed.stages,
         composed.stages_chosen,
         composed.auxiliary_models,
-        notes,
+        tuple(notes),
         manager,
         None if is_evaluation else chosen_optimizer(chosen),
         plan_opponents(manager, settings, environments, source),
         plan_lora_roles(settings, chosen, environments),
     )
     _run_checks(plan, may_be_absent)
-    return plan
+    return plan._replace(notes=(*notes, *_unused(plan, (*used_elsewhere, *(() if needs_environment else _OF_TALKS)))))
 
 
-def _notes_of_earlier_run(
-    manager: PluginManager,
-    environments: Sequence[Environment],
-    resolved: Resolved,
-    chosen: Mapping[str, list[Chosen]],
-    run: Resolved | None,
-    model: str,
-) -> tuple[str, ...]:
-    """Notes about the run that wrote the model: of an evaluation of `model`, its settings are `run`."""
-    if resolved.settings.mode != "eval":
-        return trained_before(manager, environments, resolved)
+def _notes_of_run(run: Resolved | None, resolved: Resolved, chosen: Mapping[str, list[Chosen]]) -> list[str]:
+    """Notes about the run that wrote the model: settings that differ, and for an evaluation, files that changed."""
     if run is None:
-        return ()
-    used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
-    return (
-        *overlap_notes(manager, run, environments, resolved),
-        *unused_of_run(run, resolved, model),
-        *changed_code(Path(run.source.path).parent, code_files(used, resolved.source)),
-    )
+        return []
+    notes = list(differing_notes(run, resolved))
+    if resolved.settings.mode == "eval":
+        used = [each.ref for each in (*chosen["env"], *chosen["reward"]) if each.ref is not None]
+        notes += changed_code(Path(run.source.path).parent, code_files(used, resolved.source))
+    return notes
+
+
+def _run_of(model: str, *, is_evaluation: bool) -> Resolved | None:
+    """The run that wrote the model. Raises ConfigError if an evaluation cannot read its settings."""
+    try:
+        return run_of(model)
+    except ConfigError:
+        if is_evaluation:
+            raise
+        return None
 
 
 def _run_checks(plan: Plan, may_be_absent: bool) -> None:
@@ -374,8 +378,14 @@ def _run_checks(plan: Plan, may_be_absent: bool) -> None:
     evaluation without the packages of its engine.
     """
     check_pinned(plan.chosen.get("eval_inference", ()), plan.settings)
-    if plan.settings.mode == "eval" and not may_be_absent:
-        _require_packages(plan.one("inference"))
+    if plan.settings.mode == "eval" and not may_be_absent and not plan.is_chat:
+        engine = plan.one("inference")
+        require_packages(  # a tokenizer for token ids, and torch for an engine of this process
+            f"the engine {engine.name}",
+            MODEL_PACKAGES if how_estimated(engine.component) == "embedded" else ("transformers",),
+            otherwise="or evaluate a model behind a server, which needs no such package: "
+            "--inference openai --inference.url URL",
+        )
     if plan.settings.mode != "eval":
         training = plan.one("training")
         run_check(training.component, plan.training_arguments(), training.settings)
@@ -387,8 +397,8 @@ def _run_checks(plan: Plan, may_be_absent: bool) -> None:
 
 
 def _of_run(
-    environments: Sequence[Environment], chosen: Mapping[str, list[Chosen]], settings: Settings
-) -> tuple[Environment, ...]:
+    environments: Sequence[PlannedEnvironment], chosen: Mapping[str, list[Chosen]], settings: Settings
+) -> tuple[PlannedEnvironment, ...]:
     """The environments with what the run gives to each of them. Raises UserError."""
     keeps_all = bool(settings.out) and is_older(Path(settings.out))  # what it evaluates is never trained
     text_only, tools = not is_evaluation_only(chosen["inference"][0].component), added_tools(chosen["tool"])
@@ -398,7 +408,7 @@ def _of_run(
     )
 
 
-def _with_curricula(components: Sequence[Component], environments: Sequence[Environment]) -> list[Component]:
+def _with_curricula(components: Sequence[Component], environments: Sequence[PlannedEnvironment]) -> list[Component]:
     """The chosen environments with every setting of their curricula."""
     return [
         each._replace(weight={"name": env.curriculum.name, **env.curriculum.settings}) if env.curriculum else each
@@ -407,14 +417,18 @@ def _with_curricula(components: Sequence[Component], environments: Sequence[Envi
 
 
 def _check_environments(
-    environments: Sequence[Environment], tools: Sequence[Chosen], rewards: Sequence[RewardTerm] | None, mode: str
+    environments: Sequence[PlannedEnvironment],
+    tools: Sequence[Chosen],
+    rewards: Sequence[RewardTerm] | None,
+    *,
+    demonstrates: bool,
 ) -> None:
     """Raise EnvironmentDefinitionError for the first mistake of an environment, and ConfigError if an added tool has
     the name of one of its own. `rewards` None: nothing is judged.
     """
     for env in environments:
         made = env.make_checked()
-        if mode == "sft":
+        if demonstrates:
             env.require_demonstrations(made)
         check_environment(made, rewards)
         if env.system and (roles := roles_of(made)):
@@ -438,7 +452,7 @@ def reward_terms(components: Sequence[Component], chosen: Sequence[Chosen]) -> t
     return tuple(terms)
 
 
-def _dropped_rewards(environments: Sequence[Environment], rewards: Sequence[RewardTerm]) -> tuple[str, ...]:
+def _dropped_rewards(environments: Sequence[PlannedEnvironment], rewards: Sequence[RewardTerm]) -> tuple[str, ...]:
     """A note if the chosen rewards replace those of an environment, because users usually want both."""
     if not rewards or any(term.function is None for term in rewards):
         return ()
@@ -449,24 +463,14 @@ def _dropped_rewards(environments: Sequence[Environment], rewards: Sequence[Rewa
     return (f"--reward {named} replaces the environment's own reward ({left_out}); to keep it, add --reward env:1",)
 
 
-def _tools_of_demonstrations(environments: Sequence[Environment]) -> tuple[str, ...]:
-    """A note for each environment whose tasks have tools of their own, which its demonstrations do not show."""
-    return tuple(
-        f"the demonstrations of {env.name} belong to no task, so they show the model the tools that its class marks "
-        f"({', '.join(tool.name for tool in env.all_tools()) or 'none'}), not those of tools(task)"
-        for env in environments
-        if env.chooses_tools
-    )
-
-
-def _filters(chosen: Sequence[Chosen]) -> tuple[Filter, ...]:
+def _filters(chosen: Sequence[Chosen]) -> tuple[NamedFilter, ...]:
     """The user's filters, with the algorithm's own filters in place of the word `algorithm`."""
-    filters: list[Filter] = []
+    filters: list[NamedFilter] = []
     for each in chosen:
         if each.ref is None and each.name == OWN:
-            filters += [Filter(function_label(own), own, {}) for own in bind_each(each.component, each.settings)]
+            filters += [NamedFilter(function_label(own), own, {}) for own in bind_each(each.component, each.settings)]
         else:
-            filters.append(Filter(each.alias, each.component, each.settings))
+            filters.append(NamedFilter(each.alias, each.component, each.settings))
     return tuple(filters)
 
 
@@ -474,48 +478,34 @@ def _models_of_runs(settings: Settings) -> tuple[Settings, tuple[str, ...]]:
     """The settings with the newest checkpoint in place of each folder of a run, and a note for each. Raises
     ConfigError, and ModelError for a critic or a teacher that is a path without a model.
     """
-    given = {name: getattr(settings, name) for name in ("model", "critic", "teacher")}
-    found = {name: find_checkpoint(folder) for name, folder in given.items() if is_of_run(folder)}
-    notes = tuple(
-        ("" if name == "model" else f"--{name} ")
-        + f"{given[name]} is a run's folder: its newest checkpoint is used, {path.name}"
-        for name, path in found.items()
-    )
-    for name in ("critic", "teacher"):
-        if given[name] not in ("", "head") and name not in found:
+    notes, changes = [], dict[str, Any]()
+    for name in ("model", "critic", "teacher"):
+        given: str = getattr(settings, name)
+        if is_of_run(given):
+            path = find_checkpoint(given)
+            changes[name], flag = str(path), "" if name == "model" else f"--{name} "
+            notes.append(f"{flag}{given} is a run's folder: its newest checkpoint is used, {path.name}")
+        elif name != "model" and given not in ("", "head"):
             with said_of(f"--{name}"):
-                resolve_model_name(given[name])
-    changes: dict[str, Any] = {name: str(path) for name, path in found.items()}
-    return dataclasses.replace(settings, **changes), notes
+                resolve_model_name(given)
+    return dataclasses.replace(settings, **changes), tuple(notes)
 
 
-def _require_packages(inference: Chosen) -> None:
-    """Raise MissingExtraError if the engine of an evaluation needs packages that are not installed: a tokenizer if it
-    takes token ids, and torch if it runs in this process.
+def _check_engine(chosen: Mapping[str, list[Chosen]], resolved: Resolved) -> None:
+    """Raise ConfigError if the engine takes messages, and the run trains or has a tool parser; or if ranks would not
+    find a component.
     """
-    if not is_evaluation_only(inference.component):
-        is_embedded = how_estimated(inference.component) == "embedded"
-        require_packages(
-            f"the engine {inference.name}",
-            MODEL_PACKAGES if is_embedded else ("transformers",),
-            otherwise="or evaluate a model behind a server, which needs no such package: "
-            "--inference openai --inference.url URL",
-        )
-
-
-def _check_parser(parser: Chosen, inference: Chosen) -> None:
-    """Raise ConfigError if a tool parser is chosen for an engine that takes messages."""
-    if parser.component is not None and is_evaluation_only(inference.component):
+    (inference,), (parser,) = chosen["inference"], chosen["tool_parser"]
+    takes_messages = is_evaluation_only(inference.component)
+    if parser.component is not None and takes_messages:
         raise ConfigError(
             f"--tool-parser {parser.name}: with --inference {inference.name} the server reads the calls itself\n"
             "leave --tool-parser out"
         )
-
-
-def _check_trainable(inference: Chosen, training: Chosen, resolved: Resolved) -> None:
-    """Raise ConfigError if the engine is marked as only for evaluation, or if ranks would not find a component."""
-    refuse_ranks(resolved, training)
-    if is_evaluation_only(inference.component):
+    if resolved.settings.mode == "eval":
+        return
+    refuse_ranks(resolved, chosen["training"][0])
+    if takes_messages:
         raise ConfigError(
             f"--inference {inference.name}: it takes messages and returns no token ids with logprobs, so a run "
             "cannot train on its replies\ntype: --inference hf to train, or `rollouts eval` to evaluate with it"
@@ -528,14 +518,6 @@ def config_text(resolved: Resolved, *, with_secrets: bool = False) -> str:
     """
     resolved = resolved._replace(settings=dataclasses.replace(resolved.settings, out="", resume="never"))
     return to_toml(resolved if with_secrets else resolved.without_secrets())
-
-
-def _flattened(tree: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _flattened(value, f"{path}{name}.")
-        else:
-            yield f"{path}{name}", value
 
 
 def _lr(settings: Settings) -> float:
@@ -572,3 +554,203 @@ def _check_settings(settings: Settings, lacks_environment: bool) -> None:
                 f"--system {system}: this is the text of a system prompt, and {system} is a file\n"
                 f'type: --system "$(cat {shlex.quote(system)})"'
             )
+
+
+# --- what was chosen and has no effect ------------------------------------------------------------------------------
+# The tables have a rule for every key that names components: it says why nothing uses such a component, or "". A key
+# without a rule fails in every run, so that a new key gets one.
+
+
+def _unused(plan: Plan, used_elsewhere: Sequence[str] = ()) -> list[str]:
+    """A note for each component and setting that was given and has no effect. `used_elsewhere` are keys whose
+    components another phase of the run uses.
+    """
+    notes = [
+        f"--{key.replace('_', '-')} {each.name} is not used: {why}"
+        for key, several in plan.chosen.items()
+        if key not in used_elsewhere and key not in _OF_STAGE
+        for each in several
+        if _is_named(key, each) and (why := _OF_RUN[key](plan, each))
+    ]
+    before: Mapping[str, list[Chosen]] = {}
+    stages = zip(plan.schedule, (plan.chosen, *plan.stages_chosen), strict=True) if plan.schedule else ()
+    for stage, parts in stages:
+        place = f"{from_step(stage.step)}: " if stage.step else ""
+        notes += [
+            f"{place}--{key} {each.name} is not used: {why}"
+            for key, rule in _OF_STAGE.items()
+            for each in parts[key]
+            if _is_named(key, each) and (why := rule(plan, stage.algorithm))
+        ]
+        if before and all(_same(parts[key], before[key]) for key in _OF_STAGE):
+            notes.append(f"{place}it changes nothing; write other settings, or leave it out")
+        before = parts
+    return [*notes, *_unused_settings(plan)]
+
+
+def _is_named(key: str, component: Chosen) -> bool:
+    """Whether the user chose it: it is neither a default nor a part of the algorithm."""
+    is_default = component.name in ("", OWN, AUTO, getattr(Settings, key))
+    return component.component is not None and not is_default
+
+
+def _same(ours: Sequence[Chosen], theirs: Sequence[Chosen]) -> bool:
+    return [(e.name, e.alias, e.settings) for e in ours] == [(e.name, e.alias, e.settings) for e in theirs]
+
+
+# --- components of the whole run ------------------------------------------------------------------------------------
+
+
+def _if_played(plan: Plan, component: Chosen) -> str:
+    how = "type --eval-tasks 64 to evaluate" if plan.environments else "name an --env"
+    return "" if plan.plays or plan.settings.from_run else f"no episode is played; {how}"
+
+
+def _env(plan: Plan, component: Chosen) -> str:
+    if not plan.plays and takes_rows(plan.settings.mode, plan.chosen):
+        return "the conversations are those of --data, and nothing is evaluated; type --eval-tasks 64 to evaluate"
+    share = next(env.share for env in plan.environments if env.alias == component.alias)
+    return "" if share else f"its weight is 0 in all steps; type --env {component.alias}={component.name}:1"
+
+
+def _tool(plan: Plan, component: Chosen) -> str:
+    is_demonstrated = plan.settings.mode == "sft" and not takes_rows(plan.settings.mode, plan.chosen)
+    return "" if is_demonstrated else _if_played(plan, component)
+
+
+def _tool_parser(plan: Plan, component: Chosen) -> str:
+    offers = any(e.all_tools() or e.chooses_tools or hasattr(e.make_checked(), "rollout") for e in plan.environments)
+    is_used = plan.settings.mode == "sft" or offers or not plan.environments
+    return "" if is_used else "no environment has a tool; type --tool NAME to add one"
+
+
+def _sandbox(plan: Plan, component: Chosen) -> str:
+    is_used = any(env.sandboxes is not None for env in plan.environments)
+    return "" if is_used else "no environment asks for one with `def setup(self, task, sandbox)`"
+
+
+def _reward(plan: Plan, component: Chosen) -> str:
+    if not plan.settings.from_run:
+        return _if_played(plan, component)
+    again = f"to judge again: rollouts rescore {plan.settings.from_run[0]} --reward ..."
+    evaluates = ", and only evaluations ask it" if plan.evaluates else ""
+    return f"--from trains on the rewards that were saved{evaluates}; {again}"
+
+
+def _sampler(plan: Plan, component: Chosen) -> str:
+    return "" if plan.settings.samples else "it chooses tasks to sample, and this run samples none; leave it out"
+
+
+def _reference(plan: Plan, component: Chosen) -> str:
+    return "" if "ref_logprobs" in plan.asked else "nothing names `ref_logprobs`; --kl rk3_loss would"
+
+
+def _eval_inference(plan: Plan, component: Chosen) -> str:
+    lacks = "--eval-every 10" if not plan.settings.eval_every else "" if plan.evaluates else "--eval-tasks 64"
+    return f"it is for evaluations between steps; type {lacks}" if lacks else ""
+
+
+def _always(*_: object) -> str:
+    return ""
+
+
+_OF_RUN: Mapping[str, Callable[[Plan, Chosen], str]] = {
+    "env": _env,
+    "tool": _tool,
+    "tool_parser": _tool_parser,
+    "sandbox": _sandbox,
+    "reward": _reward,
+    "sampler": _sampler,
+    "reference": _reference,
+    "inference": _if_played,
+    "eval_inference": _eval_inference,
+    **dict.fromkeys(("data", "filter", "training", "optimizer", "logger"), _always),
+}
+
+# --- components of one stage ----------------------------------------------------------------------------------------
+
+
+def _uses_advantages(algorithm: Algorithm) -> bool:
+    return algorithm.pairs is None and bool({"advantages", "returns"} & needs(algorithm))
+
+
+def _if_rewarded(plan: Plan, algorithm: Algorithm) -> str:
+    """Whether the rewards decide on anything after they are mixed and shaped."""
+    of_advantage = {"rewards", "turn_rewards"} & set(requests(algorithm.advantage, "advantages"))
+    reads = plan.filters or algorithm.select or algorithm.pairs or "rewards" in needs(algorithm)
+    is_used = reads or (_uses_advantages(algorithm) and of_advantage)
+    return "" if is_used else "nothing that is trained depends on the rewards"
+
+
+def _advantage(plan: Plan, algorithm: Algorithm) -> str:
+    if algorithm.pairs is not None:
+        return "pairs are compared"
+    names = " + ".join(function_label(term.function) for term in active_terms(algorithm))
+    return "" if _uses_advantages(algorithm) else f"the loss {names} names neither `advantages` nor `returns`"
+
+
+def _kl(plan: Plan, algorithm: Algorithm) -> str:
+    is_used = any(stage.algorithm.kl is not None for stage in plan.schedule)  # a later stage may turn it off
+    return "" if is_used else "its coefficient is 0; type --kl.coef 0.01"
+
+
+def _correction(plan: Plan, algorithm: Algorithm) -> str:
+    return "" if checks.is_weighed(algorithm) else "the loss has no value a token that it would weigh"
+
+
+_OF_STAGE: Mapping[str, Callable[[Plan, Algorithm], str]] = {
+    "advantage": _advantage,
+    "kl": _kl,
+    "correction": _correction,
+    "mix": _if_rewarded,
+    "shaping": _if_rewarded,
+    **dict.fromkeys(("loss", "aggregation", "select", "pairs"), _always),  # pairs: refused if the loss compares none
+}
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+def _unused_settings(plan: Plan) -> Iterator[str]:
+    """Notes about settings without the component that they belong to."""
+    settings, asked, critic = plan.settings, plan.asked, plan.settings.critic
+    if len(plan.environments) == 1 and (plan.environments[0].curriculum or plan.environments[0].weight != 1.0):
+        yield f"--env {plan.environments[0].name}: its weight is not used, because it is the only environment"
+    if settings.mode == "eval":
+        return
+    of_backend = unflagged(plan.chosen["training"][0].settings)
+    has_lora, alpha = bool(settings.lora_rank), of_backend.get("lora_alpha")
+    lacks_lora = "every weight is trained; type --lora-rank 16"
+    of_critic = "nothing names `values`, `old_values` or `returns`; --loss ppo would"
+    of_teacher = "nothing names `teacher_logprobs` or `teacher_topk_logprobs`; --loss opd or --loss opd_topk would"
+    of_filter = "there is no filter; type --filter nonzero_std"
+    top_k = settings.teacher_top_k if settings.teacher_top_k != Settings.teacher_top_k else 0
+    has_k = asked & (TEACHER_NAMES - {"teacher_logprobs"})
+    has_tasks, targets = bool(plan.environments), of_backend.get("lora_targets", "all-linear")
+    table = (  # what was typed, whether it was, whether it is used, and why it is not
+        ("eval-tasks", settings.eval_tasks, has_tasks, "conversations alone have no tasks; name an --env"),
+        ("critic", critic, asked & CRITIC_NAMES, of_critic),
+        ("teacher", settings.teacher, asked & TEACHER_NAMES, of_teacher),
+        ("critic-lr", settings.critic_lr, critic, "there is no critic"),
+        ("teacher-top-k", top_k, has_k, "nothing names `topk_logprobs`; --loss opd_topk would"),
+        ("refill", settings.refill, plan.filters, of_filter),
+        ("training.lora-alpha", alpha not in (None, "none"), has_lora, lacks_lora),
+        ("training.lora-targets", targets != "all-linear", has_lora, lacks_lora),
+    )
+    for flag, was_typed, is_used, why in table:
+        if was_typed and not is_used:
+            value = f" {was_typed}" if not isinstance(was_typed, bool) else ""
+            yield f"--{flag}{value} is not used: {why}"
+    if (
+        critic not in ("", "head")
+        and asked & CRITIC_NAMES
+        and not any(_uses_values(s.algorithm) for s in plan.schedule)
+    ):
+        yield f"--critic {critic} is trained, and nothing uses its values; type --advantage gae"
+
+
+def _uses_values(algorithm: Algorithm) -> bool:
+    """Whether the policy depends on what the critic predicts: by an advantage, or by a term of the policy."""
+    readers = [set(requests(term.function)) for term in active_terms(algorithm)]
+    readers = [names for names in readers if {"logprobs", "advantages"} & names]
+    readers += [set(requests(algorithm.advantage, "advantages"))] if _uses_advantages(algorithm) else []
+    return any({"values", "old_values"} & names for names in readers)

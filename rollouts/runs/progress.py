@@ -1,8 +1,7 @@
 """The display of a running command or program: a live view in a terminal or a notebook, plain lines elsewhere.
 
 A training run also shows a few sampled conversations, and at its end a table of the scores before and after. An
-evaluation shows a table of its numbers. Not here: what the live view looks like (`panel`), and where it is drawn
-(`live`).
+evaluation shows a table of its numbers. Not here: what the live view looks like, and how it is drawn (`panel`).
 """
 
 from __future__ import annotations
@@ -13,29 +12,27 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from rollouts.config.settings import Settings
 from rollouts.errors import ConfigError, counted
 from rollouts.loggers.console import STEP_CHARACTERS_MAX, step_words
-from rollouts.runs.live import NotebookScreen, Screen, TerminalScreen, is_terminal
 from rollouts.runs.observer import GENERATING, STEP_PHASES, EngineState
-from rollouts.runs.panel import Panel, curve_words, panel_lines
+from rollouts.runs.panel import Draw, NotebookScreen, Panel, TerminalScreen, curve_words, is_terminal, panel_lines
 from rollouts.runs.sample_rows import message_words
 from rollouts.runs.streams import silent_when_closed
-from rollouts.terminal_text import visible
+from rollouts.terminal_text import number, visible
 from rollouts.types import Episode, Trajectory
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from rollouts.plugins.manager import PluginFault
-    from rollouts.runs.live import Draw
     from rollouts.training.rollout_gen.groups import Group
 
 CONVERSATIONS = 3  # how many are shown during a run: one at the first step, the others at equal distances
@@ -54,8 +51,6 @@ def shown_progress(stream: Literal["stdout", "stderr"], display: Display = "auto
     """The display on a stream of this process; None if it shows nothing. It shows nothing more if the stream is
     closed. In a notebook, the stream is standard output. Raises ConfigError for a live view without a terminal.
     """
-    from rich.console import Console
-
     if display == "none":
         yield None
         return
@@ -68,7 +63,8 @@ def shown_progress(stream: Literal["stdout", "stderr"], display: Display = "auto
         if display == "live" and not is_live:
             what = {"stdout": "standard output", "stderr": "standard error"}[stream]
             raise ConfigError(f"--display live: {what} is no terminal that can redraw lines\ntype: --display lines")
-        progress = Progress(console, _screens(console, is_notebook) if is_live and display != "lines" else None)
+        make_screen = NotebookScreen if is_notebook else partial(TerminalScreen, console)
+        progress = Progress(console, make_screen if is_live and display != "lines" else None)
         try:
             yield progress
         finally:
@@ -80,21 +76,16 @@ def _can_move(console: Console) -> bool:
     return console.is_terminal and console.is_interactive and not console.is_dumb_terminal and is_terminal(console.file)
 
 
-def _screens(console: Console, is_notebook: bool) -> Callable[[Draw], Screen]:
-    def make(draw: Draw) -> Screen:
-        return NotebookScreen(draw) if is_notebook else TerminalScreen(console, draw)
-
-    return make
-
-
 class Progress:
     """An observer (`rollouts.runs.observer`) that prints to standard output, or to another console. With a screen, it
     has a live view in place of the lines of steps.
     """
 
-    def __init__(self, console: Console | None = None, make_screen: Callable[[Draw], Screen] | None = None) -> None:
-        from rich.console import Console
-
+    def __init__(
+        self,
+        console: Console | None = None,
+        make_screen: Callable[[Draw], TerminalScreen | NotebookScreen] | None = None,
+    ) -> None:
         self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._panel = Panel()
         self._screen = make_screen(self._drawn) if make_screen is not None else None
@@ -111,8 +102,6 @@ class Progress:
         try:
             return panel_lines(self._panel, width, height)
         except Exception as error:
-            from rich.text import Text
-
             return [Text(f"this view cannot be drawn: {type(error).__name__}")]
 
     def begin(self, title: str, total: int, folder: Path, notes: Sequence[str]) -> None:
@@ -150,7 +139,7 @@ class Progress:
 
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
         """Print one line. The table follows at the end."""
-        sampled, greedy = (_number(evaluation[name]) for name in ("reward_mean", "greedy_mean"))
+        sampled, greedy = (number(evaluation[name]) for name in ("reward_mean", "greedy_mean"))
         self._say(f"held-out, {when}: sampled {sampled}, greedy {greedy} ({_tasks(evaluation, 'task')})")
         if when == "before":
             self._started = time.perf_counter()
@@ -183,7 +172,7 @@ class Progress:
 
     def episode(self, done: int, reward_mean: float | None) -> None:
         """Show the progress of an evaluation."""
-        words = f"reward {_number(reward_mean)}{'' if done == self._total else ' so far, the quickest episodes first'}"
+        words = f"reward {number(reward_mean)}{'' if done == self._total else ' so far, the quickest episodes first'}"
         if self._screen is not None:
             self._panel.end_episode(done, words)
             self._screen.start()
@@ -222,7 +211,7 @@ class Progress:
         if "evaluation" in summary:
             self._end_training(summary)
         elif "rescored" in summary:
-            rewards = " -> ".join(_number(summary.get(name)) for name in ("reward_mean_before", "reward_mean"))
+            rewards = " -> ".join(number(summary.get(name)) for name in ("reward_mean_before", "reward_mean"))
             self._say(f"reward {rewards} ({counted(summary.get('rollouts', 0), 'rollout')}) · {self._folder}")
             if summary["status"] == "done":
                 self._say(f"to train on them, type: rollouts run --from {shlex.quote(str(self._folder))}")
@@ -243,7 +232,7 @@ class Progress:
             if group.number != groups[0].number:
                 break
             episode, whose = group.episodes[0], f"{group.role}, " if group.role else ""
-            result = f"{whose}reward {_number(episode.score.value)}, {episode.status.value}"
+            result = f"{whose}reward {number(episode.score.value)}, {episode.status.value}"
             self._say(f"--- a rollout of step {done} ({result})")
             for line in conversation_lines(episode.trajectory):
                 self._say(f"    {line}")
@@ -264,12 +253,9 @@ class Progress:
         if before and after:
             first = [summary["before_sft"]] if summary.get("before_sft") else []
             self._console.print(_comparison_table(*first, before, after))
-            self._say_if_noise(before, after, summary.get("eval_tasks", 0), "in RL" if first else "")
+            self._say_if_noise(before, after, summary.get("eval_tasks", 0), " in RL" if first else "")
         for name, count in summary.get("zero_parts", {}).items():
-            self._say(
-                f"the reward part `{name}` was 0 in {'the only' if count == 1 else f'all {count}'} "
-                f"{'rollout' if count == 1 else 'rollouts'}"
-            )
+            self._say(f"the reward part `{name}` was 0 in all {counted(count, 'rollout')}")
         first = summary.get("resumed_from", 0)
         steps = counted(summary["steps"] - first, "more step" if first else "step")
         self._say(
@@ -289,38 +275,43 @@ class Progress:
 
         if is_within_noise(before, after):
             tasks = after["tasks"]
-            change = " ".join(filter(None, ("the change of the sampled reward", phase)))
-            noise = f"{change} is smaller than the noise of {counted(tasks, 'task')}"
             more = f"more held-out tasks measure it better: --eval-tasks {max(Settings.eval_tasks, 4 * tasks)}"
             if tasks < asked:
-                more = (
-                    f"this environment holds out only {counted(tasks, 'task')}; give each split its own tasks, and more"
-                )
-            self._say(f"{noise}; {more}")
+                more = "this environment holds out no more; give each split its own tasks, and more"
+            noise = f"is smaller than the noise of {counted(tasks, 'task')}"
+            self._say(f"the change of the sampled reward{phase} {noise}; {more}")
+
+
+Rows = list[tuple[str, list[str]]]
+"""A label, and a cell for each column."""
 
 
 def _comparison_table(*evaluations: dict[str, Any]) -> Table:
     """The evaluations before and after, or before, after the supervised phase and after reinforcement."""
-    after, earlier = evaluations[-1], evaluations[:-1]
-    rows = [("reward, sampled", "reward"), ("reward, greedy", "greedy")]
-    shown = []
-    for (label, name), parts in zip(rows, ("parts", "greedy_parts"), strict=True):
-        shown.append((label, [_with_error(each, name) for each in evaluations]))
-        values = [each.get(parts, {}) for each in evaluations]
-        named = _parents_first(values[-1], after)
-        shown += [(_part_label(part, after), [_number(each.get(part)) for each in values]) for part in named]
-    metrics = [each.get("metrics", {}) for each in evaluations]  # an older run has none
-    shown += [(f"{name}, sampled", [_number(each.get(name)) for each in metrics]) for name in metrics[-1]]
-    several = [_several(each) for each in earlier]
-    for alias, own in _several(after).items():
-        each_own = [*(each.get(alias, {}) for each in several), own]
-        shown += [(f"{alias}: {label}", [_with_error(each, name) for each in each_own]) for label, name in rows]
+    after = evaluations[-1]
+    both = [("reward, sampled", "reward"), ("reward, greedy", "greedy")]
+    rows: Rows = []
+    for (label, name), parts in zip(both, ("parts", "greedy_parts"), strict=True):
+        rows.append((label, [_with_error(each, name) for each in evaluations]))
+        rows += _named_rows(evaluations, parts, _parents_first(after.get(parts, {}), after), _part_label(after))
+    rows += _named_rows(evaluations, "metrics", after.get("metrics", {}), "{}, sampled".format)
+    several = [_several(each) for each in evaluations]
+    for alias in several[-1]:
+        own = [each.get(alias, {}) for each in several]
+        rows += [(f"{alias}: {label}", [_with_error(each, name) for each in own]) for label, name in both]
     for label, name in TOOL_COUNTS:
         counts = [each.get(name) for each in evaluations]  # an older run has none
         if any(counts):
-            shown.append((f"{label}, sampled", ["–" if count is None else str(count) for count in counts]))
+            rows.append((f"{label}, sampled", ["–" if count is None else str(count) for count in counts]))
     columns = ["before", "after"] if len(evaluations) == 2 else ["before", "after SFT", "after RL"]
-    return _table(f"held-out tasks ({_tasks(after)})", columns, shown)
+    return _table(f"held-out tasks ({_tasks(after)})", columns, rows)
+
+
+def _named_rows(
+    columns: Sequence[Mapping[str, Any]], kind: str, names: Iterable[str], label: Callable[[str], str]
+) -> Rows:
+    """A row for each of these numbers of a kind. An older run has none."""
+    return [(label(name), [number(each.get(kind, {}).get(name)) for each in columns]) for name in names]
 
 
 def _several(numbers: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -331,48 +322,50 @@ def _several(numbers: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _parents_first(parts: dict[str, Any], numbers: dict[str, Any]) -> list[str]:
+def _parents_first(parts: Iterable[str], numbers: dict[str, Any]) -> list[str]:
     """The rewards that are added up, then the parts of a `Score`, which are only logged."""
     weights = numbers.get("weights", {})
     return sorted(parts, key=lambda part: bool(weights) and part not in weights)
 
 
-def _part_label(part: str, numbers: dict[str, Any]) -> str:
-    """A part of the reward, with its weight if it is not 1. A part of a `Score` is indented more."""
+def _part_label(numbers: dict[str, Any]) -> Callable[[str], str]:
+    """The label of a part of the reward, with its weight if it is not 1. A part of a `Score` is indented more."""
     weights = numbers.get("weights", {})
-    weight = weights.get(part, 1)
-    indent = "    " if weights and part not in weights else "  "
-    return f"{indent}{part}" if weight == 1 else f"{indent}{part} × {weight:g}"
+
+    def label(part: str) -> str:
+        indent = "    " if weights and part not in weights else "  "
+        weight = weights.get(part, 1)
+        return f"{indent}{part}" if weight == 1 else f"{indent}{part} × {weight:g}"
+
+    return label
 
 
 def _evaluation_table(summary: dict[str, Any]) -> Table:
     """The numbers of all tasks together. If there are several environments or roles, also the numbers of each."""
     several = _several(summary)
     columns = [summary, *several.values()]
-    rows = [("reward", [_with_error(each) for each in columns])]
+    rows: Rows = [("reward", [_with_error(each) for each in columns])]
     if "reduce" in summary:
         rows.append((f"reward, {reduced_words(summary)}", [_with_error(each, "reduced") for each in columns]))
-    for kind, label in (
-        ("pass@k", "pass@{}".format),
-        ("pass^k", "pass^{}".format),
-        ("parts", partial(_part_label, numbers=summary)),
-        ("metrics", str),
-    ):
-        names = dict.fromkeys(name for each in columns for name in each[kind])
-        single = kind == "parts" and len(names) == 1  # a single part is the reward itself
-        shown = (
-            _parents_first(names, summary) if kind == "parts" else [n for n in names if (kind, n) != ("pass^k", "1")]
-        )
-        rows += [(label(n), [_number(each[kind].get(n)) for each in columns]) for n in shown if not single]
+    rows += _named_rows(columns, "pass@k", _names(columns, "pass@k"), "pass@{}".format)
+    # With one sample, pass^k is pass@k; and a single part is the reward itself.
+    rows += _named_rows(columns, "pass^k", (k for k in _names(columns, "pass^k") if k != "1"), "pass^{}".format)
+    if len(parts := _names(columns, "parts")) > 1:
+        rows += _named_rows(columns, "parts", _parents_first(parts, summary), _part_label(summary))
+    rows += _named_rows(columns, "metrics", _names(columns, "metrics"), str)
     counts = (("truncated", "truncated"), *TOOL_COUNTS)
     rows += [(label, [str(each[name]) for each in columns]) for label, name in counts if summary[name]]
     rows += [(f"failed: {s}", [str(each["failed"].get(s, 0)) for each in columns]) for s in summary["failed"]]
-    rows.append(("turns", [_number(each["turns_mean"]) for each in columns]))
+    rows.append(("turns", [number(each["turns_mean"]) for each in columns]))
     rows += [(label, [value, *[""] * len(several)]) for label, value in _spent_rows(summary)]
     title = f"{counted(summary['tasks'], 'held-out task')}, {counted(summary['episodes'], 'episode')}"
     unjudged = summary["episodes"] - summary["judged"]
     title += f", {unjudged} of them not judged" if unjudged else ""
     return _table(title, ["all", *several] if several else [], rows)
+
+
+def _names(columns: Sequence[Mapping[str, Any]], kind: str) -> dict[str, None]:
+    return dict.fromkeys(name for each in columns for name in each[kind])
 
 
 def _spent_rows(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -397,11 +390,8 @@ def reduced_words(summary: Mapping[str, Any]) -> str:
     return f"{summary['reduce']} of {summary.get('samples_per_prompt', 1)}"
 
 
-def _table(title: str, columns: Sequence[str], rows: Sequence[tuple[str, list[str]]]) -> Table:
+def _table(title: str, columns: Sequence[str], rows: Rows) -> Table:
     """A table of labels and numbers. Without `columns`, it has one column of numbers and no header."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title=title, title_justify="left", show_header=bool(columns))
     table.add_column("")
     for name in columns or [""]:
@@ -428,12 +418,7 @@ def _tasks(evaluation: dict[str, Any], word: str = "") -> str:
     return shown if judged == tasks else f"{shown}, only {judged} could be judged"
 
 
-def _number(value: float | None) -> str:
-    """Three digits after the point, or a dash for None."""
-    return "–" if value is None else f"{value:.3f}"
-
-
 def _with_error(numbers: dict[str, Any], name: str = "reward") -> str:
     """A mean, with its standard error if there is one: an older run has none."""
     error = numbers.get(f"{name}_stderr")
-    return _number(numbers.get(f"{name}_mean")) + (f" ± {error:.3f}" if error is not None else "")
+    return number(numbers.get(f"{name}_mean")) + (f" ± {error:.3f}" if error is not None else "")

@@ -1,4 +1,5 @@
-"""Uploads an exported model to the Hugging Face Hub, and writes a README.md about its training.
+"""What an exported model has besides its weights: a README.md about its training, the settings of its run for `rollouts
+chat`, `serve` and `eval`, and the schemas of its tools. And its upload to the Hugging Face Hub.
 
 `huggingface_hub` does the upload; it comes with transformers. Its environment variables apply: HF_TOKEN, HF_ENDPOINT,
 HF_HUB_OFFLINE. Left out: writing the model itself (`export`).
@@ -6,24 +7,37 @@ HF_HUB_OFFLINE. Left out: writing the model itself (`export`).
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
-from rollouts.config.files import load_as_written
+from rollouts.config.convert import toml_key, toml_value
+from rollouts.config.files import load_as_written, load_file
+from rollouts.config.flags import Tree
+from rollouts.config.names import names_file
 from rollouts.config.resolving import EXPORTED, Resolved, resolve, run_settings_file
-from rollouts.errors import ConfigError, RunError, UserError, counted, named
+from rollouts.config.settings import Settings
+from rollouts.errors import ConfigError, RunError, UserError, counted, first_line, named
 from rollouts.models.folders import is_adapter, read_adapter_config
 from rollouts.models.loading import BUNDLED
-from rollouts.runs.folder import PHASES, SUMMARY, holds_run, load_config, read_json
+from rollouts.plugins.manager import PluginManager
+from rollouts.runs.components import added_tools, choose, with_data
+from rollouts.runs.environments import plan_environments
+from rollouts.runs.folder import PHASES, SUMMARY, holds_run, read_config, read_json
 from rollouts.runs.manifest import MANIFEST
-from rollouts.runs.usage import is_on_hub, models_before, usage_lines
+from rollouts.runs.workers import Workers
+from rollouts.terminal_text import number
 
 CARD = "README.md"
+_CORE = "mode model data system template max_tokens max_turns temperature seed eval_tasks".split()
+_COMPONENTS = "env tool reward tool_parser".split()
+_MODELS_MAX = 20  # the longest chain of runs that began with each other's models
+_ABSOLUTE = re.compile(r"[/~]|\.\./|[A-Za-z]:[\\/]")  # or outside of the folder
 _OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 _TRAINED = {
     "sft": "demonstrations (sft)",
@@ -144,7 +158,7 @@ def _before_sft(run: Path, sft: Path | None) -> dict[str, Any] | None:
     """The evaluation before the supervised phase; None if there is none, or if it was of other tasks."""
     if sft is None:
         return None
-    of_tasks = [{key: load_config(each)[0].get(key) for key in ("env", "eval_tasks")} for each in (run, sft)]
+    of_tasks = [{key: read_config(each)[0].get(key) for key in ("env", "eval_tasks")} for each in (run, sft)]
     found: dict[str, Any] | None = (read_json(sft / SUMMARY).get("evaluation") or {}).get("before")
     return found if of_tasks[0] == of_tasks[1] else None
 
@@ -153,7 +167,7 @@ def _facts(
     run: Resolved, checkpoint: Path, summary: Mapping[str, Any], chain: Sequence[str], sft: Path | None
 ) -> dict[str, Any]:
     settings = run.settings
-    number = re.search(r"step_(\d+)$", checkpoint.name)
+    step = re.search(r"step_(\d+)$", checkpoint.name)
     trains = Path(run.source.path).name != EXPORTED  # the settings of an exported model say less
     chosen = {key: " + ".join(each.name for each in run.components[key]) for key in ("env", "loss")}
     return {
@@ -164,7 +178,7 @@ def _facts(
         "loss": chosen["loss"] if trains else None,
         "LoRA rank": settings.lora_rank or None,
         "supervised steps": read_json(sft / SUMMARY).get("steps") if sft else None,
-        "steps": int(number[1]) if number else summary.get("steps"),
+        "steps": int(step[1]) if step else summary.get("steps"),
         "seed": settings.seed,
     }
 
@@ -189,14 +203,10 @@ def _reward_lines(checkpoint: Path, summary: Mapping[str, Any], before_sft: Mapp
     shown = {"before": before, "after": after}
     if before_sft:
         shown = {"before": before_sft, "after SFT": before, "after RL": after}
-    rows = [
-        [label, *(_number(each.get(key)) for each in shown.values())]
-        for label, key in (("reward, sampled", "reward_mean"), ("reward, greedy", "greedy_mean"))
-    ]
-    rows += [
-        [part, *(_number((each.get("parts") or {}).get(part)) for each in shown.values())]
-        for part in after.get("parts") or {}
-    ]
+    both = [("reward, sampled", "reward_mean"), ("reward, greedy", "greedy_mean")]
+    rows = [[label, *(number(each.get(key)) for each in shown.values())] for label, key in both]
+    parts = [each.get("parts") or {} for each in shown.values()]
+    rows += [[part, *(number(each.get(part)) for each in parts)] for part in parts[-1]]
     tasks = counted(after.get("tasks"), "held-out task")
     yield from ("## Rewards", "", f"On {tasks}. Before: the model that the run begins from.", "")
     yield from (
@@ -212,5 +222,129 @@ def _table(first: str, second: str, rows: Mapping[str, Any]) -> list[str]:
     return [f"| {first} | {second} |", "|---|---|", *shown]
 
 
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
+# --- how to use it ----------------------------------------------------------------------------------------------------
+
+
+def write_usage(checkpoint: Path, folder: Path) -> str:
+    """Write `rollouts.toml` and the schemas of the run's tools into `folder`.
+
+    Returns what another machine needs besides the folder (the files of components), or why there are no schemas
+    although a run wrote the checkpoint; empty if there is nothing to say.
+    """
+    file = run_settings_file(str(checkpoint))
+    if file is None:
+        return ""
+    try:
+        tree, source = load_file(file)
+        written, _ = load_as_written(file)
+        kept, files = portable(written | {"model": next(reversed(models_before(file)), "")})
+        lines = [f"{toml_key(key)} = {toml_value(value)}" for key, value in kept.items()]
+        head = "# Settings of the run that trained this model, for `rollouts chat`, `serve` and `eval`."
+        (folder / EXPORTED).write_text("\n".join([head, *lines, ""]), encoding="utf-8")
+        for alias, schemas in _schemas(resolve(tree, source, allow_left_out=True)).items():
+            name = f"tools_{alias}.json" if alias else "tools.json"
+            if schemas:
+                (folder / name).write_text(json.dumps(schemas, indent=2) + "\n", encoding="utf-8")
+    except UserError as error:
+        return f"its environment cannot be loaded, so the schemas of its tools are not there: {first_line(error)}"
+    if not files:
+        return ""
+    return f"to use its settings elsewhere, copy {' and '.join(files)} into the exported folder"
+
+
+def portable(tree: Tree) -> tuple[Tree, list[str]]:
+    """The settings of a run that `chat`, `serve` and `eval` need, without paths of this machine; and the files of code
+    that they name.
+
+    Left out are a model in a folder, files of rows, and absolute paths in the settings of components. A component in a
+    file loses its absolute path: `./env.py:Env`.
+    """
+    files: dict[str, None] = {}
+
+    def kept_of(value: Any, key: str = "name") -> Any:
+        if isinstance(value, Mapping):
+            return {name: kept_of(each, name) for name, each in value.items() if name == "name" or not _is_path(each)}
+        if isinstance(value, list | tuple):
+            return [kept_of(each, key) for each in value if key == "name" or not _is_path(each)]
+        if key != "name" or not isinstance(value, str) or not names_file(value):
+            return value
+        path, _, attribute = value.rpartition(":")
+        shown = f"./{PurePath(path).name}" if _ABSOLUTE.match(path) else path
+        files[shown] = None
+        return f"{shown}:{attribute}"
+
+    data = tree.get("data")
+    has_rows = _is_path(data.get("name") if isinstance(data, Mapping) else data)
+    kept = {key: value for key, value in tree.items() if key in _CORE and not (key == "data" and has_rows)}
+    kept |= {key: kept_of(tree[key]) for key in _COMPONENTS if key in tree}
+    if not is_on_hub(kept["model"]) and kept["model"] not in BUNDLED:
+        del kept["model"]
+    return kept, list(files)
+
+
+def models_before(file: Path | None) -> list[str]:
+    """The model that the run with this settings file began from. If another run wrote that model, also the model that
+    that run began from, and so on: the last one is the base model. Empty if the file of an exported model names none.
+    """
+    models: list[str] = []
+    while file is not None and len(models) < _MODELS_MAX:
+        model = load_file(file)[0].get("model", "" if file.name == EXPORTED else Settings.model)
+        if not model:
+            break
+        models.append(str(model))
+        file = run_settings_file(model)
+    return models
+
+
+def is_on_hub(model: str) -> bool:
+    """Whether this is the name of a model on the hub, and not a folder."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None and not Path(model).exists()
+
+
+def _is_path(value: Any) -> bool:
+    """Whether a setting is an absolute path, or a file of rows."""
+    return isinstance(value, str) and bool(_ABSOLUTE.match(value) or PurePath(value).suffix in (".json", ".jsonl"))
+
+
+def _schemas(run: Resolved) -> dict[str, list[dict[str, Any]]]:
+    """The schemas of the tools of each environment, by its alias. Raises UserError."""
+    manager = PluginManager()
+    workers = Workers(run, manager)
+    run = with_data(run, manager, workers)
+    chosen = choose(manager, {key: run.components[key] for key in ("env", "tool")}, run.source, workers=workers)
+    environments = plan_environments(manager, run.components["env"], chosen["env"], run.settings, run.source)
+    tools = added_tools(chosen["tool"])
+    return {env.alias: env._replace(tools=tools).schemas() for env in environments}
+
+
+def usage_lines(settings: Settings, folder: Path, title: str) -> Iterator[str]:
+    """The section of the card that asks the model with transformers, and shows it the tools in `folder`."""
+    tools = next((file.name for file in sorted(folder.glob("tools*.json"))), None)
+    system = f'{{"role": "system", "content": {json.dumps(settings.system)}}}, ' if settings.system else ""
+    template = "".join(f"\n    {name}={value!r}," for name, value in settings.template.items())
+    yield f"""\
+## Use
+
+```python
+import json
+from pathlib import Path
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = Path({json.dumps(title)})  # this folder; huggingface_hub.snapshot_download("USER/MODEL") fetches it
+model = AutoModelForCausalLM.from_pretrained(folder)
+tokenizer = AutoTokenizer.from_pretrained(folder)
+messages = [{system}{{"role": "user", "content": "..."}}]
+prompt = tokenizer.apply_chat_template(
+    messages,
+    tools={f'json.loads((folder / "{tools}").read_text())' if tools else None},{template}
+    add_generation_prompt=True,
+    return_tensors="pt",
+    return_dict=True,
+)
+reply = model.generate(**prompt, max_new_tokens={settings.max_tokens})
+print(tokenizer.decode(reply[0, prompt["input_ids"].shape[1]:]))
+```
+
+With rollouts and the environment installed: `rollouts chat {title}`.
+"""

@@ -1,7 +1,7 @@
 """The trial of `--dry-run`, without the run's model: scripted episodes, and one small training step.
 
 A script replaces the model in the episode: it calls each of the environment's tools with arguments made from its
-schema, then replies with text. If the environment has demonstrations, a second episode repeats the replies of one.
+schema, then replies with text. (`rollouts check` replays demonstrations.)
 Episode, tools, rewards, metrics and filters run as in a real run. So does the training step, which trains the toy model
 of the package on invented tokens. Not here: everything that needs the run's model.
 """
@@ -13,11 +13,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import trio
 
-from rollouts.agent.episode import tools_of_task
+from rollouts.agent.episode import EpisodeOptions, tools_of_task
 from rollouts.author_code import shown
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import tokenize_supervised
@@ -32,9 +32,8 @@ from rollouts.inference.base import Capabilities, GenerateRequest, Generation, H
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.models.loading import adapters_beneath, load_tokenizer
 from rollouts.runs.components import takes_rows
-from rollouts.runs.environments import Environment
-from rollouts.runs.jobs.chat_data import tried_rows
-from rollouts.runs.jobs.demonstrations import demonstration_samples
+from rollouts.runs.environments import PlannedEnvironment
+from rollouts.runs.jobs.chat_data import demonstration_samples, tried_rows
 from rollouts.runs.plan import Plan
 from rollouts.runs.session import Player, episode_limits, load_chat
 from rollouts.runs.workers import sandbox_lines
@@ -54,44 +53,31 @@ _LOGPROB = -6.0  # the logprob of each scripted or invented token, similar to th
 _EXAMPLES: Mapping[str, Any] = {"integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
 
-class Rehearsal(NamedTuple):
-    """The results of a trial as lines, and what is probably a mistake although nothing failed. `data` says how many
-    conversations were tried; empty if all.
-    """
-
-    lines: list[str]
-    warnings: list[str]
-    data: str = ""
-
-
-def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = False) -> Rehearsal:
-    """Try the plan. `without_model`: torch or transformers is not installed, so episodes use messages only, and no
-    training step is tried. Raises UserError, with file and line, if a component fails.
+def rehearse(plan: Plan, held_out: Sequence[Task], *, without_model: bool = False) -> tuple[list[str], str]:
+    """Try the plan. Returns lines, and how many conversations of the data were tried ("" if all). `without_model`:
+    torch or transformers is not installed, so episodes use messages only, and no training step is tried. Raises
+    UserError, with file and line, if a component fails.
     """
     settings = plan.settings
     chat, missing = (None, "") if without_model else _chat_of(plan)
     plan = plan._replace(filters=()) if without_model else plan  # a filter may see rewards as tensors
-    lines, warnings, data = [missing] if missing else [], list[str](), ""
+    lines, tried, scores = [missing] if missing else [], "", list[Score]()
     lines += sandbox_lines(plan.one("sandbox").name, plan.environments)
-    groups: list[Group] = []
-    if settings.mode != "sft" or (held_out and plan.rewards):
-        for env in plan.environments:
-            if task := _a_task(env, held_out):
-                with _users_mistake(env.alias):
-                    played = trio.run(_play, plan, env, task, chat)
-                groups += played
-                lines += [line for group in played for line in _episode_lines(plan, env, group, chat)]
-                replayed = _replay(plan, env, held_out)
-                lines, warnings = [*lines, *replayed.lines], [*warnings, *replayed.warnings]
+    for env in plan.environments if settings.mode != "sft" or (held_out and plan.rewards) else ():
+        if task := _a_task(env, held_out):
+            with _users_mistake(env.alias):
+                groups = trio.run(_play, plan, env, task, chat)
+            scores.append(groups[0].episodes[0].score)
+            lines += [line for group in groups for line in _episode_lines(plan, env, group, chat)]
     if settings.mode == "sft" and chat is not None:
-        words, data = _tried_conversations(plan, held_out, chat)
+        words, tried = _tried_conversations(plan, held_out, chat)
         lines.append(words)
     elif settings.mode == "sft" and settings.data not in ("", *plan.resolved.source.objects.rows):
         require_file(settings.data)  # without the model's tokenizer, no conversation is read
     if settings.mode != "eval" and not without_model:
         with _users_mistake():
-            lines += trio.run(_train, plan, groups[0].episodes[0].score if groups else Score(1.0))
-    return Rehearsal(lines, warnings, data)
+            lines += trio.run(_train, plan, next(iter(scores), Score(1.0)))
+    return lines, tried
 
 
 @contextlib.contextmanager
@@ -120,7 +106,7 @@ def _chat_of(plan: Plan) -> tuple[ChatFormat | None, str]:
     return load_chat(plan.settings, plan.environments, tokenizer, plan.tool_parser), ""
 
 
-def _a_task(env: Environment, held_out: Sequence[Task]) -> Task | None:
+def _a_task(env: PlannedEnvironment, held_out: Sequence[Task]) -> Task | None:
     """A held-out task of the environment, else a training task; None for an environment that is never played."""
     tasks = [task for task in held_out if task.env == env.alias]
     if tasks or env.share == 0:
@@ -231,7 +217,7 @@ def _ids_of(message: Message, schemas: Sequence[dict[str, Any]], chat: ChatForma
     return [token for token, weight in zip(row.tokens, row.loss_mask, strict=True) if weight > 0]
 
 
-async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | None) -> list[Group]:
+async def _play(plan: Plan, env: PlannedEnvironment, task: Task, chat: ChatFormat | None) -> list[Group]:
     """Two scripted rollouts of the task as a group of each role, so that group rewards can compare them."""
     settings = plan.settings
     schemas = await _schemas_of(env, task, settings)
@@ -246,57 +232,47 @@ async def _play(plan: Plan, env: Environment, task: Task, chat: ChatFormat | Non
         max_turns=settings.max_turns + max(0, len(schemas) - 1),
         max_tokens=settings.max_tokens + engine.more_tokens,
     )
-    groups = await _play_script(Player(limits, plan.environments, plan.rewards, chat), task, engine)
+    player = Player(limits, plan.environments, plan.rewards, chat)
+    jobs = [Job(task, (0, rollout)) for rollout in range(min(2, settings.samples_per_prompt))]
+    play = player.at(settings.temperature, settings.seed)
+    episodes: Sequence[Episode] = await run_episodes(jobs, play, engine, concurrency=settings.concurrency)
+    score = group_scorer(plan.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
+    if score is not None:
+        (episodes,) = await score([episodes])
+    groups = role_groups(Group(0, task, tuple(episodes)))
     for group in groups:
         _check_played(env, group.episodes[0])
     return groups
 
 
-async def _schemas_of(env: Environment, task: Task, settings: Settings) -> list[dict[str, Any]]:
+async def _schemas_of(env: PlannedEnvironment, task: Task, settings: Settings) -> list[dict[str, Any]]:
     """The schemas of the tools that the model has in this task. If the environment fails, those of the marked tools:
     the episode then fails too, and is reported.
     """
     if env.chooses_tools:
         limits = episode_limits(settings, settings.temperature)
         with contextlib.suppress(RunError):
-            engine, places = ScriptedEngine([]), (env.sandboxes, env.shared)
-            tools = await tools_of_task(task, env.make, engine, limits, *places, tools=env.tools)
+            options = EpisodeOptions(env.tools, env.sandboxes, env.shared)
+            tools = await tools_of_task(task, env.make, ScriptedEngine([]), limits, options)
             return [schema_of(tool) for tool in tools]
     return env.schemas()
 
 
-async def _play_script(player: Player, task: Task, engine: ScriptedEngine) -> list[Group]:
-    """Two rollouts of the task with this engine, judged; one if the run samples one per prompt. With roles, a group of
-    each.
-    """
-    settings = player.settings
-    play = player.at(settings.temperature, settings.seed)
-    jobs = [Job(task, (0, rollout)) for rollout in range(min(2, settings.samples_per_prompt))]
-    episodes: Sequence[Episode] = await run_episodes(jobs, play, engine, concurrency=settings.concurrency)
-    score = group_scorer(player.rewards, settings.on_invalid_reward, timeout_seconds=settings.reward_seconds)
-    if score is not None:
-        (episodes,) = await score([episodes])
-    return role_groups(Group(0, task, tuple(episodes)))
-
-
-def _check_played(env: Environment, episode: Episode) -> None:
+def _check_played(env: PlannedEnvironment, episode: Episode) -> None:
     """Raise an error if the environment failed or a reward raised. A reward may return None (it cannot judge)."""
-    name = env.alias or env.name
+    begin = f"{env.alias or env.name}: a test episode with scripted replies"
     if episode.status.is_infrastructure:
-        raise EnvironmentDefinitionError(
-            f"{name}: a test episode with scripted replies failed as {episode.status.value}: {episode.trajectory.error}"
-        )
+        raise EnvironmentDefinitionError(f"{begin} failed as {episode.status.value}: {episode.trajectory.error}")
     for why in episode.score.why.split("; "):
         if " could not judge: " in why and f": {RETURNED_NONE}" not in why:
-            raise ConfigError(f"{name}: in a test episode with scripted replies, the reward {why}")
+            raise ConfigError(f"{begin.replace(': a', ': in a')}, the reward {why}")
 
 
-def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat | None) -> Iterator[str]:
+def _episode_lines(plan: Plan, env: PlannedEnvironment, group: Group, chat: ChatFormat | None) -> Iterator[str]:
     """The messages, calls and rewards of a scripted episode, as lines."""
     episode = group.episodes[0]
     trajectory = episode.trajectory
-    of = f" of {env.alias}" if env.alias else ""
-    of += f", the {group.role}" if group.role else ""
+    of = (f" of {env.alias}" if env.alias else "") + (f", the {group.role}" if group.role else "")
     yield f"a scripted episode{of}: {counted(len(trajectory.messages), 'message')}, {trajectory.status.value}"
     first = trajectory.task.messages
     if group.role:
@@ -305,55 +281,57 @@ def _episode_lines(plan: Plan, env: Environment, group: Group, chat: ChatFormat 
         prompt = chat.render(first, trajectory.tools, True)
         count = len(chat.encode_prompt(first, trajectory.tools))
         yield f"  prompt: {count} tokens, the end is {shown(prompt[-PROMPT_CHARACTERS:])}"
-    yield from _message_lines_of(trajectory)
+    yield from _message_lines(trajectory)
     if chat is not None and trajectory.tools and not chat.can_write_calls:
         yield "  no tool was called, because the tool parser has no `write`"
     if "turn_limit" in trajectory.metrics and hasattr(env.make(), "reply"):
         yield f"  note: `reply` never ended the episode; it ended at --max-turns {plan.settings.max_turns}"
     if failures := _failures(episode):
-        yield f"  a tool failed ({', '.join(failures)}); its arguments are invented, so check whether it may fail"
+        yield f"  a tool failed ({failures}); its arguments are invented, so check whether it may fail"
     yield from (f"    {name}: {error}" for name, error in trajectory.tool_errors.items())
     yield from _score_lines(episode)
     if plan.filters:
         yield f"  filters: {_filter_words(plan, group)}"
 
 
-def _failures(episode: Episode) -> list[str]:
+def _failures(episode: Episode) -> str:
     """The kinds of failed tool calls in the episode."""
-    return [name.partition("/")[2] for name in episode.metrics if name.startswith("tool_failure/")]
+    return ", ".join(name.partition("/")[2] for name in episode.metrics if name.startswith("tool_failure/"))
 
 
 def _score_lines(episode: Episode) -> Iterator[str]:
     """The rewards and metrics of the episode."""
-    parts = ", ".join(f"{name} {_number(value)}" for name, value in episode.score.parts.items())
-    why = f"; {episode.score.why}" if episode.score.why else ""
-    yield f"  reward: {_number(episode.score.value)} ({parts}){why}"
+    score = episode.score
+    why = f"; {score.why}" if score.why else ""
+    yield f"  reward: {_number(score.value)} ({_numbers(score.parts)}){why}"
     if RETURNED_NONE in why:
         yield f"  {FORGOTTEN}"
-    metrics = {name[7:]: value for name, value in episode.metrics.items() if name.startswith("metric/")}
-    if metrics or "metric_failures" in episode.metrics:
-        failed = int(episode.metrics.get("metric_failures", 0))
-        words = [f"{name} {_number(value)}" for name, value in metrics.items()]
-        yield f"  metrics: {', '.join([*words, *([f'{failed} failed'] if failed else [])])}"
+    metrics = _numbers({name[7:]: value for name, value in episode.metrics.items() if name.startswith("metric/")})
+    failed = f"{episode.metrics['metric_failures']:g} failed" if "metric_failures" in episode.metrics else ""
+    if words := ", ".join(filter(None, (metrics, failed))):
+        yield f"  metrics: {words}"
 
 
-def _message_lines_of(trajectory: Trajectory) -> Iterator[str]:
-    """The first messages of a conversation, and how many there are more."""
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:g}"
+
+
+def _numbers(values: Mapping[str, float | None]) -> str:
+    return ", ".join(f"{name} {_number(value)}" for name, value in values.items())
+
+
+def _message_lines(trajectory: Trajectory) -> Iterator[str]:
+    """The first messages of a conversation and their calls, each cut to one line, and how many there are more."""
     first = len(trajectory.tools) * 2 + MESSAGES_MAX  # a call of each tool and its answer, and others
     for message in trajectory.messages[:first]:
-        yield from _message_lines(message)
+        if message.text or not message.tool_calls:
+            yield f"  {'answer' if message.role == 'tool' else message.role}: {shown(message.text)}"
+        for call in message.tool_calls:
+            arguments = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
+            why = f", which was not read back: {shown(call.error)}" if call.error else ""
+            yield f"  call: {call.name}({arguments}){why}"
     if (more := len(trajectory.messages) - first) > 0:
-        yield "  and one more message" if more == 1 else f"  and {more} more messages"
-
-
-def _message_lines(message: Message) -> Iterator[str]:
-    """A message and its calls, each cut to one line."""
-    if message.text or not message.tool_calls:
-        yield f"  {'answer' if message.role == 'tool' else message.role}: {shown(message.text)}"
-    for call in message.tool_calls:
-        arguments = ", ".join(f"{key}={value!r}" for key, value in call.arguments.items())
-        why = f", which was not read back: {shown(call.error)}" if call.error else ""
-        yield f"  call: {call.name}({arguments}){why}"
+        yield f"  and {counted(more, 'more message')}"
 
 
 def _filter_words(plan: Plan, group: Group) -> str:
@@ -366,10 +344,6 @@ def _filter_words(plan: Plan, group: Group) -> str:
     with _users_mistake():
         dropped = filter_group(group, plan.filters, step=0, see=see).dropped
     return f"drop this group ({dropped}); its rollouts are alike" if dropped else "keep this group"
-
-
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"
 
 
 def _tried_conversations(plan: Plan, held_out: Sequence[Task], chat: ChatFormat) -> tuple[str, str]:
@@ -390,71 +364,12 @@ def _tried_conversations(plan: Plan, held_out: Sequence[Task], chat: ChatFormat)
     return f"{of}: {counted(tokens, 'token')}, {live} of them trained", limited if total > count else ""
 
 
-# --- a demonstration --------------------------------------------------------------------------------------------------
+# --- demonstrations ---
 
 
-def _replay(plan: Plan, env: Environment, held_out: Sequence[Task]) -> Rehearsal:
-    """An episode that repeats the replies of a demonstration, with the real tools and `reply`."""
-    made = env.make()
-    if not hasattr(made, "demonstrations"):
-        return Rehearsal([], [])
-    if roles_of(made):
-        return Rehearsal(["no demonstration is replayed: each is the conversation of one role"], [])
-    try:
-        task, not_judged, rest = _demonstration(env, held_out)
-    except (ConfigError, EnvironmentDefinitionError) as none:  # mode rl needs no demonstration
-        return Rehearsal([f"no demonstration is replayed: {none}"], [])
-    replies = [message for message in rest if message.role == "assistant"]
-    settings = dataclasses.replace(plan.settings, max_turns=len(replies), max_tokens=CONTEXT_TOKENS)
-    player = Player(settings, plan.environments, () if not_judged else plan.rewards, None)
-    (group,) = trio.run(_play_script, player, task, ScriptedEngine(replies))
-    episode = group.episodes[0]
-    if not not_judged:
-        _check_played(env, episode)
-    trajectory = episode.trajectory
-    of = f" of {env.alias}" if env.alias else ""
-    lines = [
-        f"a demonstration{of}, replayed: {counted(len(trajectory.messages), 'message')}, {trajectory.status.value}"
-    ]
-    lines += _message_lines_of(trajectory)
-    warnings = []
-    if trajectory.error and trajectory.status.is_infrastructure:
-        lines.append(f"  {trajectory.error}")
-        warnings.append(f"the replay of a demonstration{of} failed as {trajectory.status.value}")
-    if failures := _failures(episode):
-        lines.append(f"  a tool failed ({', '.join(failures)}) with the arguments of the demonstration")
-        warnings.append(f"a tool failed ({', '.join(failures)}) with the arguments of a demonstration{of}")
-    if differences := list(_differences(rest, trajectory.messages[len(task.messages) :])):
-        lines += differences
-        warnings.append(f"the replay of a demonstration{of} differs from it")
-    elif len(rest) > 1:
-        lines.append("  its tools and users said the same as in the demonstration")
-    lines += [f"  not judged: {not_judged}"] if not_judged else _score_lines(episode)
-    return Rehearsal(lines, warnings)
-
-
-def _demonstration(env: Environment, held_out: Sequence[Task]) -> tuple[Task, str, list[Message]]:
-    """A demonstration as its task, the reason why rewards cannot judge it ("" if they can), and the messages after the
-    prompt. The task is the only one of the environment with this prompt; the same task may come again. If no task has
-    an answer or `info`, the prompt is enough.
-    """
-    tasks = first_tasks(env, held_out)
-    found = []
-    for same, prompt, rest in itertools.islice(with_tasks(env, tasks), DEMONSTRATIONS_MAX):
-        if len(same) == 1:
-            return same[0], "", rest
-        found.append((same, prompt, rest))
-    assert found, "an environment without any demonstration was refused"
-    same, prompt, rest = max(found, key=lambda each: bool(each[0]))  # the first one with tasks, else the first one
-    if same:
-        why = f"{len(same)} tasks have this prompt, so the rewards are not shown: give tasks different prompts"
-        return same[0], why, rest
-    is_whole = all(task.answer is None and not task.info for task in tasks)
-    why = "" if is_whole else f"none of the first {TASKS_MAX} tasks has the prompt of this demonstration"
-    return Task(prompt, env=env.alias), why, rest
-
-
-def with_tasks(env: Environment, tasks: Sequence[Task]) -> Iterator[tuple[list[Task], list[Message], list[Message]]]:
+def with_tasks(
+    env: PlannedEnvironment, tasks: Sequence[Task]
+) -> Iterator[tuple[list[Task], list[Message], list[Message]]]:
     """Each demonstration of the environment as the different tasks with its prompt, the prompt, and the messages after
     it. Raises EnvironmentDefinitionError if there is no demonstration.
     """
@@ -466,25 +381,11 @@ def with_tasks(env: Environment, tasks: Sequence[Task]) -> Iterator[tuple[list[T
         yield list(by_prompt.get(encode(messages[:count]), {}).values()), messages[:count], messages[count:]
 
 
-def first_tasks(env: Environment, held_out: Sequence[Task]) -> list[Task]:
+def first_tasks(env: PlannedEnvironment, held_out: Sequence[Task]) -> list[Task]:
     """The held-out tasks of the environment, and its first training tasks."""
     source = env.training_source()
     drawn = itertools.islice(source(0) if callable(source) else source, TASKS_MAX)
     return [*(task for task in held_out if task.env == env.alias), *drawn]
-
-
-def _differences(wanted: Sequence[Message], played: Sequence[Message]) -> Iterator[str]:
-    """A line for each tool result and user text that differs from the demonstration's; the last one if the roles
-    differ, because then the conversations cannot be compared.
-    """
-    for theirs, ours in itertools.zip_longest(wanted, played):
-        if theirs is None or ours is None or theirs.role != ours.role:
-            here, there = (f"{each.role} {shown(each.text)}" if each else "its end" for each in (ours, theirs))
-            yield f"  differs: here comes {here}, in the demonstration {there}"
-            return
-        if ours.role != "assistant" and ours.text != theirs.text:
-            who = f"the tool {ours.name}" if ours.name else "the environment"
-            yield f"  differs: {who} says {shown(ours.text)}, in the demonstration {shown(theirs.text)}"
 
 
 # --- the training step ------------------------------------------------------------------------------------------------

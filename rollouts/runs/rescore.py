@@ -168,25 +168,21 @@ class _Rescoring:
 
     async def _judge(self, groups: Sequence[Sequence[Episode]]) -> list[Episode]:
         """The episodes of these groups with their new scores, as a run computes them."""
-        judged = [await self._judge_alone(episodes) for episodes in groups]
+        judged = [list(episodes) for episodes in groups]
+        limit = trio.CapacityLimiter(self._settings.concurrency)
+
+        async def one(group: list[Episode], place: int) -> None:
+            async with limit:
+                group[place] = await self._rejudged(group[place])
+
+        for group in judged:
+            async with trio.open_nursery() as nursery:
+                for place in range(len(group)):
+                    nursery.start_soon(one, group, place)
+            self._done += len(group)
         if self._scorer is not None:
             judged = await self._scorer(judged)
         return [episode for group in judged for episode in group]
-
-    async def _judge_alone(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """The episodes of a group with their new scores, without the rewards of whole groups."""
-        found: dict[int, Episode] = {}
-        limit = trio.CapacityLimiter(self._settings.concurrency)
-
-        async def one(place: int, episode: Episode) -> None:
-            async with limit:
-                found[place] = await self._rejudged(episode)
-
-        async with trio.open_nursery() as nursery:
-            for place, episode in enumerate(episodes):
-                nursery.start_soon(one, place, episode)
-        self._done += len(episodes)
-        return [found[place] for place in range(len(episodes))]
 
     async def _rejudged(self, episode: Episode) -> Episode:
         """The episode with its new score, without the rewards of whole groups."""

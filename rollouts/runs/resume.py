@@ -34,8 +34,8 @@ from rollouts.runs.folder import (
     SUMMARY,
     RunFolder,
     holds_run,
-    load_config,
     numbered,
+    read_config,
     read_json,
     removed_steps,
     step_of_file,
@@ -53,8 +53,8 @@ _OF_EVALUATION = ("inference", "concurrency", "retries", "max_failures", "logger
 """Settings that a resumed evaluation may change: where and how fast it plays, and not what it measures."""
 
 REVISION = 1
-"""The version of the meaning of settings. Raise it if a change makes the same settings another run, and add a note to
-`_revised`. 1: demonstrations are shuffled, and those of held-out tasks left out; `rloo` sums over tokens.
+"""The version of the meaning of settings. Raise it if a change makes the same settings another run. 1: demonstrations
+are shuffled, and those of held-out tasks left out; `rloo` sums over tokens.
 """
 
 
@@ -127,7 +127,7 @@ def read_run(folder: Path, given: Tree, *, home: Path | None = None, allow_left_
     for name in ("out", "resume"):
         if name in given:
             raise ConfigError(f"{name}: a run that is resumed stays in its folder, {folder}; leave {name} out")
-    tree, source = load_config(folder, home)
+    tree, source = read_config(folder, home)
     given, objects = take_objects(given, tree)
     source = source.with_objects(objects)
     resolved = resolve(merge(tree, given), source, allow_left_out=allow_left_out)
@@ -150,18 +150,18 @@ def _check_evaluation(folder: Path, given: Tree, tree: Tree) -> None:
 
 
 def _hint(folder: Path) -> str:
-    """A hint for a folder without a run: similar folders with runs."""
+    """A hint for a folder without a run: the run that it is inside, or the runs inside it."""
     path = Path(os.path.abspath(folder))
-    if path.parent.name == "checkpoints" and holds_run(path.parents[1]):
-        if not path.is_dir():
-            return f", and does not exist; {nearest_checkpoints(folder) or 'its run has no checkpoint'}"
-        return f", it is a checkpoint of one\ntype: {resume_command(folder.parent.parent, folder)}"
+    run = next((above for above in (folder.parent, folder.parent.parent) if holds_run(above)), None)
+    if run is not None and path.exists():
+        is_checkpoint = path.parent.name == "checkpoints" and path.is_dir()
+        what = "it is a checkpoint of one" if is_checkpoint else "it is inside the folder of one"
+        return f", {what}\ntype: {resume_command(run, folder if is_checkpoint else None)}"
+    if run is not None and path.parent.name == "checkpoints":
+        return f", and does not exist; {nearest_checkpoints(folder) or 'its run has no checkpoint'}"
     inside = sorted(each for each in path.iterdir() if holds_run(each)) if path.is_dir() else []
     if inside:
         return f"\ndid you mean: {', '.join(str(folder / each.name) for each in inside[-3:])}?"
-    run = next((above for above in (folder.parent, folder.parent.parent) if path.exists() and holds_run(above)), None)
-    if run is not None:
-        return f", it is inside the folder of one\ntype: {resume_command(run)}"
     return "\nto begin one, type: rollouts run --env NAME --out " + shlex.quote(str(folder))
 
 
@@ -204,7 +204,7 @@ def finished_words(folder: Path, summary: Mapping[str, Any], steps_now: int) -> 
         return f"{folder} is finished: all of its {counted(summary['episodes'], 'episode')} are played\n{again}"
     steps: int = summary["steps"]
     if stopped_by(summary) is not None:
-        is_changed = load_config(folder)[0].get("steps", Settings.steps) != steps_now
+        is_changed = read_config(folder)[0].get("steps", Settings.steps) != steps_now
         on = resume_command(folder, more=f"{f'--steps {steps_now} ' if is_changed else ''}--stop-when none")
         return f"{folder} is finished: {summary['stopped']['why']}\nto continue without this rule, type: {on}"
     longer = resume_command(folder, more=f"--steps {max(1, 2 * steps)}")
@@ -230,7 +230,7 @@ def run_to_resume(resolved: Resolved) -> Path | None:
     folder = Path(settings.out)
     if not holds_run(folder):
         return None
-    load_config(folder)
+    read_config(folder)
     return folder
 
 
@@ -294,30 +294,11 @@ def restore(
                 "from them"
             )
         notes += _missing_steps(logged, folder, state.step, with_trajectories=settings.mode == "rl")
-        notes += _revised(state, settings)
         before = folder.move._replace(base=folder.move.home).flat(state.settings)
         notes += changed_settings(flat_without_secrets(before), folder.move.flat(flat))
         return Resumed(path, state, tuple(notes), is_own)
     notes.append("the run has no checkpoint yet: it begins again")
     return Resumed(None, RunState(0, settings.mode, {}), tuple(notes))
-
-
-def _revised(state: RunState, settings: Settings) -> list[str]:
-    """Notes about settings whose meaning has changed since the checkpoint was written."""
-    if state.revision >= 1 or not state.step:
-        return []
-    notes = []
-    if settings.mode == "sft":
-        notes.append(
-            "warning: an earlier version wrote this checkpoint. It took the demonstrations in their written order, "
-            "those of held-out tasks too. They are shuffled now, so that some may come twice and others never"
-        )
-    if settings.loss == "rloo" and not settings.aggregation:
-        notes.append(
-            "warning: an earlier version wrote this checkpoint. Its loss rloo had the aggregation rollout_mean, and "
-            f"has rollout_sum now; to go on as before, choose rollout_mean as the aggregation in {CONFIG}"
-        )
-    return notes
 
 
 def _missing_checkpoint(logged: Logged, folder: RunFolder, *, auto: bool) -> list[str]:
@@ -346,23 +327,22 @@ def _missing_steps(logged: Logged, folder: RunFolder, steps: int, *, with_trajec
     """A note for each file that lacks some of the run's first `steps` steps, and one for those that the run has removed
     itself.
     """
-    notes = []
-    absent = set(range(steps)) - _steps_with_own_logger(folder.path, steps)
-    found = {name: set(lines) | absent for name, lines in logged.items()}
+    notes, wanted = [], set(range(steps))
+    absent = wanted - _steps_with_own_logger(folder.path, steps)
+    there = {name: set(lines) | absent for name, lines in logged.items()}
     if with_trajectories:
-        files = [path for path in (folder.path / "trajectories").iterdir() if path.stat().st_size]
-        there = {step for path in files if path.suffix == ".jsonl" and (step := step_of_file(path)) is not None}
-        on_purpose = set(range(min(steps, removed_steps(folder.path)))) - there
+        files = [path for path in (folder.path / "trajectories").glob("*.jsonl") if path.stat().st_size]
+        kept = {step for path in files if (step := step_of_file(path)) is not None}
+        on_purpose = set(range(min(steps, removed_steps(folder.path)))) - kept
         if on_purpose:
-            kept = f"trajectories/ has {counted(len(there & set(range(steps))), 'step')} of the {steps} before"
-            notes.append(f"{kept}; the others were removed by {REMOVED_BY}, and resuming needs none of them")
-        found["trajectories/"] = there | on_purpose
-    lost = {name: sorted(set(range(steps)) - each) for name, each in found.items()}
+            has = f"trajectories/ has {counted(len(kept & wanted), 'step')} of the {steps} before"
+            notes.append(f"{has}; the others were removed by {REMOVED_BY}, and resuming needs none of them")
+        there["trajectories/"] = kept | on_purpose
     return notes + [
-        f"warning: {name} lacks {len(each)} of the {steps} steps before (the first is step {each[0]}): "
+        f"warning: {name} lacks {len(lost)} of the {steps} steps before (the first is step {min(lost)}): "
         "something has removed or damaged them; the run goes on without"
-        for name, each in lost.items()
-        if each
+        for name, has_steps in there.items()
+        if (lost := wanted - has_steps)
     ]
 
 
@@ -428,35 +408,27 @@ def _check_same(before: Mapping[str, Any], settings: Settings, path: Path, folde
     """Raise ConfigError for settings that must not change in a run: its model, and settings that determine the order of
     tasks or demonstrations.
     """
-    begin = (
-        f"or begin a new run from its weights: rollouts run --mode {settings.mode} --model {shlex.quote(str(path))} ..."
-    )
-    old = {
-        name: before.get(name, getattr(settings, name)) for name in ("model", "seed", "prompts_per_step", "eval_tasks")
-    }
+    again = f"rollouts run --mode {settings.mode} --model {shlex.quote(str(path))} ..."
+    begin = f"or begin a new run from its weights: {again}"
+    names = ("model", "seed", "prompts_per_step", "eval_tasks")
+    old = {name: before.get(name, getattr(settings, name)) for name in names}
     if not _is_same_model(old["model"], settings.model, path, folder):
         raise ConfigError(
             f"the checkpoint {path} was written by a run of the model {old['model']}, and this one has the model "
             f"{settings.model}; give --model {old['model']} (in a run's folder: model in {CONFIG}), {begin}"
         )
-    differ = {name for name in old if old[name] != getattr(settings, name)}
     is_sft = settings.mode == "sft"
+    holds_out_more = is_sft or settings.eval_tasks > old["eval_tasks"]
+    others = "would hold out other tasks, and some of them may have been trained on"
     refused = (
-        ("the seed", "seed", True, "would order the tasks or demonstrations anew"),
-        ("prompts_per_step", "prompts_per_step", is_sft, "would give some demonstrations twice and others never"),
-        (
-            "eval_tasks",
-            "eval_tasks",
-            is_sft or settings.eval_tasks > old["eval_tasks"],
-            "would hold out other tasks, and some of them may have been trained on",
-        ),
+        ("seed", True, "would order the tasks or demonstrations anew"),
+        ("prompts_per_step", is_sft, "would give some demonstrations twice and others never"),
+        ("eval_tasks", holds_out_more, others),
     )
-    for words, name, matters, why in refused:
-        if matters and name in differ:
-            raise ConfigError(
-                f"{words} was {old[name]} and is {getattr(settings, name)} now, which {why}; give {old[name]} again, "
-                f"{begin}"
-            )
+    for name, matters, why in refused:
+        now = getattr(settings, name)
+        if matters and now != old[name]:
+            raise ConfigError(f"{name} was {old[name]} and is {now} now, which {why}; give {old[name]} again, {begin}")
 
 
 def _is_same_model(old: str, new: str, checkpoint: Path, folder: Path) -> bool:
@@ -466,7 +438,9 @@ def _is_same_model(old: str, new: str, checkpoint: Path, folder: Path) -> bool:
         return True
     if not now.is_dir():
         return False  # two names of the hub
-    if checkpoint.parent == folder / "checkpoints" and _is_phase_before(then, now, folder):
+    # The checkpoint of the supervised phase before this run (mode sft+rl), whose folder was copied or moved as a whole.
+    of_phase = now.parent == folder.resolve().parent / "sft" / "checkpoints" and then.parts[-3:] == now.parts[-3:]
+    if checkpoint.parent == folder / "checkpoints" and of_phase:
         return True
     return not then.exists() and _tail(then) == _tail(now)
 
@@ -477,13 +451,6 @@ def _place_of(model: str) -> Path:
         return Path(resolve_model_name(model)).resolve()
     except ModelError:
         return Path(model).expanduser().resolve()
-
-
-def _is_phase_before(old: Path, new: Path, folder: Path) -> bool:
-    """Whether both are the checkpoint of the supervised phase before this run (mode sft+rl), whose folder was copied or
-    moved as a whole.
-    """
-    return new.parent == folder.resolve().parent / "sft" / "checkpoints" and old.parts[-3:] == new.parts[-3:]
 
 
 def _tail(path: Path) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from rollouts.env.shared import shared_values
 from rollouts.errors import ConfigError, PluginError, first_line
 from rollouts.inference.base import InferenceBackend
 from rollouts.models.loading import remote_code
-from rollouts.runs.environments import Environment
+from rollouts.runs.environments import PlannedEnvironment
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.session import make_inference
 from rollouts.runs.workers import worker_pools
@@ -57,7 +57,7 @@ def model_plan(model: str, given: Tree, settings: Sequence[str]) -> Iterator[Pla
 
 
 @contextlib.contextmanager
-def temporary_engine(plan: Plan, environments: Sequence[Environment]) -> Iterator[InferenceBackend]:
+def temporary_engine(plan: Plan, environments: Sequence[PlannedEnvironment]) -> Iterator[InferenceBackend]:
     """The plan's engine, not entered, with a folder for the logs of its servers. The folder is removed at the end,
     unless the block fails and there are logs. Do not call it inside trio, because it may check the engine. Raises
     UserError.

@@ -6,13 +6,12 @@ import socket
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import trio
 
 from rollouts.agent.single_turns import ServedModel, SingleTurns
 from rollouts.errors import ConfigError
-from rollouts.gateway.api import API, refusal, unreadable
+from rollouts.gateway.api import API, error_response, unreadable
 from rollouts.gateway.exchange import APIError
 from rollouts.gateway.http_server import (
     Handler,
@@ -35,19 +34,11 @@ SETTINGS = tuple("mode template tool_parser inference max_tokens temperature tru
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class Address(NamedTuple):
-    """Where to serve: `port` 0 means a free port. `name` is the model's name for clients; empty: the name of its
-    folder.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8000
-    name: str = ""
-    request_seconds: float = 600.0
-
-
-def serve(plan: Plan, address: Address, limits: HTTPLimits, say: Callable[[str], None]) -> None:
-    """Serve until SIGINT or SIGTERM comes; a second one drops the requests in flight.
+def serve_model(
+    plan: Plan, host: str, port: int, name: str, request_seconds: float, limits: HTTPLimits, say: Callable[[str], None]
+) -> None:
+    """Serve until SIGINT or SIGTERM comes; a second one drops the requests in flight. `port` 0 means a free port.
+    `name` is the model's name for clients; empty: the name of its folder.
 
     `say` is called with the address when the server is ready, and with other messages. Raises ConfigError if the
     address cannot be used, or if the engine takes no token ids, and UserError if the model cannot be loaded.
@@ -57,15 +48,13 @@ def serve(plan: Plan, address: Address, limits: HTTPLimits, say: Callable[[str],
             f"--inference {plan.one('inference').name} is a chat API with an address of its own; type "
             "--inference hf, vllm or sglang"
         )
-    flags = f"--host {address.host} --port {address.port}"
-    with bound_socket(address.host, address.port, flags) as bound, temporary_engine(plan, []) as engine:
-        settings = plan.settings
-        name = address.name or served_name(settings.model)
+    with bound_socket(host, port, f"--host {host} --port {port}") as bound, temporary_engine(plan, []) as engine:
+        settings, name = plan.settings, name or served_name(plan.settings.model)
         chat = load_chat(settings, [], tool_parser=plan.tool_parser)
-        model = ServedModel(name, engine, chat, settings.max_tokens, settings.temperature, address.request_seconds)
-        shown = f"[{address.host}]" if ":" in address.host else address.host
+        model = ServedModel(name, engine, chat, settings.max_tokens, settings.temperature, request_seconds)
+        shown = f"[{host}]" if ":" in host else host
         lines = [f"serving {name} at http://{shown}:{bound.getsockname()[1]}/v1"]
-        if address.host not in LOOPBACK:
+        if host not in LOOPBACK:
             lines.append("note: there is no password; everyone who reaches this address can use the model")
         trio.run(_serve, model, bound, limits, lines, say)
 
@@ -96,7 +85,7 @@ def handler(model: ServedModel) -> Handler:
             return await api.handle(request)
         except Exception:
             traceback.print_exc()
-            return refusal(request, APIError(500, "the server made a mistake; its output has the traceback"))
+            return error_response(request, APIError(500, "the server made a mistake; its output has the traceback"))
 
     return handle
 

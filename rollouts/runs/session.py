@@ -21,23 +21,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, cast
 
 import trio
 
-from rollouts.agent.episode import NO_OPPONENTS, Opponent, run_episode
+from rollouts.agent.episode import NO_OPPONENTS, EpisodeOptions, Opponent, run_episode
 from rollouts.agent.model import EpisodeLimits
 from rollouts.author_code import passed_through
 from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.config.settings import Settings
 from rollouts.env.mixing import RewardTerm
 from rollouts.error_log import ERRORS, ErrorLog, fault_of
-from rollouts.errors import (
-    ConfigError,
-    ModelError,
-    RolloutsError,
-    RunError,
-    cause_of,
-    in_lines,
-    leaves_of,
-    words_of,
-)
+from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, in_lines, leaves_of, words_of
 from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
 from rollouts.inference.chatting import CanChat
 from rollouts.inference.suspend import SuspendableEngine
@@ -45,7 +36,7 @@ from rollouts.models.loading import BUNDLED, load_tokenizer
 from rollouts.plugins.index import KIND_WORDS
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import Chosen, make_component
-from rollouts.runs.environments import Environment
+from rollouts.runs.environments import PlannedEnvironment
 from rollouts.runs.folder import PARTS, SUMMARY, MakeFolder, RunFolder
 from rollouts.runs.loggers import LOGGERS_SECONDS, LOGGERS_SECONDS_INTERRUPTED, Loggers
 from rollouts.runs.observer import EngineState, Observer
@@ -56,13 +47,13 @@ from rollouts.training.rollout_gen.pool import Play
 from rollouts.types import Episode
 
 if TYPE_CHECKING:
-    from rollouts.chat.tool_parsers import ToolParser
+    from rollouts.chat.tool_parsers import ChosenParser
 
 STUCK_SECONDS = 2.0
 """A run that has not ended this long after the first Ctrl-C ends at the next one, even within trio."""
 
 
-class Job(Protocol):
+class SessionJob(Protocol):
     """What a session runs. It fills `summary`, which becomes summary.json."""
 
     summary: dict[str, Any]
@@ -90,7 +81,7 @@ class Session:
     def __init__(self, observer: Observer, started: Start, manager: PluginManager | None = None) -> None:
         self.observer = observer
         self.loggers = Loggers(observer.note)
-        self.job: Job | None = None
+        self.job: SessionJob | None = None
         self.backends: list[tuple[Chosen, object]] = []  # an unknown error that passed through one is its own
         self._started, self._manager = started, manager
         self._folder: RunFolder | None = None
@@ -114,7 +105,7 @@ class Session:
         self.resources.callback(self._folder.close)
         return self._folder
 
-    def begin(self, job: Job, title: str, total: int, notes: Sequence[str], settings: Mapping[str, Any]) -> None:
+    def begin(self, job: SessionJob, title: str, total: int, notes: Sequence[str], settings: Mapping[str, Any]) -> None:
         """Announce the job to the observer and the hooks. From here on, the folder is kept."""
         self.job = job
         log = ErrorLog(self.folder.path / ERRORS, self.observer.note, self.folder.shown / ERRORS)
@@ -146,7 +137,7 @@ class Session:
         if failure is not None and failure is not error:
             raise failure from failure.__cause__
 
-    def _end(self, job: Job, failure: BaseException | None) -> BaseException | None:
+    def _end(self, job: SessionJob, failure: BaseException | None) -> BaseException | None:
         """End the job. Returns the error to raise: the first one that occurred, or None."""
         failure = failure and self._named_failure(failure)
         if isinstance(failure, KeyboardInterrupt):
@@ -226,9 +217,9 @@ def model_words(model: str) -> str:
 
 def load_chat(
     settings: Settings,
-    environments: Sequence[Environment],
+    environments: Sequence[PlannedEnvironment],
     tokenizer: Any = None,
-    tool_parser: ToolParser | None = None,
+    tool_parser: ChosenParser | None = None,
 ) -> ChatFormat:
     """The model's chat format; `tokenizer` None: load it. `tool_parser` None: the template decides how calls are read.
     Raises ModelError if the template cannot show what the environment needs, and ConfigError for a parser that fails.
@@ -240,7 +231,7 @@ def load_chat(
     return chat
 
 
-def _check_tools(chat: ChatFormat, environments: Sequence[Environment], settings: Settings) -> None:
+def _check_tools(chat: ChatFormat, environments: Sequence[PlannedEnvironment], settings: Settings) -> None:
     """Raise ModelError if an environment has tools, and the chat template cannot show their calls, or calls cannot be
     read out of the replies of this run.
     """
@@ -265,7 +256,7 @@ def chat_notes(chat: ChatFormat) -> list[str]:
 
 
 def make_inference(
-    chosen: Chosen, available: Mapping[str, Any], environments: Sequence[Environment], *, must_train: bool
+    chosen: Chosen, available: Mapping[str, Any], environments: Sequence[PlannedEnvironment], *, must_train: bool
 ) -> InferenceBackend:
     """The engine, not entered. It is checked if it has a `check`. Raises UserError if it cannot be used; with
     `must_train`, also if its replies cannot be trained on.
@@ -305,7 +296,7 @@ class Player(NamedTuple):
     """
 
     settings: Settings
-    environments: Sequence[Environment]
+    environments: Sequence[PlannedEnvironment]
     rewards: Sequence[RewardTerm]
     chat: ChatFormat | None
     opponents: Mapping[str, Opponent] = NO_OPPONENTS
@@ -322,14 +313,15 @@ class Player(NamedTuple):
         """
         settings = self.settings
         environments = {env.alias: env for env in self.environments}
-        limits = episode_limits(settings, temperature)
+        limits, policy = episode_limits(settings, temperature), settings.on_invalid_reward
 
         def play(job: EpisodeJob, session: str, inference: SuspendableEngine) -> Coroutine[Any, Any, Episode]:
-            environment = environments[job.task.env]
+            env = environments[job.task.env]
             on_begin()
+            options = EpisodeOptions(env.tools, env.sandboxes, env.shared, self.opponents, policy, on_end)
             return run_episode(
                 job.task,
-                make_env=environment.make_env,
+                make_env=env.make_env,
                 chat=self.chat,
                 inference=inference,
                 limits=limits,
@@ -337,12 +329,7 @@ class Player(NamedTuple):
                 session=session,
                 order=job.order,
                 seed=seed,
-                on_invalid_reward=settings.on_invalid_reward,
-                tools=environment.tools,
-                sandboxes=environment.sandboxes,
-                shared=environment.shared,
-                opponents=self.opponents,
-                on_end=on_end,
+                options=options,
             )
 
         return play

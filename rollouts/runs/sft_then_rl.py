@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -25,7 +25,7 @@ from rollouts.runs.components import chosen_sampler, takes_rows
 from rollouts.runs.environments import demonstrations, task_buffer
 from rollouts.runs.folder import PHASES, SUMMARY, RunFolder, choose_folder, default_out, holds_run, read_json
 from rollouts.runs.held_objects import refuse_lost
-from rollouts.runs.jobs.learning import ADVICE, advice_after_sft, note_after_sft
+from rollouts.runs.jobs.learning import note_after_sft
 from rollouts.runs.jobs.train import train
 from rollouts.runs.observer import NullObserver, Observer
 from rollouts.runs.plan import Plan, config_text, make_plan
@@ -33,7 +33,6 @@ from rollouts.runs.resume import changed_settings, finished, named_checkpoint, r
 from rollouts.runs.session import Session
 from rollouts.runs.times import Start
 from rollouts.training.weights.store import check_folder, newest_checkpoint
-from rollouts.types import Task
 
 RL, SFT = PHASES
 SUPERVISED = "the supervised phase"
@@ -106,12 +105,13 @@ def train_phases(
         if resume is None:
             job.begin()
         sft, rl = (_with(plan, out=str(folder.path / name)) for plan, name in ((plans.sft, SFT), (plans.rl, RL)))
-        now = started
+        now, both = started, {"whole": str(folder.shown)}
         try:
             with _worded_for_both(folder):
                 if not holds_run(folder.path / RL):
-                    first = cast(Observer, _PhaseObserver(observer, {"whole": str(folder.shown), "checkpoint": None}))
-                    _train_phase(sft, first, started, started, home, checkpoint, job.begin, plans.rl.eval_tasks())
+                    first = cast(Observer, _PhaseObserver(observer, both | {"checkpoint": None}))
+                    also = plans.rl.eval_tasks()
+                    _train_phase(sft, first, started, started, home, checkpoint, job.begin, also_held_out=also)
                     checkpoint, now = "", Start.now()
                     if _summary_of_finished(sft) is None:  # its hours are over
                         return job.summary
@@ -122,10 +122,9 @@ def train_phases(
                     )
                 # The default learning rate depends on the run's model, not on the checkpoint, so it is set explicitly.
                 rl = _with(rl, model=str(begins_with), lr=rl.lr)
-                both = {"whole": str(folder.shown), "before_sft": _evaluated_first(sft, rl)}
-                second = cast(Observer, _SecondObserver(observer, both, plans.sft.settings))
-                advice = advice_after_sft(plans.sft.settings)
-                _train_phase(rl, second, now, started, home, checkpoint, job.begin, advice=advice)
+                changes = both | {"before_sft": _evaluated_first(sft, rl)}
+                second = cast(Observer, _PhaseObserver(observer, changes, plans.sft.settings))
+                _train_phase(rl, second, now, started, home, checkpoint, job.begin)
                 job.begin()  # both phases were already finished
         finally:
             if job.has_begun and holds_run(folder.path / SFT):
@@ -232,31 +231,23 @@ class _BothPhases:
 
 
 class _PhaseObserver:
-    """The observer of a phase. At its end, it sees the phase's summary with these `changes`."""
+    """The observer of a phase. At its end, it sees the phase's summary with these `changes`. It gets a note if
+    the phase before, with the settings `sft`, has left too little to learn from.
+    """
 
-    def __init__(self, observer: Observer, changes: dict[str, Any]) -> None:
-        self._observer, self._changes = observer, changes
+    def __init__(self, observer: Observer, changes: dict[str, Any], sft: Settings | None = None) -> None:
+        self._observer, self._changes, self._sft = observer, changes, sft
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._observer, name)
 
-    def end(self, summary: dict[str, Any]) -> None:
-        self._observer.end(summary | self._changes)
-
-
-class _SecondObserver(_PhaseObserver):
-    """The observer of reinforcement. After its first evaluation, it gets a note if the supervised phase, with the
-    settings `sft`, has left too little to learn from.
-    """
-
-    def __init__(self, observer: Observer, changes: dict[str, Any], sft: Settings) -> None:
-        super().__init__(observer, changes)
-        self._sft = sft
-
     def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
         self._observer.evaluation(when, evaluation)
-        if when == "before" and (words := note_after_sft(evaluation, self._sft)):
+        if self._sft is not None and when == "before" and (words := note_after_sft(evaluation, self._sft)):
             self._observer.note(words)
+
+    def end(self, summary: dict[str, Any]) -> None:
+        self._observer.end(summary | self._changes)
 
 
 def _evaluated_first(sft: Plan, rl: Plan) -> dict[str, Any] | None:
@@ -276,11 +267,10 @@ def _train_phase(
     home: Path,
     checkpoint: str,
     on_begin: Callable[[], None],
-    also: Sequence[Task] = (),
-    advice: str = ADVICE,
+    **options: Any,
 ) -> None:
-    """Begin the phase or resume it; `also` are more held-out tasks, and `advice` is that of `train`. A finished phase
-    does not change, unless it resumes from an earlier checkpoint.
+    """Begin the phase or resume it; `options` are more arguments of `train`. A finished phase does not change, unless
+    it resumes from an earlier checkpoint.
     """
     folder = Path(plan.settings.out)
     if checkpoint or not _is_over(plan):
@@ -288,20 +278,8 @@ def _train_phase(
         resumes = holds_run(folder)
         make_folder = choose_folder(plan.settings.out, "", home, folder if resumes else None)
         chosen = named_checkpoint(folder, checkpoint, home) if checkpoint else None
-        held_out = plan.eval_tasks()
-        train(
-            plan,
-            held_out,
-            make_folder,
-            observer,
-            started,
-            resumes=resumes,
-            checkpoint=chosen,
-            also_held_out=also,
-            on_begin=on_begin,
-            hours_from=hours_from,
-            advice=advice,
-        )
+        options |= {"resumes": resumes, "checkpoint": chosen, "on_begin": on_begin, "hours_from": hours_from}
+        train(plan, make_folder, observer, started, **options)
 
 
 def _is_over(plan: Plan) -> bool:

@@ -28,7 +28,7 @@ OF_ROWS = {"advantages": "advantage", "ref_logprobs": "ref_logprob", "teacher_lo
 DTYPES = {"uint8": "B", "uint32": "I", "float32": "f"}
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """The trained tokens of one segment: the number of its line in the trajectories, its number in the line, and its
     values in every channel, from `start` on. Numbers count from 0.
     """
@@ -44,7 +44,7 @@ class TokenTable(NamedTuple):
     the token's place in its segment.
     """
 
-    spans: list[Span]
+    spans: list[TokenSpan]
     channels: dict[str, array[Any]]
 
     def of_line(self, line: int) -> dict[int, dict[str, array[Any]]]:
@@ -61,7 +61,7 @@ def token_table(groups: Sequence[Group], batches: Sequence[TrainBatch]) -> Token
     channel that a token lacks is left out.
     """
     places, seen = _places(groups), set[tuple[int, int]]()
-    spans, channels, count = list[Span](), {"position": array("I")}, 0
+    spans, channels, count = list[TokenSpan](), {"position": array("I")}, 0
     for batch in batches:
         trained = {name: _array("f", data) for name, data in batch.recorded.items()}
         before = count
@@ -74,7 +74,7 @@ def token_table(groups: Sequence[Group], batches: Sequence[TrainBatch]) -> Token
             if not live or place in seen:
                 continue
             seen.add(place)
-            spans.append(Span(*place, count, len(live)))
+            spans.append(TokenSpan(*place, count, len(live)))
             channels["position"].extend(live)
             for name, values in _values(row, live):
                 _extend(channels, name, count, values)
@@ -154,7 +154,7 @@ class _Head(msgspec.Struct):
     tokens: int
     bytes: int
     channels: list[_ChannelHead]
-    spans: list[Span]
+    spans: list[TokenSpan]
 
 
 def read_table(file: Path) -> TokenTable:

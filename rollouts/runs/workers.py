@@ -24,13 +24,13 @@ from rollouts.errors import ConfigError
 from rollouts.plugins.index import ComponentRef
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import Chosen
-from rollouts.runs.environments import Environment
+from rollouts.runs.environments import PlannedEnvironment
 from rollouts.runs.folder import PARTS, MakeFolder, RunFolder
 from rollouts.runs.session import Session
 
 if TYPE_CHECKING:
-    from rollouts.env.workers.describe import SandboxSent
     from rollouts.env.workers.pool import WorkerPool
+    from rollouts.env.workers.protocol import SandboxSent
     from rollouts.env.workers.proxy import RemoteEnvironment
     from rollouts.sandboxes.base import Sandboxes
 
@@ -116,7 +116,7 @@ class Workers:
         return configured(loaded.pool, component.name, component.settings, source, path)
 
 
-def pools_of(environments: Iterable[Environment]) -> dict[str, WorkerPool]:
+def pools_of(environments: Iterable[PlannedEnvironment]) -> dict[str, WorkerPool]:
     """The workers of the environments that have some, by alias or name of the class."""
     found = {}
     for env in environments:
@@ -126,7 +126,7 @@ def pools_of(environments: Iterable[Environment]) -> dict[str, WorkerPool]:
 
 
 def open_folder(
-    session: Session, environments: Iterable[Environment], make_folder: MakeFolder, parts: Sequence[str] = PARTS
+    session: Session, environments: Iterable[PlannedEnvironment], make_folder: MakeFolder, parts: Sequence[str] = PARTS
 ) -> RunFolder:
     """Open the session's folder. What environments print in workers is written there, and the workers end with the
     session.
@@ -142,7 +142,7 @@ def open_folder(
     return folder
 
 
-def death_metrics(environments: Iterable[Environment], summary: dict[str, Any]) -> dict[str, float]:
+def death_metrics(environments: Iterable[PlannedEnvironment], summary: dict[str, Any]) -> dict[str, float]:
     """How many workers have died since the last call, as a metric, if there are any. Adds them to the summary."""
     count = sum(pool.new_deaths() for pool in pools_of(environments).values())
     if not count:
@@ -151,7 +151,7 @@ def death_metrics(environments: Iterable[Environment], summary: dict[str, Any]) 
     return {"perf/worker_deaths": float(count)}
 
 
-def refuse_env_of_rewards(environments: Iterable[Environment], rewards: Iterable[RewardTerm]) -> None:
+def refuse_env_of_rewards(environments: Iterable[PlannedEnvironment], rewards: Iterable[RewardTerm]) -> None:
     """Raise ConfigError if a reward of another package names `env`, and an environment has workers."""
     for env in environments:
         for term in rewards:
@@ -166,7 +166,7 @@ def refuse_env_of_rewards(environments: Iterable[Environment], rewards: Iterable
 # --- sandboxes --------------------------------------------------------------------------------------------------------
 
 
-def asks_for_sandbox(env: Environment) -> bool:
+def asks_for_sandbox(env: PlannedEnvironment) -> bool:
     """Whether the environment's `setup` names `sandbox`."""
     if env.remote is not None:
         return bool(env.make_checked().has_sandbox)
@@ -174,7 +174,9 @@ def asks_for_sandbox(env: Environment) -> bool:
     return names_input(component if hasattr(component, "setup") else env.make_checked(), "setup", "sandbox")
 
 
-def with_sandboxes(chosen: Chosen, environments: Sequence[Environment], concurrency: int) -> tuple[Environment, ...]:
+def with_sandboxes(
+    chosen: Chosen, environments: Sequence[PlannedEnvironment], concurrency: int
+) -> tuple[PlannedEnvironment, ...]:
     """The environments, each with what opens its sandboxes if it asks for one. An environment with workers has them
     there. The sandboxes are checked. Raises UserError.
     """
@@ -183,11 +185,11 @@ def with_sandboxes(chosen: Chosen, environments: Sequence[Environment], concurre
     found = []
     for env in environments:
         if env.alias in asking and env.remote is not None:
-            from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
+            from rollouts.env.workers.proxy import RemoteSandboxes
 
             env = env._replace(sandboxes=RemoteSandboxes(env.remote.pool, _as_sent(chosen, concurrency)))
         elif env.alias in asking:
-            from rollouts.sandboxes.opening import make_sandboxes
+            from rollouts.sandboxes.base import make_sandboxes
 
             here = here or make_sandboxes(chosen.name, chosen.component, chosen.settings, concurrency)
             env = env._replace(sandboxes=here)
@@ -196,7 +198,8 @@ def with_sandboxes(chosen: Chosen, environments: Sequence[Environment], concurre
 
 
 def _as_sent(chosen: Chosen, concurrency: int) -> SandboxSent:
-    from rollouts.env.workers.describe import SandboxSent, settings_as_sent
+    from rollouts.env.workers.library import settings_as_sent
+    from rollouts.env.workers.protocol import SandboxSent
 
     if chosen.ref is not None and HELD.fullmatch(chosen.ref.value):
         raise ConfigError(
@@ -211,12 +214,12 @@ def _as_sent(chosen: Chosen, concurrency: int) -> SandboxSent:
         ) from error
 
 
-def sandbox_lines(name: str, environments: Sequence[Environment]) -> Iterator[str]:
+def sandbox_lines(name: str, environments: Sequence[PlannedEnvironment]) -> Iterator[str]:
     """Open a sandbox of each kind that the environments have, run `true` in it, and say what it is and what it does not
     stop. Raises ConfigError.
     """
-    from rollouts.env.workers.remote_sandboxes import RemoteSandboxes
-    from rollouts.sandboxes.opening import try_sandbox
+    from rollouts.env.workers.proxy import RemoteSandboxes
+    from rollouts.sandboxes.base import try_sandbox
 
     for sandboxes in dict.fromkeys(env.sandboxes for env in environments if env.sandboxes is not None):
         if isinstance(sandboxes, RemoteSandboxes):

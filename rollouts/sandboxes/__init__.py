@@ -1,10 +1,9 @@
 """Sandboxes, in which tools run commands that a model wrote.
 
-- `base.py`: the Protocols of a sandbox and of the component that opens it, limits, results
+- `base.py`: the Protocols of a sandbox and of the component that opens it, limits, results; from a component to the
+  sandbox of one episode, closed also on cancellation
 - `subprocesses.py`: sandboxes with a keeper, and the sandbox `subprocess`: a temporary folder, limits of the system
-- `keeping.py`: one sandbox with a keeper; `keeper.py`: the process that runs its commands and removes its folder
-- `paths.py`: reading and writing files of a workspace without following links out of it
-- `opening.py`: from a component to sandboxes that work; the sandbox of one episode, closed also on cancellation
+- `keeper.py`: the process that runs the commands of one sandbox and removes its folder
 
 The sandboxes `bubblewrap`, `podman` and `docker` are separate packages in `plugins/`.
 """

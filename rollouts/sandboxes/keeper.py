@@ -194,7 +194,7 @@ def _prctl(option: int, value: int) -> None:
 # --- the keeper -------------------------------------------------------------------------------------------------------
 
 
-def run(request: Mapping[str, Any], priority: int, woken: int) -> dict[str, Any]:
+def run_command(request: Mapping[str, Any], priority: int, woken: int) -> dict[str, Any]:
     """Run the command of a request at this priority, and kill everything that it leaves. Returns the answer. Raises
     Ended if a signal has made `woken` readable, or if the owner has closed the pipe.
     """
@@ -246,7 +246,7 @@ def _texts(output: Sequence[bytes]) -> list[str]:
 
 
 def _receive(woken: int) -> Any:
-    """The next request. Raises Ended if there is none: see `run`."""
+    """The next request. Raises Ended if there is none: see `run_command`."""
     line = bytearray()
     while not line.endswith(b"\n"):
         ready, _, _ = select.select([0, woken], [], [])
@@ -290,7 +290,7 @@ def main(folder: str, ttl: float) -> None:
         answer: dict[str, Any] = {}
         while True:
             _send(answer, woken)
-            answer = run(_receive(woken), priority, woken)
+            answer = run_command(_receive(woken), priority, woken)
     except (Ended, BrokenPipeError):
         pass
     finally:

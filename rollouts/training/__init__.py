@@ -17,46 +17,46 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face, moved_modules
 
 if TYPE_CHECKING:
-    from rollouts_notes.batches import compute_advantages as compute_advantages
-    from rollouts_notes.batches import compute_reward as compute_reward
-    from rollouts_notes.batches import prepare_grpo_batch as prepare_grpo_batch
     from rollouts_notes.checkpoint_servers import InferenceEngine as InferenceEngine
     from rollouts_notes.checkpoint_servers import SGLangEngine as SGLangEngine
     from rollouts_notes.checkpoint_servers import VLLMEngine as VLLMEngine
     from rollouts_notes.checkpoint_servers import sync_weights_to_engines as sync_weights_to_engines
-    from rollouts_notes.configs import RLTrainingConfig as RLTrainingConfig
-    from rollouts_notes.configs import SFTTrainingConfig as SFTTrainingConfig
-    from rollouts_notes.dataset_loaders import load_dataset as load_dataset
-    from rollouts_notes.dataset_loaders import load_sft_dataset as load_sft_dataset
-    from rollouts_notes.dataset_loaders import load_sft_samples as load_sft_samples
     from rollouts_notes.endpoint import Endpoint as Endpoint
-    from rollouts_notes.losses import compute_grpo_loss as compute_grpo_loss
-    from rollouts_notes.losses import grpo_loss as grpo_loss
-    from rollouts_notes.losses import ppo_loss as ppo_loss
-    from rollouts_notes.metrics import JSONLLogger as JSONLLogger
+    from rollouts_notes.loops import RLTrainingConfig as RLTrainingConfig
+    from rollouts_notes.loops import SFTTrainingConfig as SFTTrainingConfig
+    from rollouts_notes.loops import compute_reward as compute_reward
+    from rollouts_notes.loops import prepare_grpo_batch as prepare_grpo_batch
+    from rollouts_notes.loops import run_rl_training as run_rl_training
+    from rollouts_notes.loops import run_sft_training as run_sft_training
     from rollouts_notes.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
+    from rollouts_notes.pytorch_factory import compute_grpo_loss as compute_grpo_loss
     from rollouts_notes.pytorch_factory import create_adamw_optimizer as create_adamw_optimizer
     from rollouts_notes.pytorch_factory import create_cross_entropy_loss as create_cross_entropy_loss
+    from rollouts_notes.pytorch_factory import create_fsdp_backend as create_fsdp_backend
     from rollouts_notes.pytorch_factory import create_pytorch_backend as create_pytorch_backend
     from rollouts_notes.pytorch_factory import create_warmup_cosine_scheduler as create_warmup_cosine_scheduler
-    from rollouts_notes.rl import run_rl_training as run_rl_training
+    from rollouts_notes.pytorch_factory import grpo_loss as grpo_loss
+    from rollouts_notes.pytorch_factory import ppo_loss as ppo_loss
     from rollouts_notes.rollout_generation import RolloutManager as RolloutManager
     from rollouts_notes.rollout_generation import apply_sample_transforms as apply_sample_transforms
     from rollouts_notes.rollout_generation import generate_rollout_batches as generate_rollout_batches
-    from rollouts_notes.sft import run_sft_training as run_sft_training
-    from rollouts_notes.sharded import create_fsdp_backend as create_fsdp_backend
+    from rollouts_notes.sections import Config as Config
+    from rollouts_notes.sections import DataConfig as DataConfig
+    from rollouts_notes.sections import DeploymentConfig as DeploymentConfig
+    from rollouts_notes.sections import GPUConfig as GPUConfig
+    from rollouts_notes.sections import ModelConfig as ModelConfig
+    from rollouts_notes.sections import TrainingConfig as TrainingConfig
     from rollouts_notes.supervised import collate_batch as collate_batch
+    from rollouts_notes.supervised import compute_advantages as compute_advantages
     from rollouts_notes.supervised import compute_loss_mask as compute_loss_mask
+    from rollouts_notes.supervised import load_dataset as load_dataset
+    from rollouts_notes.supervised import load_sft_dataset as load_sft_dataset
+    from rollouts_notes.supervised import load_sft_samples as load_sft_samples
     from rollouts_notes.supervised import prepare_sft_batch as prepare_sft_batch
     from rollouts_notes.supervised import tokenize_conversation as tokenize_conversation
 
-    from rollouts.config.sections import Config as Config
-    from rollouts.config.sections import DataConfig as DataConfig
-    from rollouts.config.sections import DeploymentConfig as DeploymentConfig
-    from rollouts.config.sections import GPUConfig as GPUConfig
-    from rollouts.config.sections import ModelConfig as ModelConfig
-    from rollouts.config.sections import TrainingConfig as TrainingConfig
     from rollouts.loggers.base import MetricsLogger as MetricsLogger
+    from rollouts.loggers.jsonl import JSONLLogger as JSONLLogger
     from rollouts.models.futures import ImmediateTrainFuture as ImmediateTrainFuture
     from rollouts.models.futures import TrainFuture as TrainFuture
     from rollouts.models.loading import load_hf_model as load_hf_model
@@ -87,38 +87,25 @@ if TYPE_CHECKING:
 __getattr__, __dir__ = lazy_face(__name__)
 
 _ENGINE, _NOTES = __name__, "rollouts_notes"
-_SUPERVISED = f"{_NOTES}.supervised {_NOTES}.dataset_loaders"
-_MOVED = {
-    "agent_integration": f"{_ENGINE}.samples {_ENGINE}.rollout_gen.groups rollouts.agent.episode",
-    "async_rollout_manager": f"{_ENGINE}.rollout_gen.manager",
-    "backends.futures": "rollouts.models.futures",
-    "backends.protocol": f"{_ENGINE}.batches rollouts.models.futures",
-    "backends.pytorch": f"{_NOTES}.pytorch_factory",
-    "backends.pytorch_factory": f"{_NOTES}.pytorch_factory",
-    "data_buffer": f"{_ENGINE}.datasets.buffer",
-    "dataset_loaders": f"{_NOTES}.dataset_loaders",
-    "datasets.data_buffer": f"{_ENGINE}.datasets.buffer",
-    "datasets.dataset_loaders": f"{_NOTES}.dataset_loaders",
-    "datasets.sft": _SUPERVISED,
-    "distributed_utils": f"{_ENGINE}.backends.rendezvous {_ENGINE}.backends.ranks {_NOTES}.pytorch_factory",
-    "estimates": "rollouts.models.estimates",
-    "loops.rl_loop": f"{_NOTES}.batches {_NOTES}.rl {_ENGINE}.loops.rl",
-    "loops.sft_loop": f"{_NOTES}.sft {_NOTES}.supervised",
-    "metrics": f"rollouts.loggers.base {_NOTES}.metrics",
-    "models": "rollouts.models.loading",
-    "rl_loop": f"{_NOTES}.batches {_NOTES}.rl",
-    "rl_losses": f"{_NOTES}.losses",
-    "rollout_gen.async_rollout_manager": f"{_ENGINE}.rollout_gen.manager",
-    "rollout_gen.endpoint": f"{_NOTES}.endpoint",
-    "rollout_gen.rollout_generation": f"{_NOTES}.rollout_generation",
-    "rollout_gen.rollout_manager": f"{_NOTES}.rollout_generation",
-    "rollout_generation": f"{_NOTES}.rollout_generation {_ENGINE}.rollout_gen.steps",
-    "rollout_manager": f"{_NOTES}.rollout_generation",
-    "sample_prep": f"{_NOTES}.supervised",
-    "sft": _SUPERVISED,
-    "sft_loop": f"{_NOTES}.sft {_NOTES}.supervised",
-    "types": f"rollouts.types {_ENGINE}.batches {_ENGINE}.samples {_ENGINE}.rollout_gen.steps rollouts.models.futures"
-    f" rollouts.config.sections {_NOTES}.configs {_NOTES}.checkpoint_servers",
-    "weight_sync": f"{_ENGINE}.weights.sync {_NOTES}.checkpoint_servers",
+_HOMES = {
+    f"{_ENGINE}.samples {_ENGINE}.rollout_gen.groups rollouts.agent.episode": "agent_integration",
+    f"{_ENGINE}.rollout_gen.manager": "async_rollout_manager rollout_gen.async_rollout_manager",
+    "rollouts.models.futures": "backends.futures",
+    f"{_ENGINE}.batches rollouts.models.futures": "backends.protocol",
+    f"{_NOTES}.pytorch_factory": "backends.pytorch backends.pytorch_factory rl_losses",
+    f"{_ENGINE}.datasets.buffer": "data_buffer datasets.data_buffer",
+    f"{_NOTES}.supervised": "dataset_loaders datasets.dataset_loaders datasets.sft sft sample_prep",
+    f"{_ENGINE}.backends.rendezvous {_ENGINE}.backends.ranks {_NOTES}.pytorch_factory": "distributed_utils",
+    "rollouts.models.estimates": "estimates",
+    f"{_NOTES}.loops {_NOTES}.supervised {_ENGINE}.loops.rl": "loops.rl_loop",
+    f"{_NOTES}.loops {_NOTES}.supervised": "loops.sft_loop sft_loop rl_loop",
+    "rollouts.loggers.base rollouts.loggers.jsonl": "metrics",
+    "rollouts.models.loading": "models",
+    f"{_NOTES}.endpoint": "rollout_gen.endpoint",
+    f"{_NOTES}.rollout_generation": "rollout_gen.rollout_generation rollout_gen.rollout_manager rollout_manager",
+    f"{_NOTES}.rollout_generation {_ENGINE}.rollout_gen.steps": "rollout_generation",
+    f"rollouts.types {_ENGINE}.batches {_ENGINE}.samples {_ENGINE}.rollout_gen.steps rollouts.models.futures"
+    f" {_NOTES}.sections {_NOTES}.loops {_NOTES}.checkpoint_servers": "types",
+    f"{_ENGINE}.weights.sync {_NOTES}.checkpoint_servers": "weight_sync",
 }
-moved_modules({f"{__name__}.{name}": home for name, home in _MOVED.items()})
+moved_modules({f"{__name__}.{name}": home for home, names in _HOMES.items() for name in names.split()})

@@ -33,7 +33,6 @@ class Row(msgspec.Struct):
         segment: the number of the row within its rollout
         turns: (turn, first token) of each reply; empty: all tokens are of the first turn
         pair_index: -1 if the row is in no pair
-        temperature: None for the batch's temperature
         role: the role that the row's sample belongs to; empty in an environment without roles
     """
 
@@ -47,7 +46,6 @@ class Row(msgspec.Struct):
     prefix_length: int = 0
     segment: int = 0
     pair_index: int = -1
-    temperature: float | None = None
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
     teacher_logprobs: list[float] | None = None

@@ -64,7 +64,6 @@ def make_batch(
     rewards: Sequence[float | None] | None = None,
     trained: Sequence[bool] | None = None,
     pairs: Sequence[tuple[int, int]] | None = None,
-    turn_rewards: Sequence[Sequence[float]] = (),
 ) -> TrainBatch:
     """Make one batch of all samples.
 
@@ -79,7 +78,6 @@ def make_batch(
         trained: [N], False for rollouts that are not trained; None trains all
         pairs: (chosen, rejected) rollouts. The batch then has the rows of the pairs, with advantages +1 and -1. The
             rows of a rollout in two pairs appear twice
-        turn_rewards: [N] lists, the reward of each turn, for an advantage of the whole batch
     """
     numbered = [(number if s.rollout_index is None else s.rollout_index, s) for number, s in enumerate(samples)]
     for rollout, _ in numbered:
@@ -114,8 +112,7 @@ def make_batch(
     if pairs is not None:
         rows = _pair_rows(rows, pairs)
     denominator, unit = weigh_rows(rows, aggregation, max_tokens)
-    by_turn = [list(turns) for turns in turn_rewards]
-    return TrainBatch(rows, denominator, known, step, algorithm, temperature, unit, turn_rewards=by_turn)
+    return TrainBatch(rows, denominator, known, step, algorithm, temperature, unit)
 
 
 def _spread(given: float | Sequence[float], sample: Sample, mask: Sequence[float]) -> list[float]:
@@ -247,10 +244,8 @@ def split_by_role(
     """
     strange = {row.role for row in batch.rows}.difference(roles)
     if strange:
-        raise TrainingError(
-            f"a sample is of the role {min(strange)!r}, and there are adapters of {', '.join(roles)}; write the role "
-            'of each sample into its metadata, as {"role": "' + roles[0] + '"}'
-        )
+        what = f"a sample is of the role {min(strange)!r}, and there are adapters of {', '.join(roles)}"
+        raise TrainingError(f'{what}; write the role of each sample into its metadata, as {{"role": "{roles[0]}"}}')
     of_role = [[row for row in batch.rows if row.role == role] for role in roles]
     return [part for rows in of_role for part in split(msgspec.structs.replace(batch, rows=rows))]
 
@@ -271,11 +266,10 @@ def _units(
     if cost <= most or len(members) == 1:
         return [members]
     if keep:
-        raise TrainingError(
-            f"the loss names {keep}_index, so the {len(members)} rows of {keep} {getattr(members[0], f'{keep}_index')} "
-            f"must be run together; they take {cost} tokens but tokens_per_microbatch is {most}. Give "
-            f"--tokens-per-microbatch {cost}"
-        )
+        number, count = getattr(members[0], f"{keep}_index"), len(members)
+        what = f"the loss names {keep}_index, so the {count} rows of {keep} {number} must be run together"
+        sizes = f"they take {cost} tokens but tokens_per_microbatch is {most}"
+        raise TrainingError(f"{what}; {sizes}. Give --tokens-per-microbatch {cost}")
     rows = [[row] for row in members]
     return rows if packed else _fill(rows, tokens_max, share_prefix)
 
@@ -351,14 +345,13 @@ def _pair_rows(rows: Sequence[Row], pairs: Sequence[tuple[int, int]]) -> list[Ro
     rows_of: dict[int, list[Row]] = {}
     for row in rows:
         rows_of.setdefault(row.rollout_index, []).append(row)
-    return [
-        msgspec.structs.replace(
-            row, pair_index=number, advantages=[sign if weight > 0 else 0.0 for weight in row.loss_mask]
-        )
-        for number, pair in enumerate(pairs)
-        for rollout, sign in zip(pair, (1.0, -1.0), strict=True)
-        for row in rows_of.get(rollout, ())
-    ]
+    paired = []
+    for number, pair in enumerate(pairs):
+        for rollout, sign in zip(pair, (1.0, -1.0), strict=True):
+            for row in rows_of.get(rollout, ()):
+                advantages = [sign if weight > 0 else 0.0 for weight in row.loss_mask]
+                paired.append(msgspec.structs.replace(row, pair_index=number, advantages=advantages))
+    return paired
 
 
 def _prefix_lengths(samples: Sequence[Sample], masks: Sequence[Sequence[float]], groups: Sequence[int]) -> list[int]:

@@ -55,9 +55,8 @@ def accuracy_std(
             )
         return f"no_part_{part}"
     # If one reward could not judge a rollout, the rollout is not trained, even if this part is known.
-    chosen = [
-        each.get(part) if part and score is not None else score for score, each in zip(scores, parts, strict=True)
-    ]
+    both = zip(scores, parts, strict=True)
+    chosen = [own.get(part) if part and score is not None else score for score, own in both]
     return nonzero_std(chosen, spread_min=spread_min)
 
 
@@ -145,11 +144,8 @@ def check_quality_and_diversity(
     samples: Sequence[Sample], min_reward: float = 0.0, min_unique_ratio: float = 0.5
 ) -> bool:
     """Whether the rewards differ, their mean is high enough, and enough replies differ."""
-    return (
-        check_reward_nonzero_std(samples)
-        and check_min_reward(samples, min_reward)
-        and check_response_diversity(samples, min_unique_ratio)
-    )
+    is_good = check_reward_nonzero_std(samples) and check_min_reward(samples, min_reward)
+    return is_good and check_response_diversity(samples, min_unique_ratio)
 
 
 def _mean_is_at_least(rewards: Sequence[float | None], minimum: float) -> bool:

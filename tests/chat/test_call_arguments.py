@@ -9,7 +9,9 @@ import pytest
 from rollouts.bounds import call_arguments
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, parse_reply, read_call
 from rollouts.cli.play import read_reply
-from rollouts.gateway import anthropic_messages, chat_completions, responses
+from rollouts.gateway.anthropic_messages import MESSAGES
+from rollouts.gateway.chat_completions import CHAT_COMPLETIONS
+from rollouts.gateway.responses import Responses
 from rollouts.inference.chatting import ChatRequest
 from rollouts.types import ToolCall
 
@@ -37,9 +39,9 @@ def test_empty_arguments_in_a_history_that_a_client_sends(given: dict) -> None:
     blocks = [{"type": "tool_use", "id": "c1", "name": "stop", **({"input": given["arguments"]} if given else {})}]
     said = {"messages": [asked, {"role": "assistant", "content": blocks}], "max_tokens": 5, "model": "m"}
     for read in (
-        chat_completions.read(json.dumps(body).encode()),
-        responses.read(json.dumps({"input": [asked, item]}).encode(), {}),
-        anthropic_messages.read(json.dumps(said).encode()),
+        CHAT_COMPLETIONS.read(json.dumps(body).encode()),
+        Responses().api.read(json.dumps({"input": [asked, item]}).encode()),
+        MESSAGES.read(json.dumps(said).encode()),
     ):
         assert read.asked.messages[1].tool_calls == [ToolCall("stop", {}, "c1")]
 
@@ -48,3 +50,14 @@ def test_empty_arguments_in_a_history_that_a_client_sends(given: dict) -> None:
 def test_arguments_that_are_no_table_have_a_reason(given: object) -> None:
     assert "JSON object" in call_arguments(given)
     assert "JSON object" in read_call({"id": "c", "function": {"name": "stop", "arguments": given}}).error
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "llama3", "json"])
+def test_a_key_that_is_there_twice_is_refused(family: str) -> None:
+    """In the arguments, and in an object within them. JSON parsers would keep the last one, and it would be trained."""
+    for arguments in ('{"a": 1, "a": 2}', '{"b": {"a": 1, "a": 2}}'):
+        call = f'{{"name": "stop", "arguments": {arguments}}}'
+        text = {"hermes": f"<tool_call>{call}</tool_call>", "mistral": f"[TOOL_CALLS][{call}]"}.get(family, call)
+        (read,) = parse_reply(text, TOOL_CALL_FORMATS[family], TOOLS).message.tool_calls
+        assert read.name == "stop" and "the key 'a' is there twice" in read.error
+        assert "the key 'a' is there twice" in call_arguments(arguments)

@@ -57,7 +57,7 @@ def expected(made: Made, messages, tools, prompt) -> str:
         return ""
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_the_template_writes_what_is_said_to_be_true(seed: int) -> None:
     made = choose(seed)
     tokenizer = tokenizer_for(made)
@@ -68,11 +68,11 @@ def test_the_template_writes_what_is_said_to_be_true(seed: int) -> None:
                 assert rendered(made, tokenizer, messages, tools, prompt) == expected(made, messages, tools, prompt)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("count", [12, pytest.param(40, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("mode", ["supervised", "rollout"])
-def test_replies_are_trained_and_recorded_where_they_belong(mode: str) -> None:
+def test_replies_are_trained_and_recorded_where_they_belong(mode: str, count: int) -> None:
     outcomes: Counter[str] = Counter()
-    for seed in range(40):
+    for seed in range(count):
         made = choose(seed)
         for each in judge(made, [mode]):
             assert each.outcome != "wrong", show(made, each)
@@ -105,7 +105,7 @@ def test_a_planted_fault_is_found(harm: str, monkeypatch) -> None:
 
 
 def test_rows_that_are_right_are_found_right(monkeypatch) -> None:
-    for seed in range(20):
+    for seed in range(6):
         made = choose(seed)
         texts = Texts(tokenizer_for(made))
 

@@ -12,7 +12,7 @@ from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
 from rollouts.chat.format import load_chat_format
 from rollouts.chat.masks import tokenize_supervised
-from rollouts.chat.tool_parsers import ToolParser, hermes, llama3, mistral, xml
+from rollouts.chat.tool_parsers import ChosenParser, hermes, llama3, mistral, xml
 from rollouts.chat.tool_parsers import json as json_calls
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
@@ -180,7 +180,7 @@ def test_a_write_that_exits_is_an_error():
 
     vars(parse)["write"] = lambda calls: sys.exit(4)
     with pytest.raises(ConfigError, match=r"the `write` of the tool parser mine fails: .*sys.exit\(4\)"):
-        ToolParser("mine", parse, {}).check()
+        ChosenParser("mine", parse, {}).check()
 
 
 class Scripted(ScriptedEngine):

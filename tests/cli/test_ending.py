@@ -93,7 +93,11 @@ def in_a_shell(before: str, argv: list[str]) -> subprocess.CompletedProcess[str]
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+NIGHTLY = pytest.mark.nightly
+ENDED = [("SIGTERM", 143), *(pytest.param(*each, marks=NIGHTLY) for each in (("SIGHUP", 129), ("SIGINT", 130)))]
+
+
+@pytest.mark.parametrize(("name", "code"), ENDED)
 def test_a_signal_ends_the_run_with_a_summary(evaluation, name, code):
     done = in_a_shell("", [*evaluation, "--env.signals", name])
     assert done.returncode == code, done.stderr
@@ -108,6 +112,7 @@ def test_signals_that_were_ignored_at_the_start_stay_ignored(evaluation):
     assert (summary()["status"], summary()["episodes"]) == ("done", 8)
 
 
+@NIGHTLY
 def test_sigterm_ends_what_ignores_the_others(evaluation):
     done = in_a_shell("trap '' HUP INT;", [*evaluation, "--env.signals", "SIGHUP SIGINT SIGTERM"])
     assert done.returncode == 143, done.stderr
@@ -135,7 +140,10 @@ def full_disk() -> int:
     return os.open("/dev/full", os.O_WRONLY)
 
 
-@pytest.mark.parametrize(("command", "opened"), [("eval", closed_pipe), ("eval", full_disk), ("run", full_disk)])
+CLOSED = [("eval", closed_pipe), ("eval", full_disk), pytest.param("run", full_disk, marks=NIGHTLY)]
+
+
+@pytest.mark.parametrize(("command", "opened"), CLOSED)
 def test_a_closed_output_ends_no_run(evaluation, monkeypatch, opened, command):
     if opened is full_disk and not Path("/dev/full").exists():
         pytest.skip("this system has no /dev/full")

@@ -152,21 +152,19 @@ def test_it_needs_no_torch(here):
     config = (here / "out" / "config.toml").read_text()
     assert 'mode = "eval"' in config and "steps" not in config and "[loss]" not in config
     with started(delay_seconds=0.0) as server:
-        flags = ["--inference.url", f"{server.url}/v1", "--out", "again"]
-        environment = dict(os.environ, PYTHONPATH=str(ROOT))
-        command = [sys.executable, "-c", BASE_INSTALL, "run", "out/config.toml", *flags]
-        subprocess.run(command, check=True, env=environment, capture_output=True, timeout=60)
+        assert main(["run", "out/config.toml", "--inference.url", f"{server.url}/v1", "--out", "again"]) == 0
     assert (here / "again" / "trajectories" / "eval.jsonl").read_text() == (
         here / "out" / "trajectories" / "eval.jsonl"
     ).read_text()
 
 
-def test_a_dry_run_asks_nobody(here):
+def test_a_dry_run_asks_nobody(here, capsys):
     with started(delay_seconds=0.0) as server:
         url = f"{server.url}/v1"
-        done = on_base_install("--inference.url", url, "--model", "m1", "--eval-tasks", "3", "--dry-run")
-        assert done.returncode == 0 and server.chats() == [], done.stderr
-    assert "held-out tasks: 3, each played once" in done.stdout and "tools: add" in done.stdout
+        assert evaluate("--inference.url", url, "--model", "m1", "--eval-tasks", "3", "--dry-run") == 0
+        assert server.chats() == []
+    out = capsys.readouterr().out
+    assert "held-out tasks: 3, each played once" in out and "tools: add" in out
     assert [path.name for path in here.iterdir()] == ["add.py"]
 
 
@@ -364,28 +362,26 @@ def test_a_run_is_asked_what_it_held_out(here, capsys):
     small = ["--steps", "0", "--out", "r"]
     assert main(["run", *digits, "--seed", "5", "--eval-tasks", "20", *small]) == 0
     checkpoint = "r/checkpoints/step_000000"
-    for model in ("r", checkpoint, "r/checkpoints"):
+    for model in ("r", checkpoint):
         assert described(capsys, *digits, "--model", model) == ("eval_tasks = 20 seed = 5", ""), model
-    assert described(capsys, *digits, "--model", checkpoint, "--eval-tasks", "7") == (
-        "eval_tasks = 7 seed = 5", "note: eval_tasks is 7 and was 20 in the run",
-    )  # fmt: skip
+    assert described(capsys, *digits, "--model", checkpoint, "--eval-tasks", "7") == ("eval_tasks = 7 seed = 5", "")
+    lost = "which this evaluation does not, so it may have trained on these held-out tasks; to evaluate as the run did"
     own, note = described(capsys, *digits, "--model", "r", "--seed", "0")
-    assert own == "eval_tasks = 20 seed = 0" and "seed is 0 and was 5 in the run: it held out" in note
-    assert "of these 20 tasks, and may have trained on the others" in note
+    assert own == "eval_tasks = 20 seed = 0" and f"the run of this model used seed = 5, {lost}" in note
     own, note = described(capsys, *digits, "--model", "r", "--eval-tasks", "50")
-    assert "it held out 20 of these 50 tasks, and may have trained on the others" in note
+    assert f"used eval_tasks = 20, {lost}" in note
     own, note = described(capsys, "--env", "calculator", "--model", "r")
-    assert own == "eval_tasks = 20 seed = 5" and "its settings are not those of the run: it held out" in note
+    assert own == "eval_tasks = 20 seed = 5" and f"used env.digits = 1, max_tokens = 8, {lost}" in note
     note = described(capsys, "--env", "./add.py:Add", "--model", "r")[1]
     assert note == "note: there are 5 different held-out tasks, --eval-tasks asked for 20", "the run never saw them"
     for seed in ("5", "0"):  # a training run that begins with this model
         assert main(["run", *digits, "--model", "r", "--eval-tasks", "20", "--seed", seed, "--dry-run"]) == 0
-        assert ("seed is 0 and was 5 in the run: it held out" in capsys.readouterr().out) == (seed == "0")
+        assert ("used seed = 5, which this run does not, so it may have" in capsys.readouterr().out) == (seed == "0")
     assert described(capsys, *digits, "--model", "tiny") == ("eval_tasks = 512 seed = 0", "")
     text = (here / "r" / "config.toml").read_text()
     (here / "r" / "config.toml").write_text(text.replace("eval_tasks = 20", "eval_tasks = 0"))
     own, note = described(capsys, *digits, "--model", "r")
-    assert own == "eval_tasks = 512 seed = 5" and "it held out 0 of these 20 tasks" in note
+    assert own == "eval_tasks = 512 seed = 5" and f"used eval_tasks = 0, {lost}" in note
 
 
 @pytest.mark.slow
@@ -395,20 +391,22 @@ def test_what_decided_the_runs_numbers_is_noted_where_it_is_not_used(here, capsy
     run += ["--system", "Be brief.", "--temperature", "0.5", "--samples-per-prompt", "2"]
     assert main(["run", *run, "--eval-tasks", "4", "--steps", "0", "--out", "runs/b"]) == 0
     unused = (
-        'the run used --reward env:1, --reward r.py:quick:-0.1, env.digits = 1, system = "Be brief.", which this '
-        "evaluation does not use; to use them, type: rollouts eval runs/b"
+        'the run of this model used env.digits = 1, reward.quick.name = "r.py:quick", reward.quick.weight = -0.1, '
+        'system = "Be brief.", which this evaluation does not, so it may have trained on these held-out tasks; to '
+        "evaluate as the run did, type: rollouts eval runs/b"
     )
     assert f"note: {unused}\n" in described(capsys, "--env", "calculator", "--model", "runs/b")[1] + "\n"
     checkpoint = "runs/b/checkpoints/step_000000"
     note = described(capsys, "--env", "calculator", "--model", checkpoint)[1]
-    assert f"{unused} --model {checkpoint}" in note
+    assert unused in note
     assert described(capsys, "runs/b") == ("eval_tasks = 4 seed = 0", "")
     typed = ["--max-tokens", "8", "--system", "", "--env.digits", "2", "--reward", "env:1"]
     for file in ("runs/b", "runs/b/config.toml"):
-        assert "the run used" not in described(capsys, file, "--model", "runs/b", *typed)[1], "it was typed"
+        note = described(capsys, file, "--model", "runs/b", *typed)[1]
+        assert "used env.digits = 1, which" in note and "type:" not in note, "the others were typed"
     one = ["--model", "runs/b", *run, "--system", ""]
-    assert 'system = "Be brief.", which this evaluation does not use; to use it, type' in described(capsys, *one)[1]
-    assert "the run used" not in described(capsys, "--env", "./add.py:Add", "--model", "runs/b")[1]
+    assert 'used system = "Be brief.", which this evaluation does not; to' in described(capsys, *one)[1]
+    assert "the run of this model used" not in described(capsys, "--env", "./add.py:Add", "--model", "runs/b")[1]
 
 
 @pytest.mark.parametrize("over, expected", [({}, (1, 1.0)), ({"samples_per_prompt": 3, "temperature": 0}, (3, 0.0))])

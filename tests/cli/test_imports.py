@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rollouts_check.plugins_command import plugins
 
 from rollouts.cli import main
 from rollouts.cli.app import COMMANDS
-from rollouts.cli.plugins import plugins
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ["torch", "transformers", "numpy", "trio", "httpx", "rich"]

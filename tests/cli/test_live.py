@@ -18,7 +18,8 @@ from terminal import Screen, Terminal
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError
-from rollouts.runs import live, progress
+from rollouts.runs import panel as room
+from rollouts.runs import progress
 from rollouts.runs.observer import GENERATING, EngineState
 from rollouts.runs.panel import Panel, panel_lines
 from rollouts.runs.progress import shown_progress
@@ -385,7 +386,7 @@ def notebook(monkeypatch):
     pages = []
     shell = type("ZMQInteractiveShell", (), {"__module__": "ipykernel.zmqshell"})()
     monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
-    monkeypatch.setattr(live, "NOTEBOOK_SECONDS", 0.01)
+    monkeypatch.setattr(room, "NOTEBOOK_SECONDS", 0.01)
     handle = types.SimpleNamespace(update=lambda page: pages.append(("changed", page)))
     display = lambda page, display_id: pages.append(("new", page)) or handle  # noqa: E731
     monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(HTML=str, display=display))
@@ -418,14 +419,14 @@ def test_a_view_that_does_not_change_is_sent_once():
         return [Text("the same")]
 
     drawn: list[int] = []
-    shown = live.NotebookScreen(draw, lambda page: pages.append(page) or pages.append)
-    original, live.NOTEBOOK_SECONDS = live.NOTEBOOK_SECONDS, 0.001
+    shown = room.NotebookScreen(draw, lambda page: pages.append(page) or pages.append)
+    original, room.NOTEBOOK_SECONDS = room.NOTEBOOK_SECONDS, 0.001
     try:
         shown.start()
         assert over.wait(30)
     finally:
         shown.stop()
-        live.NOTEBOOK_SECONDS = original
+        room.NOTEBOOK_SECONDS = original
     assert len(pages) <= 3, "as it begins, at most one change, and at its end"
 
 
@@ -445,13 +446,10 @@ def test_ctrl_c_leaves_a_clean_terminal(tmp_path):
 
 
 def test_runs_of_several_seeds_and_models_have_the_display_that_was_chosen(tmp_path):
-    from rollouts.config.resolving import resolve
-    from rollouts.runs.seeds import SeedRuns
-    from rollouts.runs.several_models import ModelRuns
+    from rollouts.runs.several import Several
 
-    for display, flags in (("auto", []), ("lines", ["--display=lines"])):
-        seeds = SeedRuns(tmp_path, ["run"], [0, 1], resolve({"env": "calculator"}), display)
-        assert [each for each in seeds.arguments(0) if "display" in each] == flags
-        models = ModelRuns(tmp_path, ["eval"], {"tiny": "tiny"}, display)
-        assert [each for each in models.arguments("tiny") if "display" in each] == flags
-        assert "display" not in " ".join(seeds.command + models.command), "the same runs, however they are shown"
+    for command, runs in (("run", {"seed_0": "0"}), ("eval", {"tiny": "tiny"})):
+        for display, flags in (("auto", []), ("lines", ["--display=lines"])):
+            several = Several(tmp_path, [command], runs, display)
+            (name,) = runs
+            assert [each for each in several.arguments(name) if "display" in each] == flags

@@ -9,9 +9,8 @@ from statistics import fmean
 
 import pytest
 
-import rollouts
 from rollouts.cli import main
-from rollouts.runs import several_models
+from rollouts.runs import several
 from rollouts.runs.comparing import rewards_by_task
 
 EVAL = ["eval", "--env", "calculator", "--eval-tasks", "6", "--max-tokens", "24"]
@@ -21,15 +20,15 @@ EVAL = ["eval", "--env", "calculator", "--eval-tasks", "6", "--max-tokens", "24"
 def here(tmp_path, monkeypatch):
     """Commands run in this process, which spares the import of torch."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(several_models, "run_command", lambda arguments: main(list(arguments)))
+    monkeypatch.setattr(several, "run_child", lambda arguments, variables: main(list(arguments)))
     return tmp_path
 
 
 @pytest.fixture
-def trained(here):
+def trained(here, made_run):
     """A run of one step, whose seed and held-out tasks are its own."""
-    settings = {"steps": 1, "prompts_per_step": 1, "samples_per_prompt": 2, "eval_tasks": 3, "max_tokens": 8}
-    rollouts.run(env="calculator", seed=5, out="runs/first", quiet=True, **settings)
+    short = "--steps 1 --prompts-per-step 1 --samples-per-prompt 2 --eval-tasks 3 --max-tokens 8 --seed 5".split()
+    made_run(["run", "--env", "calculator", *short], "runs/first")
     return "runs/first"
 
 
@@ -54,27 +53,32 @@ def test_each_is_a_single_evaluation_of_the_same_tasks(here, trained, capsys):
     assert f"{shown[1][0]} against {shown[0][0]}: no difference shown" in out
 
 
-def test_the_first_model_decides_on_the_tasks(here, trained):
+def test_the_first_model_decides_on_the_tasks(here, trained, monkeypatch):
+    asked = []
+    monkeypatch.setattr(several, "run_child", lambda arguments, variables: asked.append(arguments) or 0)
     own = ["eval", "--env", "calculator", "--max-tokens", "8"]
     assert main([*own, "--model", trained, "--model", "tiny", "--out", "table"]) == 0
-    assert tasks_of("table/tiny") == tasks_of("table/first") and len(tasks_of("table/tiny")) == 3
+    assert [line[-4:] for line in asked] == [
+        ["--seed=5", "--eval-tasks=3", f"--model={model}", f"--out=table/{name}"]
+        for model, name in ((trained, "first"), ("tiny", "tiny"))
+    ]
 
 
 def test_a_model_that_fails_stops_no_other_and_is_tried_again(here, monkeypatch, capsys):
     asked, codes = [], {"b": 1}
 
-    def command(arguments):
+    def command(arguments, variables):
         asked.append(list(arguments))
         name = next((each.partition("=")[2] for each in arguments if each.startswith("--model=")), "resumed")
         return codes.get(name, 0)
 
-    monkeypatch.setattr(several_models, "run_command", command)
+    monkeypatch.setattr(several, "run_child", command)
     models = ["--model", "a", "--model", "b", "--model", "c"]
     assert main([*EVAL, *models, "--out", "table"]) == 1
-    assert "these models were not evaluated: b; try them again with: rollouts resume table" in capsys.readouterr().err
+    assert "these did not end as they should: b; try them again with: rollouts resume table" in capsys.readouterr().err
     assert [each[-2:] for each in asked] == [[f"--model={name}", f"--out=table/{name}"] for name in "abc"]
     (here / "table" / "a").mkdir()
-    (here / "table" / "a" / "summary.json").write_text('{"status": "done", "failed": {}}')
+    (here / "table" / "a" / "summary.json").write_text('{"status": "done", "failed": {}, "episodes_asked": 6}')
     (here / "table" / "b").mkdir()
     (here / "table" / "b" / "config.toml").write_text("mode = 'eval'")
     asked.clear(), codes.clear()
@@ -82,12 +86,12 @@ def test_a_model_that_fails_stops_no_other_and_is_tried_again(here, monkeypatch,
     assert asked[0] == ["resume", "table/b"] and len(asked) == 2
     assert main([*EVAL, *models, "--out", "table"]) == 0, "the same command again goes on as well"
     assert main([*EVAL, "--model", "a", "--model", "d", "--out", "table"]) == 2
-    assert "has another evaluation of models" in capsys.readouterr().err
+    assert "has the runs of another command" in capsys.readouterr().err
 
 
 def test_an_interrupt_ends_all(here, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(several_models, "run_command", lambda arguments: asked.append(arguments) or 130)
+    monkeypatch.setattr(several, "run_child", lambda arguments, variables: asked.append(arguments) or 130)
     assert main([*EVAL, "--model", "a", "--model", "b", "--out", "table"]) == 130
     assert len(asked) == 1 and "continue with: rollouts resume table" in capsys.readouterr().err
 
@@ -105,14 +109,18 @@ def test_mistakes_leave_nothing_behind(arguments, words, here, capsys):
     assert words in capsys.readouterr().err and not Path("out").exists()
 
 
-def test_a_dry_run_checks_each(here, trained, capsys):
+def test_a_dry_run_checks_each(here, trained, monkeypatch, capsys):
+    checked = []
+
+    def dry_run(resolved):
+        checked.append((resolved.settings.model, resolved.settings.seed, resolved.settings.eval_tasks))
+        return "settings\nok: everything was checked"
+
+    monkeypatch.setattr("rollouts.runs.dry_run.dry_run", dry_run)
     assert main([*EVAL, "--model", "tiny", "--model", trained, "--out", "out", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "\nok: everything was checked" in out and "\nruns/first: ok: everything was checked" in out
-    assert (
-        main([*EVAL, "--model", "tiny", "--model", "runs/first/checkpoints/step_9", "--out", "out", "--dry-run"]) == 2
-    )
-    assert "step_9" in capsys.readouterr().err and not Path("out").exists()
+    assert out == "settings\nok: everything was checked\n\nruns/first: ok: everything was checked\n"
+    assert checked == [("tiny", 0, 6), ("runs/first", 0, 6)] and not Path("out").exists()
 
 
 def test_resuming_keeps_the_settings(here, capsys):

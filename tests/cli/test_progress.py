@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from rollouts.plugins.manager import PluginFault
-from rollouts.runs.live import TerminalScreen
+from rollouts.runs.panel import TerminalScreen
 from rollouts.runs.plan import title
 from rollouts.runs.progress import CHARACTERS_MAX, Progress, _comparison_table, conversation_lines
 from rollouts.training.rollout_gen.groups import Group
@@ -176,7 +176,10 @@ def test_an_environment_with_few_tasks_cannot_hold_out_more():
     before = EVALUATION | {"reward_stderr": 0.1}
     numbers = {"status": "done", "steps": 4, "wall_seconds": 1.0, "cpu_seconds": 1.0, "eval_tasks": 17}
     progress.end(numbers | {"evaluation": {"before": before, "after": before}})
-    assert "this environment holds out only 16 tasks; give each split its own tasks, and more\n" in stream.getvalue()
+    assert (
+        "the noise of 16 tasks; this environment holds out no more; give each split its own tasks, and more\n"
+        in stream.getvalue()
+    )
     assert "--eval-tasks" not in stream.getvalue()
 
 

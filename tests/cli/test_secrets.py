@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from rollouts.cli import main
+from rollouts.config.resolving import resolve
+from rollouts.config.settings import LEFT_OUT
+from rollouts.errors import ConfigError
 
 PARTS = """\
 seen = []
@@ -131,6 +134,16 @@ def test_a_run_with_a_secret_is_evaluated_without_it(here):
     assert b"hush" not in everything_in("evaluated")
 
 
+def test_the_supervised_phase_has_the_secrets_of_the_run():
+    logger = {"own": {"name": "./secret_tracker.py:Tracker", "api_key": "hush-1"}}
+    left_out = {"own": {"name": "./secret_tracker.py:Tracker", "api_key": LEFT_OUT}}
+    resolved = resolve({"mode": "sft+rl", "logger": logger, "sft": {"logger": left_out}})
+    assert resolved.settings.sft["logger"] == logger
+    with pytest.raises(ConfigError, match=r"type: --logger.own.api-key VALUE$"):
+        resolve({"mode": "sft+rl", "logger": left_out, "sft": {"logger": left_out}})
+
+
+@pytest.mark.nightly
 def test_both_phases_with_secrets_are_resumed(here, capsys):
     secrets = [*SECRETS, "--sft.logger.own.api-key", "hush-3"]
     words = ["--mode", "sft+rl", "--steps", "0", "--sft.steps", "1", "--out", "two"]
@@ -183,7 +196,6 @@ def test_names_that_only_look_like_secrets(here):
     assert main(["run", "--mode", "sft+rl", *words, "--steps", "0", "--sft.steps", "0", "--out", "out"]) == 0
     written = (here / "out/config.toml").read_text()
     assert written.count('prompt_key = "question"') == 2 and "a secret" not in written
-    assert main(["resume", "out", "--steps", "1"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,15 @@ import shlex
 import pytest
 
 from rollouts.cli import main
-from rollouts.config.foreign import FOREIGN
+from rollouts.config.flags import take_dotted_flags
+from rollouts.config.foreign import ours_by_name
 from rollouts.config.resolving import resolve
-from rollouts.config.settings import setting_infos
+from rollouts.config.settings import COMPONENT_KINDS, setting_infos
 from rollouts.errors import ConfigError
+from rollouts.plugins import find_component, load_component
+from rollouts.runs.components import signed
+
+FOREIGN = ours_by_name("settings")
 
 
 @pytest.mark.parametrize("flag", ["--num-generations", "--learning_rate", "--max-completion-length", "--batch-size"])
@@ -39,21 +44,24 @@ def test_other_commands_and_our_own_names_have_no_such_hint(capsys):
     assert not FOREIGN.keys() & {info.name for info in setting_infos()}
 
 
-COMPONENTS = {"training": "torch", "inference": "vllm", "loss": "grpo"}
-
-
-@pytest.mark.parametrize("ours", sorted({each for each in FOREIGN.values() if each.startswith("--")}))
-def test_what_is_answered_can_be_typed(ours, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    flag, *values = shlex.split(ours.replace("NAME:WEIGHT", "env:1"))
-    key, _, setting = flag.removeprefix("--").partition(".")
-    if values:
-        assert main(["config", "--env", "calculator", flag, *values]) == 0, capsys.readouterr().err
-    elif setting:
-        assert main(["plugins", "show", COMPONENTS[key]]) == 0
-        assert f"{flag} " in capsys.readouterr().out
-    else:
-        assert flag in {info.flag for info in setting_infos()}
+def test_what_is_answered_can_be_typed():
+    """Each flag is one of a run, each name that of a component, and each dotted flag one of its settings."""
+    named = {"training": "torch", "inference": "vllm", "loss": "grpo"}
+    typed: dict[str, set[str]] = {}
+    for ours in {each for each in FOREIGN.values() if each.startswith("--")}:
+        words = shlex.split(ours.replace("NAME:WEIGHT", "env"))
+        rest, dotted = take_dotted_flags(words if len(words) > 1 else [*words, "VALUE"])
+        for flag, value in zip(rest[::2], rest[1::2], strict=True):
+            info = next(info for info in setting_infos() if info.flag == flag)
+            if value not in ("VALUE", "env") and info.name in COMPONENT_KINDS:
+                named.setdefault(info.name, value)
+                assert info.name == "logger" or find_component(COMPONENT_KINDS[info.name], value)
+        for key, settings in dotted.items():
+            typed.setdefault(key, set()).update(settings)
+    for key, settings in typed.items():
+        component = load_component(find_component(COMPONENT_KINDS[key], named[key]))
+        known = {setting.name for setting in signed(component, COMPONENT_KINDS[key], key)[1].settings}
+        assert settings <= known, key
 
 
 def test_rows_alone_are_the_environment_prompts(tmp_path):

@@ -82,9 +82,9 @@ def test_none_is_no_rule(given):
 def test_a_rule_on_evaluations_needs_evaluations():
     rule = {"stop_when": "eval/reward_mean >= 0.9"}
     assert resolve(rule | {"eval_every": 5}).settings.stop_when
-    with pytest.raises(ConfigError, match=r"can never hold.*\n.*--eval-every 10"):
+    with pytest.raises(ConfigError, match=r"has no effect.*\n.*--eval-every 10"):
         resolve(rule)
-    with pytest.raises(ConfigError, match=r"can never hold.*\n.*--eval-tasks"):
+    with pytest.raises(ConfigError, match=r"has no effect.*\n.*--eval-tasks"):
         resolve(rule | {"eval_every": 5, "eval_tasks": 0})
 
 

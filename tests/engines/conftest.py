@@ -43,7 +43,7 @@ def installed(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def serve(installed: str) -> Iterator[Callable[..., str]]:
-    """Start a server with a command as `serve_command` makes it, `serve(make, log)`, and give its URL; it ends with the
+    """Start a server with a command as `serve_vllm` makes it, `serve(make, log)`, and give its URL; it ends with the
     module. `make(python, port)` gives the command.
     """
     with contextlib.ExitStack() as stack:

@@ -29,7 +29,7 @@ from rollouts.inference.servers.http import PlainClient
 from rollouts.inference.servers.options import ServerOptions
 from rollouts.inference.servers.process import ServerCommand
 from rollouts.inference.servers.server import Server
-from rollouts.inference.servers.sglang import SGLang, group_ranks, join_group, leave_group, receive, serve_command
+from rollouts.inference.servers.sglang import SGLang, group_ranks, join_group, leave_group, receive, serve_sglang
 from rollouts.models.folders import read_tensors
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings
@@ -51,7 +51,7 @@ def served(serve, log: Path, *extra: str, lora_rank: int = RANK, **env: str) -> 
     options = ServerOptions(context_tokens=CONTEXT, device="cpu", flags=extra)
 
     def command(python: str, port: int) -> ServerCommand:
-        made = serve_command(python, str(TINY), port, options, lora_rank=lora_rank)
+        made = serve_sglang(python, str(TINY), port, options, lora_rank=lora_rank)
         return made._replace(env={**made.env, **env})
 
     return serve(command, log)

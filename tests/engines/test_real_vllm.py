@@ -27,7 +27,7 @@ from rollouts.inference.servers.http import HTTPFailure
 from rollouts.inference.servers.options import ServerOptions
 from rollouts.inference.servers.process import ServerCommand
 from rollouts.inference.servers.server import Server
-from rollouts.inference.servers.vllm import VLLM, serve_command
+from rollouts.inference.servers.vllm import VLLM, serve_vllm
 from rollouts.models.loading import load_tokenizer
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings
@@ -48,7 +48,7 @@ def url(serve, tmp_path_factory):
     """A server that takes adapters and all weights; its model is the trainer's."""
     options = ServerOptions(device="cpu")
     log = tmp_path_factory.mktemp("vllm") / "server.log"
-    return serve(lambda python, port: serve_command(python, str(TINY), port, options, lora_rank=RANK), log)
+    return serve(lambda python, port: serve_vllm(python, str(TINY), port, options, lora_rank=RANK), log)
 
 
 @pytest.fixture
@@ -473,7 +473,7 @@ def test_a_server_without_what_is_needed_is_told_which_flag(serve, tmp_path):
 
 def test_a_server_whose_logprobs_are_of_temperature_1_is_refused_at_another(serve, tmp_path):
     def raw(python: str, port: int) -> ServerCommand:
-        command = serve_command(python, str(TINY), port, ServerOptions(device="cpu"))
+        command = serve_vllm(python, str(TINY), port, ServerOptions(device="cpu"))
         argv = [each.replace("processed_logprobs", "raw_logprobs") for each in command.argv]
         env = {name: value for name, value in command.env.items() if name != "VLLM_SERVER_DEV_MODE"}
         return ServerCommand(argv, env)

@@ -21,19 +21,19 @@ import pytest
 import trio
 
 from rollouts.env import processes, tool
-from rollouts.env.authoring import tools_of
+from rollouts.env.authoring import ToolReference, reference_of, tools_of
 from rollouts.env.calls import CallTimeoutError
-from rollouts.env.isolated import Reference, find_function, reference_of
 from rollouts.env.results import ToolOutcome
 from rollouts.env.schema import tool_schema
 from rollouts.env.tools import run_tool
-from rollouts.env.worker import answer
+from rollouts.env.worker import answer, find_function
 from rollouts.errors import EnvironmentDefinitionError
 from rollouts.types import ToolCall
 
 sys.path.insert(0, str(Path(__file__).parent))
 from isolated_tools import Isolated, at_the_top
 
+NIGHTLY = pytest.mark.nightly
 TOOLS = {each.name: each for each in tools_of(Isolated())}
 
 
@@ -67,9 +67,8 @@ def outcome(name, **arguments):
     return trio.run(functools.partial(ask, name, **arguments))
 
 
-@pytest.mark.parametrize("name", ["outside", "at_the_top", "double"])
+@pytest.mark.parametrize("name", ["outside", "double"])
 def test_a_result_comes_back(name):
-    name = "outside" if name == "at_the_top" else name
     assert outcome(name, n=21) == ("42", None)
 
 
@@ -85,7 +84,7 @@ def test_arguments_are_converted_there_and_results_are_json():
     assert failure == "bad_arguments" and "argument 'point' of add" in text
 
 
-@pytest.mark.parametrize("name", ["spin", "hold_the_gil", "deaf"])
+@pytest.mark.parametrize("name", ["spin", "deaf", pytest.param("hold_the_gil", marks=pytest.mark.nightly)])
 def test_the_deadline_kills_whatever_it_does(name):
     earlier = set(psutil.Process().children())  # of other tests
 
@@ -95,11 +94,9 @@ def test_the_deadline_kills_whatever_it_does(name):
         assert trio.current_time() - began < 5, "killed, not waited for"
         assert set(psutil.Process().children()) <= earlier, "gone at once"
         assert await ask("double", n=1) == ("2", None), "and another one takes its place"
-        return result, processes.statistics()
+        return result
 
-    (text, failure), counts = trio.run(main)
-    assert (text, failure) == (f"Error: {name} took longer than 0.3 seconds", "timeout")
-    assert counts == (2, 1, 0)
+    assert trio.run(main) == (f"Error: {name} took longer than 0.3 seconds", "timeout")
 
 
 def test_a_cap_on_every_tool():
@@ -126,7 +123,9 @@ def test_a_call_gets_its_own_answer_after_a_tool_that_forked():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process can leave its group")
-@pytest.mark.parametrize(("name", "text"), [("daemonize", "begun"), ("daemonize_and_crash", "exit code 3")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("daemonize", "begun"), pytest.param("daemonize_and_crash", "exit code 3", marks=NIGHTLY)]
+)
 def test_a_daemon_that_a_tool_started_does_not_outlive_the_run(name, text, tmp_path):
     answered = outcome(name, file=str(tmp_path / "pid"))
     assert text in answered.text
@@ -156,7 +155,7 @@ def test_a_process_that_a_list_of_processes_misses_is_killed_all_the_same():
     ("name", "words"),
     [
         ("segfault", "exit code 139 = 128 + 11, probably SIGSEGV"),
-        ("vanish", "exit code 3"),
+        pytest.param("vanish", "exit code 3", marks=pytest.mark.nightly),
         ("garble", "exit code 137 = 128 + 9, probably SIGKILL"),
     ],
 )
@@ -164,9 +163,8 @@ def test_a_crash_is_told(name, words):
     async def main():
         assert await ask(name) == (f"Error: {name} crashed its process ({words})", "crashed")
         assert await ask("double", n=1) == ("2", None)
-        return processes.statistics()
 
-    assert trio.run(main) == (2, 0, 1)
+    trio.run(main)
 
 
 def test_exceptions_are_text():
@@ -202,7 +200,6 @@ def test_one_process_is_used_again_and_many_are_bounded():
             for _ in range(5 * processes.WORKERS_MAX):
                 nursery.start_soon(once)
         assert first <= seen and len(seen) <= processes.WORKERS_MAX
-        assert processes.statistics().started <= processes.WORKERS_MAX
 
     trio.run(main)
 
@@ -318,7 +315,9 @@ def test_a_tool_of_a_file_and_of_the_script_itself(tmp_path):
     assert done.stdout.split() == ["6", "6"], done.stderr
 
 
-@pytest.mark.parametrize("name", ["spin", "hold_the_gil", "pid", "a fork"])
+@pytest.mark.parametrize(
+    "name", ["spin", "a fork", *(pytest.param(each, marks=NIGHTLY) for each in ("hold_the_gil", "pid"))]
+)
 def test_processes_end_when_their_owner_is_killed(name, tmp_path):
     script = textwrap.dedent(f"""
         import os
@@ -409,9 +408,9 @@ def test_the_worker_answers_in_words():
     assert answer({"load": reference})["outcome"] == ToolOutcome("")
     assert answer(request | {"arguments": {"n": 4}})["outcome"] == ToolOutcome("8")
     assert answer(request | {"arguments": {}})["outcome"].failure == "bad_arguments"
-    missing = Reference("isolated_tools", "nobody")
+    missing = ToolReference("isolated_tools", "nobody")
     assert "no attribute 'nobody'" in answer({"load": missing})["outcome"].text
-    assert answer({"load": Reference("no_such_module", "f", "/nowhere.py")})["outcome"].failure == "exception"
+    assert answer({"load": ToolReference("no_such_module", "f", "/nowhere.py")})["outcome"].failure == "exception"
 
 
 def test_a_deadline_of_the_tools_own_is_no_deadline_of_ours():

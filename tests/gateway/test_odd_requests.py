@@ -16,7 +16,7 @@ from gateway.clients import TOOL
 
 from rollouts.bounds import DEPTH_MAX, MESSAGES_MAX, STOPS_MAX, TOOLS_MAX
 from rollouts.chat.format import ChatFormat, load_chat_format
-from rollouts.gateway import chat_completions
+from rollouts.gateway.chat_completions import CHAT_COMPLETIONS
 from rollouts.gateway.exchange import APIError
 from rollouts.inference.base import Generation, VersionSpan
 from rollouts.models.loading import load_tokenizer
@@ -162,7 +162,7 @@ def fault_of(response: httpx.Response, field: str) -> str:
     return "" if is_answer and len(response.content) < 100_000 else f"{response.status_code} {response.text[:300]}"
 
 
-@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)], ids=["some", "all"])
+@pytest.mark.parametrize("stride", [9, pytest.param(1, marks=pytest.mark.nightly)], ids=["some", "all"])
 @pytest.mark.parametrize("path", BODIES)
 def test_every_odd_value_at_every_place_of_a_request_gets_an_answer(chat: ChatFormat, path: str, stride: int) -> None:
     async def requests(post: Any) -> tuple[int, list[Any]]:
@@ -270,5 +270,5 @@ def test_bodies_of_refused_requests_are_not_kept(chat: ChatFormat) -> None:
 def test_a_body_that_ends_in_a_string_is_read_once(said: bytes) -> None:
     """A megabyte, of which a search that begins anew at every quotation mark would take hours."""
     with pytest.raises(APIError) as caught:
-        chat_completions.read(b'{"messages": [{"role": "user", "content": "' + said * (1_000_000 // len(said)))
+        CHAT_COMPLETIONS.read(b'{"messages": [{"role": "user", "content": "' + said * (1_000_000 // len(said)))
     assert caught.value.parameter == "messages"

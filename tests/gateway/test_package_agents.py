@@ -110,11 +110,18 @@ HEAVY = [
 ]
 
 
+USUAL = (agents.openai_chat, agents.openai_responses_stream, agents.anthropic_tool_runner)
+
+
 def name_of(case: Case) -> str:
     return case.agent.__name__
 
 
-@pytest.mark.parametrize("case", LIGHT, ids=name_of)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(each, marks=() if each.agent in USUAL else pytest.mark.nightly) for each in LIGHT],
+    ids=name_of,
+)
 def test_clients_of_openai_and_anthropic_play(case: Case) -> None:
     plays(case, 3)
 

@@ -18,6 +18,11 @@ FAST = ["qwen3", "qwen3_eager", "llama", "gpt_neox", "gpt2"]
 SLOW = ["gemma3", "mamba"]
 
 
+def rarely(name: str) -> Any:
+    """Models whose layers are like those of another are in the nightly run."""
+    return pytest.param(name, marks=pytest.mark.nightly if name in ("qwen3_eager", "llama", "gpt2") else ())
+
+
 def engine_of(model: Any, rows_max: int = 64, cache_bytes: int = 1 << 28, prefill_tokens_max: int = 1 << 14) -> Decoder:
     return Decoder(model, rows_max=rows_max, cache_bytes=cache_bytes, prefill_tokens_max=prefill_tokens_max)
 
@@ -85,7 +90,7 @@ def play(engine: Decoder, *, turns: int = 3, seed: int = 0) -> list[DecodeRow]:
     return played
 
 
-@pytest.mark.parametrize("name", FAST + SLOW)
+@pytest.mark.parametrize("name", [*map(rarely, FAST + SLOW)])
 def test_logprobs_are_those_of_a_fresh_forward_pass(models, name):
     model = models(name)
     engine = engine_of(model)
@@ -97,7 +102,7 @@ def test_logprobs_are_those_of_a_fresh_forward_pass(models, name):
         assert engine.statistics.reused > 0
 
 
-@pytest.mark.parametrize("rows_max", [1, 3, 5, 64])
+@pytest.mark.parametrize("rows_max", [1, 5])
 def test_neither_batch_size_nor_refill_nor_buffer_size_changes_what_is_sampled(models, rows_max):
     model = models("qwen3")
     whole = play(engine_of(model))

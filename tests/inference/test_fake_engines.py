@@ -21,6 +21,7 @@ from fake_engines import FakeServer, FakeServers, FakeTrainer, started, write_mo
 from fake_model import Model, read_tensors  # noqa: E402
 
 KINDS = ("vllm", "sglang")
+pytestmark = pytest.mark.nightly  # of the fakes alone; what uses them is in the normal run
 VOCABULARY = 64
 LONG = [(7 * i + 3) % VOCABULARY for i in range(160)]
 EXACT = 1e-9

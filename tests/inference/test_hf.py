@@ -97,7 +97,7 @@ def test_with_training_it_shares_model_thread_and_version(make_model):
         training.version = 4
         await engine.update_weights(WeightUpdate(4))
         assert (await engine.generate(request([1, 2, 3]))).versions == [4] * 6
-        with pytest.raises(InferenceError, match=r"weights of version 5.*version 4"):
+        with pytest.raises(InferenceError, match=r"has version 5.*of version 4"):
             await engine.update_weights(WeightUpdate(5))
         with pytest.raises(InferenceError, match="shares the trainer's parameters"):
             await engine.update_weights(WeightUpdate(4, path="somewhere"))
@@ -223,13 +223,13 @@ def test_waiting_for_others_has_a_deadline(models):
 def test_what_cannot_be_asked(models):
     async def body(engine: HFInference) -> None:
         for tokens in ([1, 67], [-1, 2]):
-            with pytest.raises(InferenceError, match=r"outside the vocabulary: ids run from 0 to 66"):
+            with pytest.raises(InferenceError, match="outside the vocabulary of 67"):
                 await engine.generate(request(tokens))
             with pytest.raises(InferenceError, match="outside the vocabulary"):
                 await engine.score(tokens)
-        with pytest.raises(InferenceError, match=r"95 tokens and a reply of up to 6 make 101.*holds 100"):
+        with pytest.raises(InferenceError, match="95 tokens and a reply of up to 6 do not fit into the 100"):
             await engine.generate(request([1] * 95))
-        with pytest.raises(InferenceError, match="101 tokens to score"):
+        with pytest.raises(InferenceError, match="101 tokens do not fit"):
             await engine.score([1] * 101)
         assert len((await engine.generate(request([1] * 94))).tokens) == 6
         for wrong in (request([1], max_tokens=0), request([]), request([1], temperature=-1.0)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -54,6 +55,15 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_): pass
 http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
+
+
+_find_once = functools.cache(find_engine)
+
+
+@pytest.fixture(autouse=True)
+def engines_are_found_once(monkeypatch):
+    """Each search starts an interpreter, which reads the metadata of all that is installed."""
+    monkeypatch.setattr(serving, "find_engine", _find_once)
 
 
 class Toy:

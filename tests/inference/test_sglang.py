@@ -24,7 +24,7 @@ from rollouts.inference.servers.sglang import (
     join_group,
     leave_group,
     receive,
-    serve_command,
+    serve_sglang,
 )
 from rollouts.plugins.checks import run_check
 
@@ -490,7 +490,7 @@ def flags_of(argv):
 
 def test_the_command_on_a_cpu():
     options = ServerOptions(context_tokens=4096, device="cpu", flags=("--max-running-requests", "8"))
-    command = serve_command("/venv/bin/python", "org/model", 8123, options, lora_rank=8, seed=3)
+    command = serve_sglang("/venv/bin/python", "org/model", 8123, options, lora_rank=8, seed=3)
     flags = flags_of(command.argv)
     assert command.argv[:3] == ["/venv/bin/python", "-m", "sglang.launch_server"]
     assert command.argv[-2:] == ["--max-running-requests", "8"] and command.ready_path == "/ready"
@@ -506,7 +506,7 @@ def test_the_command_on_a_cpu():
 
 
 def test_the_command_on_gpus(tmp_path):
-    command = serve_command("python", str(tmp_path), 8123, ServerOptions(device="cuda", gpus="0,1", memory_share=0.5))
+    command = serve_sglang("python", str(tmp_path), 8123, ServerOptions(device="cuda", gpus="0,1", memory_share=0.5))
     flags = flags_of(command.argv)
     assert flags["--tp-size"] == "2" and flags["--mem-fraction-static"] == "0.5" and flags["--dtype"] == "auto"
     assert not {"--device", "--enable-lora", "--attention-backend", "--context-length"} & set(flags)
@@ -515,7 +515,7 @@ def test_the_command_on_gpus(tmp_path):
 
 def test_without_a_gpu_it_is_the_cpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert "--device" in serve_command("python", "m", 1, ServerOptions()).argv
+    assert "--device" in serve_sglang("python", "m", 1, ServerOptions()).argv
 
 
 def test_settings_that_cannot_work_together():

@@ -161,8 +161,7 @@ def metered(bill, folder="", **options):
 # --- limits -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fails", [0.0, 0.3])
-@pytest.mark.parametrize("limit", [{"dollars_max": 0.012}, {"tokens_max": 2400}])
+@pytest.mark.parametrize(("limit", "fails"), [({"dollars_max": 0.012}, 0.3), ({"tokens_max": 2400}, 0.0)])
 def test_a_limit_is_never_exceeded_and_nearly_reached(limit, fails, tmp_path):
     with billing(fails=fails, waits=0.002) as bill:
         engine = metered(bill, tmp_path, **limit)
@@ -284,7 +283,6 @@ def test_an_environment_that_catches_everything_does_not_go_on(capsys):
 # --- kept replies -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_equal_requests_are_asked_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("SOME_KEY", "sk-very-secret")
     own = ["--inference.cache", "replies.sqlite", "--inference.api-key-env", "SOME_KEY", "--samples-per-prompt", "2"]
@@ -299,9 +297,7 @@ def test_equal_requests_are_asked_once(tmp_path, monkeypatch, capsys):
         assert summary_of("two")["spent"]["cache_hits"] == 48 and summary_of("one")["spent"]["cache_hits"] == 0
         for name in ("reward_mean", "tokens", "episodes", "turns_mean"):
             assert summary_of("one")[name] == summary_of("two")[name]
-        changes = [["--seed", "1"], ["--temperature", "0.5"], ["--system", "Be short."], ["--inference.stop", '["!"]']]
-        changes += [["--inference.body.top-p", "0.5"], ["--inference.served-model", "n"]]
-        for number, change in enumerate(changes):
+        for number, change in enumerate([["--seed", "1"], ["--inference.body.top-p", "0.5"]]):
             before = bill.requests
             assert main(flags(bill, *own, *change, "--out", f"other{number}")) == 0
             assert bill.requests > before + 1 and summary_of(f"other{number}")["spent"]["cache_hits"] == 0, change

@@ -26,7 +26,7 @@ from rollouts.env.mixing import env_term
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
 from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.dialect import RequestTarget, Sampled
+from rollouts.inference.servers.dialect import RequestTarget, Sampled, WeightSpan
 from rollouts.inference.servers.http import HTTPFailure, Retries
 from rollouts.inference.servers.options import ServerOptions
 from rollouts.inference.servers.server import Server
@@ -37,10 +37,9 @@ from rollouts.inference.servers.vllm import (
     Choice,
     GenerateReply,
     Logprobs,
-    Span,
     TokenLogprob,
-    read_reply,
-    serve_command,
+    read_generate_reply,
+    serve_vllm,
 )
 from rollouts.models.loading import load_tokenizer
 from rollouts.training.rollout_gen.pool import Job, run_episodes
@@ -330,19 +329,19 @@ def choice(ids: list[int], scored: list[int] | None = None, finish: str = "stop"
 )
 def test_replies_that_cannot_be_used_are_refused(choices, words):
     with pytest.raises(InferenceError, match=words):
-        read_reply(GenerateReply(choices), "http://h")
+        read_generate_reply(GenerateReply(choices), "http://h")
 
 
 def test_replies_that_can_be_used():
-    assert read_reply(GenerateReply([choice([1, 2], [1, 2], "length")]), "http://h") == (
+    assert read_generate_reply(GenerateReply([choice([1, 2], [1, 2], "length")]), "http://h") == (
         [1, 2],
         [-1.0, -1.0],
         "length",
         (),
     )
-    assert read_reply(GenerateReply([choice([], None, "abort")]), "http://h") == ([], [], "abort", ())
-    spans = [Span("default", 0, 1), Span("7", 1, 2)]
-    found = read_reply(GenerateReply([choice([1, 2], [1, 2], spans=spans)]), "http://h")
+    assert read_generate_reply(GenerateReply([choice([], None, "abort")]), "http://h") == ([], [], "abort", ())
+    spans = [WeightSpan("default", 0, 1), WeightSpan("7", 1, 2)]
+    found = read_generate_reply(GenerateReply([choice([1, 2], [1, 2], spans=spans)]), "http://h")
     assert found.spans == (("default", 0, 1), ("7", 1, 2))
 
 
@@ -451,7 +450,7 @@ def values(argv: list[str]) -> dict[str, str]:
 def test_the_command_for_a_cpu(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "mine")
     options = ServerOptions(context_tokens=512, device="cpu", memory_share=0.5, flags=("--foo", "1"))
-    command = serve_command("python", str(tmp_path), 8123, options, lora_rank=9, seed=3)
+    command = serve_vllm("python", str(tmp_path), 8123, options, lora_rank=9, seed=3)
     flags = values(command.argv)
     assert command.argv[0] == "python" and command.argv[-2:] == ["--foo", "1"]
     assert (flags["--port"], flags["--host"], flags["--model"]) == ("8123", "127.0.0.1", str(tmp_path))
@@ -467,9 +466,9 @@ def test_the_command_for_a_cpu(monkeypatch, tmp_path):
 
 def test_prompts_are_read_whole_however_long_the_model_s_context_is(tmp_path):
     (tmp_path / "config.json").write_text('{"text_config": {"max_position_embeddings": 40960}}')
-    command = serve_command("python", str(tmp_path), 8123, ServerOptions(device="cpu"))
+    command = serve_vllm("python", str(tmp_path), 8123, ServerOptions(device="cpu"))
     assert values(command.argv)["--max-num-batched-tokens"] == "40960"
-    bounded = serve_command("python", str(tmp_path), 8123, ServerOptions(context_tokens=9000, device="cpu"))
+    bounded = serve_vllm("python", str(tmp_path), 8123, ServerOptions(context_tokens=9000, device="cpu"))
     assert values(bounded.argv)["--max-num-batched-tokens"] == "9000"
 
 
@@ -479,7 +478,7 @@ def test_prompts_of_a_model_on_the_hub_are_read_whole_where_its_context_is_known
     known = transformers.GPT2Config(n_positions=40960)
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name, **_: known)
     monkeypatch.setattr("rollouts.models.loading._check_hub", lambda name: None)
-    command = serve_command("python", "org/model", 8123, ServerOptions(device="cpu"))
+    command = serve_vllm("python", "org/model", 8123, ServerOptions(device="cpu"))
     assert values(command.argv)["--max-num-batched-tokens"] == "40960"
     assert "--no-enable-chunked-prefill" in command.argv
 
@@ -487,14 +486,14 @@ def test_prompts_of_a_model_on_the_hub_are_read_whole_where_its_context_is_known
         raise OSError("there is no network")
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unknown)
-    argv = serve_command("python", "org/model", 8123, ServerOptions(device="cpu")).argv
+    argv = serve_vllm("python", "org/model", 8123, ServerOptions(device="cpu")).argv
     assert "--no-enable-chunked-prefill" not in argv and values(argv)["--max-num-batched-tokens"] == "8192"
-    bounded = serve_command("python", "org/model", 8123, ServerOptions(context_tokens=512, device="cpu")).argv
+    bounded = serve_vllm("python", "org/model", 8123, ServerOptions(context_tokens=512, device="cpu")).argv
     assert "--no-enable-chunked-prefill" in bounded
 
 
 def test_the_command_for_gpus():
-    command = serve_command("python", "org/model", 8123, ServerOptions(device="cuda", memory_share=0.5, gpus="0,1"))
+    command = serve_vllm("python", "org/model", 8123, ServerOptions(device="cuda", memory_share=0.5, gpus="0,1"))
     flags = values(command.argv)
     assert (flags["--dtype"], flags["--gpu-memory-utilization"], flags["--tensor-parallel-size"]) == (
         "auto",

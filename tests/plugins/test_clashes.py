@@ -8,7 +8,7 @@ from packaging.specifiers import SpecifierSet
 
 from rollouts.cli import main
 from rollouts.env.clashes import can_meet, find_clashes
-from rollouts.env.installs import Install, python_of
+from rollouts.env.installing import Install, python_of
 from rollouts.errors import BrokenPluginError
 from rollouts.plugins.manager import PluginManager
 

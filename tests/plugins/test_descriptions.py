@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
+from rollouts_check.descriptions import description, find_definition, first_sentence
 
-from rollouts.plugins.descriptions import description, find_definition, first_sentence
 from rollouts.plugins.index import find_component, installed_components
 
 SOURCE = '''\

@@ -17,7 +17,7 @@ from rollouts.errors import ConfigError, EnvironmentDefinitionError, SignatureEr
 from rollouts.inference.chatting import ChatReply
 from rollouts.models.loading import load_tokenizer
 from rollouts.runs.chat import open_chat
-from rollouts.runs.jobs.demonstrations import demonstration_samples
+from rollouts.runs.jobs.chat_data import demonstration_samples
 from rollouts.runs.play import play_episode
 from rollouts.runs.run_model import model_plan
 from rollouts.runs.session import load_chat

@@ -104,7 +104,10 @@ def of_plan(plan, held_out):
     "command",
     [
         ["sft", "--steps", "4", "--prompts-per-step", "16"],
-        ["run", "--mode", "sft+rl", "--steps", "1", "--prompts-per-step", "4", "--sft.steps", "8"],
+        pytest.param(
+            ["run", "--mode", "sft+rl", "--steps", "1", "--prompts-per-step", "4", "--sft.steps", "8"],
+            marks=pytest.mark.nightly,
+        ),
         ["run", "--mode", "sft+rl", "--steps", "0", "--sft.steps", "4", "--sft.eval-tasks", "0"],
     ],
     ids=["sft", "sft+rl", "evaluated-later"],

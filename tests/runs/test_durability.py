@@ -264,7 +264,7 @@ def test_a_checkpoint_without_a_manifest_is_not_passed_over(capsys):
 # --- the working directory ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["sft+rl", "eval"])
+@pytest.mark.parametrize("mode", ["sft+rl", pytest.param("eval", marks=pytest.mark.nightly)])
 def test_an_authors_code_may_leave_the_working_directory(mode, here):
     shutil.copytree(TINY_PATH, "model")
     (here / "rows.jsonl").write_text('{"prompt": "1"}\n{"prompt": "2"}\n{"prompt": "3"}\n')
@@ -378,7 +378,13 @@ def test_a_full_disk_loses_nothing_that_was_saved(monkeypatch, capsys):
     assert losses("out") == losses("whole") and checkpoints() == ["step_000003"]
 
 
-@pytest.mark.parametrize("more", [["--lora-rank", "64"], ["--critic", "head", "--loss", "ppo", "--reference", "ema"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param(["--lora-rank", "64"], marks=pytest.mark.nightly),
+        ["--critic", "head", "--loss", "ppo", "--reference", "ema"],
+    ],
+)
 def test_the_size_of_a_checkpoint_is_known_before(more, monkeypatch):
     known, close = [], TorchBackend.close
     monkeypatch.setattr(TorchBackend, "close", lambda self: known.append(self.checkpoint_bytes) or close(self))

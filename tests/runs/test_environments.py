@@ -17,8 +17,8 @@ from rollouts.config.flags import take_dotted_flags
 from rollouts.config.merging import merge
 from rollouts.config.resolving import resolve
 from rollouts.errors import BrokenPluginError, ConfigError, EnvironmentDefinitionError, SignatureError, UserError
-from rollouts.runs.environments import demonstrations, few_held_out_notes, held_out_notes, task_buffer
-from rollouts.runs.jobs.demonstrations import demonstration_samples
+from rollouts.runs.environments import demonstrations, few_held_out_notes, task_buffer
+from rollouts.runs.jobs.chat_data import demonstration_samples
 from rollouts.runs.plan import make_plan
 from rollouts.runs.session import load_chat
 from rollouts.training.datasets.buffer import DataBuffer
@@ -373,7 +373,7 @@ def test_other_environments_cannot_go_on_with_it(here, capsys):
     assert "env.Echo.weight: 1.0 -> 0.0" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_phases(here):
     text = 'mode = "sft+rl"\n[[env]]\nname = "calculator"\nalias = "easy"\n[[env]]\nname = "./parts.py:Echo"\n'
     (here / "run.toml").write_text(text + "[sft]\nsteps = 2\n[sft.env.Echo]\nwords = 7\n")
@@ -432,7 +432,7 @@ def test_of_tasks_that_ignore_the_split_a_fifth_is_held_out(here, env, n, eval_t
     assert len(tasks) == held
     prompts = {task.prompt for task in buffer_of(made, tasks).get_prompts(n - held)}
     assert len(prompts) == n - held and not prompts & {task.prompt for task in tasks}
-    notes = held_out_notes(made.environments, eval_tasks)
+    notes = few_held_out_notes(made.environments, tasks, made.settings)
     assert len(notes) == (held != eval_tasks)
     if held > 1 and notes:
         assert f"has {n} tasks, the same" in notes[0] and f"at most a fifth of them is held out: {held};" in notes[0]
@@ -458,10 +458,10 @@ def test_a_run_of_an_earlier_version_keeps_its_held_out_tasks(here):
         Path("run/manifest.json").write_text(manifest)
         made = make_plan(resolve(settings))
         assert len(made.eval_tasks()) == held
-        assert len(held_out_notes(made.environments, 512)) == (held == 200)
+        assert len(few_held_out_notes(made.environments, made.eval_tasks(), made.settings)) == (held == 200)
 
 
 def test_tasks_of_their_own_are_all_held_out(here):
     Path("finite.py").write_text(FINITE)
     made = make_plan(resolve({"env": {"name": "./finite.py:Listed", "apart": True}}))
-    assert len(made.eval_tasks()) == 100 and not held_out_notes(made.environments, 512)
+    assert len(made.eval_tasks()) == 100 and not few_held_out_notes(made.environments, made.eval_tasks(), made.settings)

@@ -151,7 +151,7 @@ def test_a_second_interrupt_is_never_held():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gap", [0.02, 0.2])
+@pytest.mark.parametrize("gap", [pytest.param(0.02, marks=pytest.mark.nightly), 0.2])
 def test_two_quick_interrupts_end_a_run_cleanly(here, gap):
     flags = ["--env", "calculator", "--steps", "100000", "--prompts-per-step", "2", "--samples-per-prompt", "2"]
     flags += ["--eval-tasks", "2", "--max-tokens", "16", "--out", "cut"]

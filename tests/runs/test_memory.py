@@ -13,9 +13,8 @@ import pytest
 from rollouts.errors import ConfigError, ModelError
 from rollouts.models.estimates import Rates, decode_seconds, measure_rates, model_size
 from rollouts.models.loading import TINY_PATH, load_config
-from rollouts.runs.amounts import amount_lines
 from rollouts.runs.components import Chosen
-from rollouts.runs.dry_run import describe, memory_lines
+from rollouts.runs.dry_run import amount_lines, describe, memory_lines
 from rollouts.training.backends.fsdp import create_fsdp_backend
 from rollouts.types import Task
 
@@ -253,7 +252,7 @@ def test_the_time_of_an_evaluation_follows_the_model(monkeypatch, tmp_path):
     assert seconds(large, slow) == pytest.approx(4 * 256 * (2 * large.matmul * 256 / 1e11 + large.layers * 5e-4))
     assert seconds(large, wide) == pytest.approx(1024 * (large.parameters * 4 / 1e12 + large.layers * 5e-4))
     assert seconds(small, slow) < seconds(large, slow) / 1000
-    monkeypatch.setattr("rollouts.runs.amounts.measure_rates", lambda device, dtype: slow)
+    monkeypatch.setattr("rollouts.runs.dry_run.measure_rates", lambda device, dtype: slow)
     line, *_ = amounts(large, steps=0)
     assert " h on c" in line
     line, *_ = amounts(small, steps=0)

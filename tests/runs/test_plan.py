@@ -311,7 +311,7 @@ def test_demonstrations(parts):
 # --- a plan that is right -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_plan_loads_no_model():
     """torch comes with the training backend, whose signature is read; transformers waits until a model is loaded."""
 

@@ -78,7 +78,9 @@ FILES_FOR = {
 """These read datasets of the hub, which tests do without."""
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=[pytest.mark.nightly] if each in OF_REAL_MODELS else []) for each in PRESETS]
+)
 def test_a_preset_composes(name, files, capsys):
     """With the rehearsal: every tool, reward and function of its algorithm is called."""
     command = "sft" if name.startswith("sft") or name.endswith("_sft.toml") else "run"
@@ -121,11 +123,6 @@ def test_the_page_lists_every_preset_with_its_memory():
     said = {name: re.search(r"estimated: ([\d.]+) GiB", (CONFIGS / name).read_text())[1] for name in OF_REAL_MODELS}
     assert listed == said
     assert all(f"| `{name}` |" in page for name in PRESETS)
-
-
-def test_a_run_of_prompts_needs_no_demonstration(files, capsys):
-    assert main(["run", "configs/rl_math.py", *FILES_FOR["rl_math.py"], "--dry-run"]) == 0, capsys.readouterr().err
-    assert "no demonstration is replayed: math.jsonl has no demonstrations" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -13,24 +13,18 @@ from pathlib import Path
 import pytest
 from runs.fake_hub import TOKEN, FakeHub
 
-from rollouts.runs.publish import model_card
-from rollouts.runs.usage import portable, write_usage
+from rollouts.errors import ConfigError, RunError
+from rollouts.runs import publish
+from rollouts.runs.publish import model_card, portable, write_usage
 
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # of huggingface_hub
 EVALUATION = {"reward_mean": 0.25, "greedy_mean": None, "parts": {"correct": 0.25}, "tasks": 8, "judged": 8}
 PUSH = """
 import sys
 from pathlib import Path
-from rollouts.errors import RolloutsError
 from rollouts.runs.publish import check_push, push
-try:
-    check_push(sys.argv[2])
-    print(push(Path(sys.argv[1]), sys.argv[2], is_public="--public" in sys.argv))
-except RolloutsError as error:
-    print(error, file=sys.stderr)
-    sys.exit(error.exit_code)
-except KeyboardInterrupt as error:
-    print(error, file=sys.stderr)
-    sys.exit(130)
+check_push(sys.argv[2])
+print(push(Path(sys.argv[1]), sys.argv[2], is_public="--public" in sys.argv))
 """
 
 
@@ -50,81 +44,90 @@ def model(tmp_path):
     return folder
 
 
-def environment(hub_url, tmp_path, token=TOKEN, offline=""):
-    """What huggingface_hub reads when it is imported; none of it is this machine's own."""
+def push(folder, name, hub_url, tmp_path, *flags):
+    """In a new process. What huggingface_hub reads when it is imported is not this machine's own."""
     own = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_", "HUGGING"))}
-    given = {"HF_ENDPOINT": hub_url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": token}
-    return own | given | {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": offline}
-
-
-def push(folder, name, env, *flags):
+    given = {"HF_ENDPOINT": hub_url, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
     command = [sys.executable, "-c", PUSH, str(folder), name, *flags]
+    env = own | given | {"HF_HUB_DISABLE_TELEMETRY": "1"}
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.slow
 def test_a_folder_is_uploaded_whole_to_a_private_repository(hub, model, tmp_path):
-    env = environment(hub.url, tmp_path)
-    done = push(model, "ada/first", env)
+    done = push(model, "ada/first", hub.url, tmp_path)
     assert (done.returncode, done.stdout) == (0, f"{hub.url}/ada/first\n"), done.stderr
     (made,) = hub.repositories.values()
     assert made["private"]
     assert made["files"] == {file.name: file.read_bytes() for file in model.iterdir()}
     (model / "config.json").write_text('{"a": 1}')
-    again = push(model, "ada/first", env, "--public")  # it exists: its visibility stays
+    again = push(model, "ada/first", hub.url, tmp_path, "--public")  # it exists: its visibility stays
     assert again.returncode == 0, again.stderr
     assert made["private"]
     assert made["files"]["config.json"] == b'{"a": 1}'
 
 
-def test_a_new_repository_is_public_if_you_ask_for_it(hub, model, tmp_path):
-    assert push(model, "open", environment(hub.url, tmp_path), "--public").returncode == 0
+@pytest.fixture
+def here(hub, tmp_path, monkeypatch):
+    """What huggingface_hub has read when it was imported, in this process: the hub, and the right token."""
+    from huggingface_hub import close_session, constants
+
+    for name, value in {"ENDPOINT": hub.url, "HF_HUB_OFFLINE": False, "HF_TOKEN_PATH": str(tmp_path / "none"),
+                        "HF_HUB_DISABLE_XET": True}.items():  # fmt: skip
+        monkeypatch.setattr(constants, name, value)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    yield constants
+    close_session()
+
+
+def test_a_new_repository_is_public_if_you_ask_for_it(here, hub, model):
+    publish.push(model, "open", is_public=True)
     assert not hub.repositories["ada/open"]["private"]
 
 
 @pytest.mark.parametrize(
     ("name", "token", "offline", "words"),
     [
-        ("a/b/c", TOKEN, "", "type the name as USER/MODEL"),
-        ("ada/first", "", "", "type: hf auth login, or export HF_TOKEN="),
-        ("ada/first", TOKEN, "1", "type: unset HF_HUB_OFFLINE, or leave --push out"),
+        ("a/b/c", TOKEN, False, "type the name as USER/MODEL"),
+        ("ada/first", "", False, "type: hf auth login, or export HF_TOKEN="),
+        ("ada/first", TOKEN, True, "type: unset HF_HUB_OFFLINE, or leave --push out"),
     ],
 )
-def test_what_cannot_work_is_refused_before_anything_is_sent(hub, model, tmp_path, name, token, offline, words):
-    done = push(model, name, environment(hub.url, tmp_path, token, offline))
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_what_cannot_work_is_refused_before_anything_is_sent(here, hub, monkeypatch, name, token, offline, words):
+    monkeypatch.setenv("HF_TOKEN", token)
+    monkeypatch.setattr(here, "HF_HUB_OFFLINE", offline)
+    with pytest.raises(ConfigError, match=words):
+        publish.check_push(name)
     assert hub.repositories == {}
 
 
 @pytest.mark.parametrize(
     ("fails", "status", "token", "words"),
     [
-        ("", 0, "hf_wrong", "refuses the token (status 401"),
-        ("/api/repos/create", 403, TOKEN, "refuses the token (status 403"),
+        ("", 0, "hf_wrong", r"refuses the token \(status 401"),
+        ("/api/repos/create", 403, TOKEN, r"refuses the token \(status 403"),
         ("/commit/", 400, TOKEN, "answered with status 400"),
     ],
 )
-def test_a_failed_upload_says_why_and_how_to_retry(hub, model, tmp_path, fails, status, token, words):
+def test_a_failed_upload_says_why_and_how_to_retry(here, hub, model, monkeypatch, fails, status, token, words):
     hub.fails, hub.status = fails, status
+    monkeypatch.setenv("HF_TOKEN", token)
     before = {file.name: file.read_bytes() for file in model.iterdir()}
-    done = push(model, "ada/first", environment(hub.url, tmp_path, token))
-    assert done.returncode == 1, done.stderr
-    assert words in done.stderr
-    assert f"type: hf upload ada/first '{model}' . --private" in done.stderr
-    assert "Traceback" not in done.stderr
+    with pytest.raises(RunError, match=words) as raised:
+        publish.push(model, "ada/first")
+    assert f"type: hf upload ada/first '{model}' . --private" in str(raised.value)
     assert {file.name: file.read_bytes() for file in model.iterdir()} == before
 
 
-def test_a_hub_that_is_not_there(model, tmp_path):
+def test_a_hub_that_is_not_there(here, model, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    done = push(model, "ada/first", environment(url, tmp_path))
-    assert done.returncode == 1
-    assert f"{url} cannot be reached" in done.stderr
-    assert "hf upload ada/first" in done.stderr
+    monkeypatch.setattr(here, "ENDPOINT", url)
+    with pytest.raises(RunError, match=f"{url} cannot be reached"):
+        publish.push(model, "ada/first")
 
 
 # --- the model card ---------------------------------------------------------------------------------------------------
@@ -256,8 +259,8 @@ def test_what_an_exported_model_does_not_say_is_not_on_its_card(tmp_path):
     assert "base model" not in card and "| loss |" not in card
 
 
-def test_the_settings_are_uploaded(hub, model, tmp_path):
+def test_the_settings_are_uploaded(here, hub, model):
     (model / "rollouts.toml").write_text('env = "calculator"\nsystem = "/no_think"\n')
-    assert push(model, "ada/first", environment(hub.url, tmp_path)).returncode == 0
+    publish.push(model, "ada/first")
     (made,) = hub.repositories.values()
     assert made["files"]["rollouts.toml"] == (model / "rollouts.toml").read_bytes()

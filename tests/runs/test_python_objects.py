@@ -397,7 +397,7 @@ class Loaded:
     [
         (
             {"env": Calculator()},
-            "env: got an object of Calculator, and each episode makes an object of its own\ngive the",
+            "env: got an object of Calculator, but a run makes its objects\ngive the class",
         ),
         ({"env": NoEnvironment}, "NoEnvironment has no method `tasks`"),
         ({"env": 3}, "env: expected the name of a component, as text, or a function or a class of Python; got 3"),
@@ -410,9 +410,9 @@ class Loaded:
         ({"reward": generator()}, "reward: got a generator, the result of calling generator"),
         ({"reward": [(brevity(), "0.5")]}, "a finite number as the weight; got (brevity, '0.5')\nwrite (brevity, 0.5)"),
         ({"reward": [(brevity(), math.nan)]}, "got (brevity, nan)"),
-        ({"reward": [(brevity(), 1, 2)]}, "expected a pair (component, weight), such as (my_reward, 0.5)"),
+        ({"reward": [(brevity(), 1, 2)]}, "expected a pair (component, weight), and a finite number as the weight"),
         ({"filter": [(brevity(), 1)]}, "a filter has no weight; got (brevity, 1)"),
-        ({"logger": Loaded()}, "logger: got an object of Loaded\ngive the class"),
+        ({"logger": Loaded()}, "logger: got an object of Loaded, but a run makes its objects\ngive the class"),
         ({"loss": {"name": local(MODULE, "scaled"), "scal": 3}}, "did you mean: scale?"),
         ({"rewards": brevity()}, "did you mean: reward"),
         ({"env": None, "prompts": []}, "prompts: got an empty list, so the run has no task"),
@@ -428,8 +428,8 @@ class Loaded:
             {"env": None, "prompts": [rollouts.Task("a", info={"id": 3})]},
             "the key 'id', which is a field of a Task",
         ),
-        ({"prompts": ["a"]}, "prompts and env: each of them gives the tasks of the run"),
-        ({"env": None, "prompts": ["a"], "data": "rows.jsonl"}, "prompts and data: each"),
+        ({"prompts": ["a"]}, "prompts and env: both give the tasks of the run"),
+        ({"env": None, "prompts": ["a"], "data": "rows.jsonl"}, "prompts and data: both"),
         (
             {"seeds": [0, 1]},
             "a run has one seed; for several, type: rollouts run --seeds 0-4, or in Python:\nfor seed in",

@@ -14,7 +14,7 @@ from rollouts.runs import times
 from rollouts.runs.folder import CONFIG, RunFolder, episode_records
 from rollouts.runs.records import count_lines, read_record, steps_of
 from rollouts.runs.times import index_of, open_lines, write_index
-from rollouts.runs.token_files import Span, TokenTable, encode_table
+from rollouts.runs.token_files import TokenSpan, TokenTable, encode_table
 from rollouts.types import Episode, Score, Segment, Status, Task, Trajectory
 
 
@@ -141,7 +141,7 @@ def run(tmp_path):
     folder.write_text(CONFIG, 'mode = "rl"\n')
     records = [line for number in range(5) for line in episode_records(episode(number), advantage=0.0)]
     folder.write_trajectories("step_000003", records)
-    table = TokenTable([Span(2, 0, 0, 2)], {"position": array("I", [1, 2]), "entropy": array("f", [0.5, 0.25])})
+    table = TokenTable([TokenSpan(2, 0, 0, 2)], {"position": array("I", [1, 2]), "entropy": array("f", [0.5, 0.25])})
     folder.write_tokens("step_000003", encode_table(table))
     folder.write_trajectories("eval_000004", [{"temperature": 1.0} | line for line in records[:2]])
     folder.close()

@@ -185,7 +185,13 @@ def assert_same(folder, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [*list(KINDS)[:-1], pytest.param("refill and sampler", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("rl", "lora", "steered KL", "critic"),
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("sft", "schedule", "refill and sampler")),
+    ],
+)
 def test_a_resumed_run_is_the_unbroken_one(kind, capsys, begin):
     begin("whole", *KINDS[kind])
     run("broken", *KINDS[kind], code=1, stop=2)
@@ -406,7 +412,7 @@ def test_a_kill_as_it_goes_back(kind, monkeypatch, begin):
     assert len(came) == len(GOING_BACK), "the save is that of the next step"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_kill_as_it_takes_another_runs_checkpoint(monkeypatch, begin):
     """What is gone on with is the run as it was, or with the other's weights; nothing in between."""
     begin("own", *SUPERVISED)
@@ -447,7 +453,7 @@ def test_from_python(here, begin):
         rollouts.resume("out", out="other")
 
 
-@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("keep", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_the_last_and_the_best_checkpoints_are_kept(keep, begin):
     begin("out", "--keep-checkpoints", str(keep), "--mode", "sft")
     states = {name: state_of("out", name)["run"] for name in steps_of("out")}
@@ -510,21 +516,6 @@ def test_resume_auto_begins_again_after_a_kill_as_a_logger_opens():
     assert done.returncode == -9, done.stderr
     run("out", *SUPERVISED, "--resume", "auto", "--logger.Stop.error", "OSError")
     assert summary_of("out")["steps"] == 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["--mode", "sft"], "They are shuffled now"), (["--loss", "rloo"], "has rollout_sum now")],
-    ids=["sft", "rloo"],
-)
-def test_what_the_same_settings_mean_since_is_noted_once(arguments, words, capsys, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("rollouts.runs.jobs.train.REVISION", 0, raising=False)
-        run("out", *arguments, "--steps", "1")
-    run("out", "--steps", "2", resume=True)
-    assert words in capsys.readouterr().out.replace("\n", " ")
-    run("out", "--steps", "3", resume=True)
-    assert "an earlier version" not in capsys.readouterr().out
 
 
 def test_a_manifest_that_cannot_be_read_is_kept(capsys, here, begin):
@@ -649,7 +640,7 @@ def test_what_cannot_be_gone_on_with(capsys, begin):
     assert "was written after 2 steps" in error and "rollouts resume out --steps 2" in error
     assert "--steps: " in refuse(capsys, "out", "--steps", "many")
     for old, new, words in (
-        ("seed = 0", "seed = 1", "the seed was 0 and is 1 now"),
+        ("seed = 0", "seed = 1", "seed was 0 and is 1 now"),
         ("lora_rank = 0", "lora_rank = 2", "lora_rank"),
         ('mode = "rl"', 'mode = "sft"\nloss = "sft"', "was written in mode rl"),
         ("steps = 2", "stepz = 2", "line "),
@@ -692,7 +683,9 @@ def test_tasks_that_may_have_been_trained_on_are_not_held_out_later(capsys, begi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapter", [[], ["--lora-rank", "2"]], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "adapter", [[], pytest.param(["--lora-rank", "2"], marks=pytest.mark.nightly)], ids=["full", "lora"]
+)
 def test_another_model_of_the_same_shape(adapter, capsys, here):
     """It is told by its name, which goes with a folder that is moved."""
     for name in ("base", "rival", "a/checkpoints/step_000001", "b/checkpoints/step_000001"):
@@ -791,8 +784,8 @@ def test_the_steps_that_are_profiled(monkeypatch):
 # --- killed ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [[], pytest.param(TWO_RANKS, marks=pytest.mark.nightly)], ids=["single", "two ranks"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("ranks", [[], TWO_RANKS], ids=["single", "two ranks"])
 def test_kills_at_random_moments(ranks, here, begin):
     """As Slurm does it: the same command again and again, until it is done. benchmarks/kill_and_resume.py does more.
     Here ranks are new interpreters, in the runs that are killed.

@@ -130,7 +130,7 @@ def test_demonstrations_get_the_tools_of_their_role(tmp_path):
     from rollouts import Message, Role, tool
     from rollouts.errors import EnvironmentDefinitionError
     from rollouts.runs.components import Chosen
-    from rollouts.runs.environments import Environment
+    from rollouts.runs.environments import PlannedEnvironment
 
     class Shop:
         roles = (Role("seller", system="Sell."), Role("buyer", system="Buy."), Role("guest"))
@@ -145,7 +145,7 @@ def test_demonstrations_get_the_tools_of_their_role(tmp_path):
             """The time."""
             return "noon"
 
-    made = Environment(Chosen("Shop", Shop, {}, None), 1.0, None, 1.0, 0, "")
+    made = PlannedEnvironment(Chosen("Shop", Shop, {}, None), 1.0, None, 1.0, 0, "")
     of = made.schemas_of_demonstrations()
 
     def names(*messages):

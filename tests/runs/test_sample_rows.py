@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from rollouts.errors import BrokenPluginError, ConfigError
 from rollouts.loggers import MetricsLogger, SampleLogger, SampleSettings
-from rollouts.runs.loggers import Loggers, _checked
+from rollouts.runs import loggers
+from rollouts.runs.loggers import Loggers
 from rollouts.runs.sample_rows import Judged, conversation_text, sample_rows
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
@@ -109,7 +111,7 @@ def test_settings_that_cannot_work_are_refused(bad):
         SampleSettings(**bad)
 
 
-def test_a_logger_declares_what_it_takes():
+def test_a_logger_declares_what_it_takes(monkeypatch):
     class Plain:
         def log(self, metrics, step): ...
         def close(self): ...
@@ -125,8 +127,9 @@ def test_a_logger_declares_what_it_takes():
 
     assert [isinstance(each(), SampleLogger) for each in (Plain, Half, Wrong, Whole)] == [False, False, True, True]
     assert all(isinstance(each(), MetricsLogger) for each in (Plain, Half, Wrong, Whole))
+    monkeypatch.setattr(loggers, "make_component", lambda *given: Wrong())
     with pytest.raises(BrokenPluginError, match=r"the logger acme has `log_samples`, .* it is a int"):
-        _checked(Wrong(), "acme")
+        loggers._make_logger(SimpleNamespace(alias="acme"), {})
 
 
 def test_each_logger_gets_its_own_number_of_rows_when_it_is_time():

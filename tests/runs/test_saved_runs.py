@@ -24,7 +24,7 @@ from rollouts.training.algorithms.recipes import DPO, GRPO
 from rollouts.training.algorithms.selection import all_pairs
 from rollouts.training.filters import any_success
 from rollouts.training.loops.rl_batch import why_untrained
-from rollouts.training.rollout_gen.groups import Filter
+from rollouts.training.rollout_gen.groups import NamedFilter
 from rollouts.training.rollout_gen.saved import SavedGroups, positions_buffer
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
@@ -301,11 +301,11 @@ def test_where_nothing_is_left_the_selection_is_named(here, capsys):
         return trio.run(source.generate_batch)
 
     with pytest.raises(RunError, match="8 x no_success"):
-        step(GRPO, [Filter("any_success", any_success, {"threshold": 900.0})])
+        step(GRPO, [NamedFilter("any_success", any_success, {"threshold": 900.0})])
     with pytest.raises(RunError, match="8 x pairs_all_pairs"):
         step(DPO._replace(pairs=partial(all_pairs, margin=900.0)))
     best = [max(group.rewards) for group in map(saved.group, range(8))]
-    some = step(GRPO, [Filter("any_success", any_success, {"threshold": min(best)})])
+    some = step(GRPO, [NamedFilter("any_success", any_success, {"threshold": min(best)})])
     assert len(some.kept) == min(3, sum(each > min(best) for each in best)) > 0
     assert all(max(group.rewards) > min(best) for group in some.kept)
     assert len({group.number for group in some.groups}) == len(some.groups), "each has a number of its own"

@@ -11,7 +11,7 @@ from rollouts.cli import main
 from rollouts.errors import ConfigError
 from rollouts.runs import token_files
 from rollouts.runs.folder import episode_records
-from rollouts.runs.token_files import Span, TokenTable, encode_table, read_table, token_table
+from rollouts.runs.token_files import TokenSpan, TokenTable, encode_table, read_table, token_table
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.batching import make_batch, part_batch
 from rollouts.training.rollout_gen.groups import Group, group_samples
@@ -94,7 +94,7 @@ def test_a_channel_that_only_some_batches_have_is_left_out(lacking):
 
 
 TABLE = TokenTable(
-    [Span(0, 0, 0, 2), Span(3, 1, 2, 1)],
+    [TokenSpan(0, 0, 0, 2), TokenSpan(3, 1, 2, 1)],
     {"position": array("I", [4, 70_000, 2]), "logprob": array("f", [-0.5, -2, 0]), "clipped": array("B", [0, 1, 1])},
 )
 

@@ -11,7 +11,7 @@ import time
 import pytest
 import trio
 
-from rollouts.runs.trio_thread import TrioThread
+from rollouts.runs.chat import TrioThread
 
 
 class Inner:

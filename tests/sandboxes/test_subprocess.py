@@ -17,7 +17,7 @@ import pytest
 
 from rollouts.errors import ConfigError, SandboxError, SandboxLostError
 from rollouts.sandboxes import Sandboxes, SandboxLimits, SubprocessSandboxes
-from rollouts.sandboxes.opening import Lease
+from rollouts.sandboxes.base import Lease
 
 PYTHON = sys.executable
 linux = pytest.mark.skipif(sys.platform != "linux", reason="memory and processes are measured in /proc")

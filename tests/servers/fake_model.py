@@ -365,9 +365,7 @@ class FakeTrainer:
 
         assert tuple(needs) == ("logprobs",), needs
         model = self.model
-        return ImmediateTrainFuture(
-            ForwardOutput([model.score(row.tokens, row.temperature or batch.temperature) for row in batch.rows])
-        )
+        return ImmediateTrainFuture(ForwardOutput([model.score(row.tokens, batch.temperature) for row in batch.rows]))
 
     def close(self) -> None:
         """Nothing to end."""

@@ -62,7 +62,14 @@ def rows():
     return make_batch([sample], [1.0], aggregation="token_mean", step=0)
 
 
-@pytest.mark.parametrize("targets", ["embed_tokens", "lm_head", "embed_tokens,lm_head,q_proj", "all-linear"])
+@pytest.mark.parametrize(
+    "targets",
+    [
+        "all-linear",
+        "embed_tokens,lm_head,q_proj",
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("embed_tokens", "lm_head")),
+    ],
+)
 def test_every_way_out_gives_the_trainers_logits(untied, targets, tmp_path):
     backend = make_backend(untied, targets)
     try:

@@ -15,10 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollouts.chat import ChatFormat, SupervisedRow
-from rollouts.chat.tool_parsers import ToolParser
+from rollouts.chat.tool_parsers import ChosenParser
 from rollouts.data.conversations import BadRowError, read_conversation
 from rollouts.data.loaders import NotARow
-from rollouts.data.source import Row
+from rollouts.data.source import DataRow
 from rollouts.errors import ConfigError, ModelError
 from rollouts.training.datasets import prepared as prepared_module
 from rollouts.training.datasets.chat_rows import ChatOptions, Cut, supervised_rows
@@ -262,10 +262,10 @@ def test_no_cut_is_inside_of_a_tool_call() -> None:
 
 
 @pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[DataRow]:
     monkeypatch.setattr(prepared_module, "PIECE_ROWS", 4)
     return [
-        Row(
+        DataRow(
             f"f, row {n}",
             {"messages": [{**ASKED, "content": f"{n}?"}, {"role": "assistant", "content": f"It is {n}."}], f"c{n}": 1},
         )
@@ -278,7 +278,7 @@ def preparer(**options: Any) -> Preparer:
     return Preparer(chat.tokenizer, {}, ChatOptions(**options), chat)
 
 
-def test_prepared_rows_are_those_of_each_conversation(rows: list[Row], tmp_path: Path) -> None:
+def test_prepared_rows_are_those_of_each_conversation(rows: list[DataRow], tmp_path: Path) -> None:
     """By one process or two. A second preparation, one after a kill, and a longer file only prepare what is new."""
     asked: list[str] = []
 
@@ -320,17 +320,17 @@ def test_rows_are_prepared_with_the_tool_parser(tmp_path: Path, monkeypatch: pyt
     """All pieces, and not from the files of a run without it: this template cannot show calls itself."""
     monkeypatch.setattr(prepared_module, "PIECE_ROWS", 2)
     monkeypatch.setattr(read_lines, "write", write_lines, raising=False)
-    talks = [Row(f"f, row {n}", {"messages": [{**ASKED, "content": f"{n}?"}, ONE_CALL[1]]}) for n in range(4)]
+    talks = [DataRow(f"f, row {n}", {"messages": [{**ASKED, "content": f"{n}?"}, ONE_CALL[1]]}) for n in range(4)]
     alone = Preparer(chat_for("phi3").tokenizer, {}, ChatOptions())
     with pytest.raises(ConfigError, match="row 0: the chat template cannot show its tool calls"):
         prepare(talks, alone, processes=2, folder=tmp_path)
-    parsing = Preparer(alone.tokenizer, {}, ChatOptions(), parser=ToolParser("lines", read_lines, {}))
+    parsing = Preparer(alone.tokenizer, {}, ChatOptions(), parser=ChosenParser("lines", read_lines, {}))
     found = prepare(talks, parsing, processes=2, folder=tmp_path)
     texts = [chat_for("phi3").decode(found.sample(number, 0).tokens) for number in range(4)]
     assert texts == [f'<|user|>\n{n}?<|end|>\n<|assistant|>\nCALL ["add", {{"a": 1}}]<|end|>' for n in range(4)]
 
 
-def test_each_epoch_has_every_row_once_in_another_order(rows: list[Row], tmp_path: Path) -> None:
+def test_each_epoch_has_every_row_once_in_another_order(rows: list[DataRow], tmp_path: Path) -> None:
     prepared = prepare([*rows, rows[3]], preparer(), processes=1, folder=tmp_path)
     trained, held_out = divided(prepared, 0.4)
     assert sorted([*trained, *held_out]) == list(range(12)) and (3 in trained) == (11 in trained)
@@ -344,13 +344,15 @@ def test_each_epoch_has_every_row_once_in_another_order(rows: list[Row], tmp_pat
         divided(prepared, 1e-9)
 
 
-def test_bad_rows_are_fatal_or_counted(rows: list[Row], tmp_path: Path) -> None:
-    bad = [*rows[:5], Row("f, row 5", {"messages": [{"content": "x"}]}), Row("f, row 6", {"text": "y"})]
+def test_bad_rows_are_fatal_or_counted(rows: list[DataRow], tmp_path: Path) -> None:
+    bad = [*rows[:5], DataRow("f, row 5", {"messages": [{"content": "x"}]}), DataRow("f, row 6", {"text": "y"})]
     with pytest.raises(ConfigError, match=r'f, row 5: message 1: it has no role\nthe row: {"messages".*\n.*skip'):
         prepare(bad, preparer(), processes=1, folder=tmp_path)
     found = prepare(bad, preparer(), processes=1, folder=tmp_path, skips=True)
     assert len(found) == 5 and [place for place, *_ in found.bad] == ["f, row 5", "f, row 6"]
-    broken = prepare([*bad, Row("f, row 7", NotARow("not JSON"))], preparer(), processes=1, folder=tmp_path, skips=True)
+    broken = prepare(
+        [*bad, DataRow("f, row 7", NotARow("not JSON"))], preparer(), processes=1, folder=tmp_path, skips=True
+    )
     assert [place for place, *_ in broken.bad] == ["f, row 7", "f, row 5", "f, row 6"]
     assert found.words("f")[-1].startswith("f: skipped 2 rows, such as f, row 5: message 1: it has no role")
     for nothing, words in (([], "f: it holds no rows"), (bad[5:], "f: no row is a conversation to train on: f, row 5")):

@@ -108,19 +108,26 @@ ONLINE = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(ONLINE))
+USUAL = ("dpo", "grpo", "ppo", "reinforce_pp")
+"""One of each kind: with pairs, of a group, with a critic, of the whole batch. Each loss has its formula's own test."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.nightly) for name in sorted(ONLINE)]
+)
 def test_the_best_arm_is_found(tiny, name):
     algorithm, auxiliary_models = ONLINE[name]
     before, after, _ = train(tiny.qwen3(vocab=ARMS), algorithm, auxiliary_models=auxiliary_models)
     assert after > before + 0.2 and after > 0.85, (before, after)
 
 
+@pytest.mark.nightly
 def test_several_optimizer_steps_a_batch(tiny):
     before, after, _ = train(tiny.qwen3(vocab=ARMS), GRPO, minibatches=2)
     assert after > before + 0.2 and after > 0.85, (before, after)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_student_comes_to_its_teacher_without_rewards(tiny, tmp_path):
     before, taught, teacher = train(tiny.qwen3(vocab=ARMS), GRPO)
     teacher.save_pretrained(tmp_path / "teacher")

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -337,23 +335,13 @@ def test_published_packages_find_what_has_moved():
 # --- names of the hub -------------------------------------------------------------------------------------------------
 
 
-def ask_hub(endpoint, home, name, offline=""):
-    """Load a tokenizer in a process with this hub, with no cache but `home`. Returns the error."""
-    code = """
-import sys
-from rollouts.errors import ModelError
-from rollouts.models.loading import load_tokenizer
-try:
-    load_tokenizer(sys.argv[1])
-except ModelError as error:
-    print(error)
-"""
-    own = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "TRANSFORMERS_", "HUGGING"))}
-    env = own | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_OFFLINE": offline}
-    command = [sys.executable, "-c", code, name]
-    done = subprocess.run(command, env=env, cwd=home, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def ask_hub(monkeypatch, endpoint, cache, name, offline=False):
+    """The error of loading a tokenizer from this hub, with no cache but `cache`."""
+    for setting, value in {"ENDPOINT": endpoint, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": offline}.items():
+        monkeypatch.setattr(constants, setting, value)
+    with pytest.raises(ModelError) as caught:
+        models.load_tokenizer(name)
+    return str(caught.value)
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -373,25 +361,23 @@ class Hub(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.slow
-def test_a_name_that_the_hub_does_not_know_asks_once(tmp_path):
+def test_a_name_that_the_hub_does_not_know_asks_once(tmp_path, monkeypatch):
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        said = ask_hub(url, tmp_path, "models/nope")
+        said = ask_hub(monkeypatch, url, tmp_path, "models/nope")
         server.shutdown()
     assert f"there is no folder models/nope, and as a name of the hub, {url} does not know it" in said
     assert [path for path in Hub.asked if "nope" in path] == ["/api/models/models/nope"]
 
 
-@pytest.mark.slow
-def test_a_hub_that_cannot_be_asked(tmp_path):
+def test_a_hub_that_cannot_be_asked(tmp_path, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-        said = ask_hub(url, tmp_path, "models/nope")
+        said = ask_hub(monkeypatch, url, tmp_path, "models/nope")
     assert f"there is no folder models/nope, and as a name of the hub, {url} could not be reached" in said
-    said = ask_hub(url, tmp_path, "models/nope", offline="1")
+    said = ask_hub(monkeypatch, url, tmp_path, "models/nope", offline=True)
     assert "there is no folder models/nope, and as a name of the hub it is not in the cache, and HF_HUB_OFFLINE" in said
 
 
@@ -457,7 +443,7 @@ def test_a_path_is_never_asked_for(tmp_path, monkeypatch):
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_in_two_threads_are_as_alone(tmp_path):
     """In a process of its own, which has imported transformers: its first import fails in two threads."""
     code = """

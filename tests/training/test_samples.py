@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from steps import count_steps
 
 from rollouts.errors import SignatureError
-from rollouts.training.rollout_gen.groups import Filter, Group, filter_group
+from rollouts.training.rollout_gen.groups import Group, NamedFilter, filter_group
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Task, Trajectory
 
@@ -146,14 +146,14 @@ def test_samples_are_made_for_filters_only_where_one_names_them(monkeypatch: pyt
     monkeypatch.setattr(Sample, "check", lambda sample: (made.append(sample), check(sample))[1])
     group = Group(0, TASK, (episode(segment(0, 1)), episode(segment(0, 1), score=Score(0.0))))
     seen: list[int] = []
-    by_rewards = Filter("r", lambda rewards, step: max(rewards) > step, {})
-    by_samples = Filter("s", lambda samples, trajectories: seen.append(len(samples)) or len(trajectories) == 2, {})
+    by_rewards = NamedFilter("r", lambda rewards, step: max(rewards) > step, {})
+    by_samples = NamedFilter("s", lambda samples, trajectories: seen.append(len(samples)) or len(trajectories) == 2, {})
     assert filter_group(group, [by_rewards], step=0).dropped is None
     assert made == []
     assert filter_group(group, [by_rewards, by_samples, by_samples], step=0).dropped is None
     assert len(made) == 2 and seen == [2, 2]
     with pytest.raises(SignatureError, match="this run has: parts, rewards, samples, scores, step, trajectories"):
-        filter_group(group, [Filter("x", lambda loss: True, {})], step=0)
+        filter_group(group, [NamedFilter("x", lambda loss: True, {})], step=0)
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 
+import forks
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -193,7 +193,7 @@ except ConfigError as error:
 def test_a_file_that_is_cut_off_while_it_is_checked_does_not_end_the_process(tmp_path):
     save_tensors(tmp_path / "model.safetensors", {name: torch.zeros(4_000_000) for name in "ab"})
     (tmp_path / "config.json").write_text("{}")
-    done = subprocess.run([sys.executable, "-c", CUT_WHILE_CHECKED, str(tmp_path)], capture_output=True, text=True)
+    done = forks.run([sys.executable, "-c", CUT_WHILE_CHECKED, str(tmp_path)], timeout=60)
     assert done.returncode == 0, done
     assert "model.safetensors cannot be read: it ends too early" in done.stdout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -34,7 +35,9 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("worker", ["process", {"kind": "process", "count": 2}])
+@pytest.mark.parametrize(
+    "worker", ["process", pytest.param({"kind": "process", "count": 2}, marks=pytest.mark.nightly)]
+)
 def test_the_main_job_has_the_same_metrics(worker):
     _, apart = both("calculator", worker, loss="grpo", steps=3)
     assert len(logged(apart)) == 3
@@ -50,7 +53,7 @@ def test_rows_that_are_not_there_are_named_before_a_reward_that_is_missing(worke
         make_plan(resolve({"env": "prompts", "data": "there.jsonl", "worker": worker}))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["Counting", "OwnRollout"])
 def test_other_environments_have_the_same_metrics(name):
     both(f"{ENVS}:{name}")
@@ -59,15 +62,13 @@ def test_other_environments_have_the_same_metrics(name):
 @pytest.mark.slow
 def test_an_agent_with_its_own_client_has_the_same_episodes():
     for out, worker in (("inline", "inline"), ("apart", "process")):
-        rollouts.run(env=f"{ENVS}:OwnClient", out=out, worker=worker, **{**SHORT, "steps": 1, "over_sampling": 1.0})
+        rollouts.run(env=f"{ENVS}:OwnClient", out=out, worker=worker, mode="eval", **{**SHORT, "eval_tasks": 2})
 
     # No batch waits for such an agent, so the order of the episodes differs, and the last digits of logprobs.
-    def first_step(out):
-        lines = Path(out, "trajectories", "step_000000.jsonl").read_text().splitlines()
-        episodes = {(line["group"], line["rollout"]): line for line in map(json.loads, lines)}
-        return [line for _, line in sorted(episodes.items())]
+    def episodes(out):
+        return sorted(episodes_of(Path(out)), key=lambda line: (line["group"], line["rollout"]))
 
-    for inline, apart in zip(first_step("inline"), first_step("apart"), strict=True):
+    for inline, apart in zip(episodes("inline"), episodes("apart"), strict=True):
         assert inline["info"] == apart["info"] and inline["info"]["statuses"][-1] == 400
         assert inline["messages"] == apart["messages"]
         for one, other in zip(inline["segments"], apart["segments"], strict=True):
@@ -75,7 +76,7 @@ def test_an_agent_with_its_own_client_has_the_same_episodes():
             assert {**one, "logprobs": []} == {**other, "logprobs": []}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_roles_tools_by_task_and_rewards_by_turn_are_the_same():
     _, apart = both(f"{ENVS}:Market", loss="grpo", advantage={"name": "turn_return", "gamma": 0.9}, steps=3, seed=3)
     episodes, last = episodes_of(apart), logged(apart)[-1]
@@ -84,14 +85,25 @@ def test_roles_tools_by_task_and_rewards_by_turn_are_the_same():
     assert {"role/seller/reward", "role/buyer/reward", "role/seller/reward_part/turns"} <= last.keys()
 
 
-@pytest.mark.slow
 def test_demonstrations_are_the_same():
+    found = []
+    for worker in ("inline", "process"):
+        (env,) = make_plan(resolve({"env": f"{ENVS}:Counting", "worker": worker, "eval_tasks": 0})).environments
+        found.append(list(itertools.islice(env.demonstrations(), 5)))
+    assert found[0] == found[1] and len(found[0]) == 5
+
+
+@pytest.mark.nightly
+def test_training_on_demonstrations_is_the_same():
     inline, apart = both(f"{ENVS}:Counting", mode="sft+rl", sft={"steps": 2})
     assert logged(inline / "sft") == logged(apart / "sft") and len(logged(apart / "sft")) == 2
 
 
-def test_an_evaluation_is_the_same():
-    both(f"{ENVS}:Counting", mode="eval")
+@pytest.mark.parametrize("name", ["Counting", "OwnRollout", "Market"])
+def test_an_evaluation_is_the_same(name):
+    _, apart = both(f"{ENVS}:{name}", mode="eval")
+    roles = {episode.get("role") or "" for episode in episodes_of(apart)}
+    assert roles == ({"seller", "buyer"} if name == "Market" else {""})
 
 
 def test_an_object_in_a_worker_has_what_the_environment_has():
@@ -107,8 +119,7 @@ def test_an_object_in_a_worker_has_what_the_environment_has():
 
 @pytest.mark.parametrize("kind", ["raise", "none", "metric", "setup"])
 def test_errors_of_the_author_are_the_same(kind):
-    given = {**SHORT, "env.kind": kind, "retries": 0}
-    del given["env.kind"]
+    given = {**SHORT, "mode": "eval", "retries": 0}
     found = []
     for out, worker in (("inline", "inline"), ("apart", "process")):
         env = {"name": f"{ENVS}:Broken", "kind": kind}
@@ -127,12 +138,12 @@ def test_errors_of_the_author_are_the_same(kind):
     "given",
     [
         {"name": f"{ENVS}:Counting", "digits": "many"},
-        {"name": f"{ENVS}:Counting", "mood": "sad"},
+        pytest.param({"name": f"{ENVS}:Counting", "mood": "sad"}, marks=pytest.mark.nightly),
         {"name": f"{ENVS}:Counting", "digit": 3},
         {"name": f"{ENVS}:Broken", "kind": "tasks"},
-        {"name": f"{ENVS}:Broken", "kind": "nan"},
+        pytest.param({"name": f"{ENVS}:Broken", "kind": "nan"}, marks=pytest.mark.nightly),
         {"name": f"{ENVS}:Nobody"},
-        {"name": "./nowhere.py:Nobody"},
+        pytest.param({"name": "./nowhere.py:Nobody"}, marks=pytest.mark.nightly),
     ],
 )
 def test_mistakes_have_the_same_message(given):
@@ -152,6 +163,7 @@ def test_a_dry_run_is_the_same(capsys):
         texts.append(
             [line for line in lines if line not in ("worker = {}", "[worker]", 'kind = "process"', 'kind = "inline"')]
         )
+        assert not workers()
     assert [line for line in texts[0] if line] == [line for line in texts[1] if line]
 
 
@@ -170,13 +182,11 @@ def test_rows_in_memory_are_refused():
     assert not workers()
 
 
-def test_no_worker_is_left_of_a_run_that_is_refused_or_tried():
+def test_no_worker_is_left_of_a_run_that_is_refused():
     Path("mine.py").write_text("def nosy(trajectory, env):\n    return 1.0\n")
     given = {"env": f"{ENVS}:Counting", "worker": "process"}
     with pytest.raises(ConfigError, match="names `env`"):  # it needs the description of a worker
         rollouts.run(reward="./mine.py:nosy", **given, **SHORT)
-    assert not workers()
-    dry_run(resolve({**given, "eval_tasks": 3}))
     assert not workers()
 
 
@@ -230,7 +240,7 @@ rollouts.run(env="calculator", worker="process", out="run", steps=1000, prompts_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_no_worker_outlives_its_run(number):
     process = forks.popen([sys.executable, "-c", RUN], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -22,8 +22,8 @@ from comparing import ENVS, SHORT, both, episodes_of, workers
 
 import rollouts
 from rollouts.config.resolving import resolve
-from rollouts.env.workers.describe import SandboxSent
-from rollouts.env.workers.sandboxing import OpenSandboxes
+from rollouts.env.workers.library import OpenSandboxes
+from rollouts.env.workers.protocol import SandboxSent
 from rollouts.errors import ConfigError, UnknownComponentError, WorkerError
 from rollouts.runs.dry_run import dry_run
 from rollouts.runs.plan import make_plan
@@ -35,6 +35,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="supervisors spare each other on Linux only"),
 ]
 
+NIGHTLY = pytest.mark.nightly
 BOXED = f"{ENVS}:Boxed"
 
 
@@ -72,10 +73,13 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("worker", ["process", {"kind": "process", "count": 2}])
-def test_the_numbers_are_those_of_a_run_without_worker(worker):
-    _, apart = both(BOXED, worker)
+@pytest.mark.parametrize(
+    "given",
+    [{"mode": "eval"}, pytest.param({"worker": {"kind": "process", "count": 2}}, marks=pytest.mark.nightly)],
+    ids=str,
+)
+def test_the_numbers_are_those_of_a_run_without_worker(given):
+    _, apart = both(BOXED, **given)
     assert {episode["status"] for episode in episodes_of(apart)} == {"completed"}
 
 
@@ -117,7 +121,7 @@ def opened(env: Any, count: int) -> Any:
     return held
 
 
-@pytest.mark.parametrize("how", ["killed", "closed", "episode", "forgotten"])
+@pytest.mark.parametrize("how", ["killed", "episode", pytest.param("closed", marks=NIGHTLY), "forgotten"])
 def test_sandboxes_end_with_the_worker_or_the_episode(how, boxes):
     (env,) = make_plan(resolve({"env": BOXED, "worker": "process", "eval_tasks": 0})).environments
     before = keepers()  # those of other tests, if any

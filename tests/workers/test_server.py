@@ -32,7 +32,7 @@ from rollouts.env.workers.protocol import (
     encode_value,
     read_from_worker,
 )
-from rollouts.env.workers.server import serve
+from rollouts.env.workers.server import serve_worker
 from rollouts.errors import EnvironmentDefinitionError
 from rollouts.types import Message, Score, Task, ToolCall, Trajectory
 
@@ -68,7 +68,7 @@ class Caller:
 async def worker():
     ours, theirs = trio.testing.memory_stream_pair()
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(serve, PipeChannel(theirs, theirs))
+        nursery.start_soon(serve_worker, PipeChannel(theirs, theirs))
         caller = Caller(PipeChannel(ours, ours))
         assert (await caller.receive()).protocol == VERSION
         yield caller
@@ -247,7 +247,7 @@ def test_hello_is_the_first_message():
     async def main():
         ours, theirs = trio.testing.memory_stream_pair()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(serve, PipeChannel(theirs, theirs))
+            nursery.start_soon(serve_worker, PipeChannel(theirs, theirs))
             assert isinstance(read_from_worker(await PipeChannel(ours, ours).receive()), Hello)
             await ours.aclose()
 

@@ -189,7 +189,7 @@ def test_what_a_server_refuses(serve, monkeypatch):
     with pytest.raises(ConfigError, match="refuses the connection: the token is wrong"):
         rollouts.run(env="calculator", worker=url, **SHORT)
     first, second = pool_at(url, "right"), pool_at(url, "right")
-    assert first.call("describe", {"name": "calculator"})["class_name"] == "Calculator"
+    assert first.call("describe", {"name": "calculator"}).class_name == "Calculator"
     with pytest.raises(PluginError, match="this worker has the environment 'calculator', and no 'prompts'"):
         first.call("describe", {"name": "prompts"})
     with pytest.raises(WorkerError, match="there are 1 connections already; --count"):
@@ -232,7 +232,7 @@ def test_a_url_that_serves_something_else(monkeypatch):
 
 def test_another_protocol(monkeypatch):
     hello = msgspec.json.encode(Hello(VERSION + 1, "9.9"))
-    for message, said in ((hello, "install the same version of rollouts"), (b'{"a": 1}', "is no worker of rollouts")):
+    for message, said in ((hello, "install one version of rollouts"), (b'{"a": 1}', "is no worker of rollouts")):
         with fake_worker(message) as url, pytest.raises(WorkerError, match=said):
             pool_at(url).call("describe", {"name": "calculator"})
 
@@ -266,14 +266,14 @@ def test_a_silent_host_and_a_silent_worker_have_different_messages(serve):
     over = threading.Event()
     with fake_server(relay) as slow:
         pool = pool_at(slow, silent_seconds=0.5)
-        assert pool.call("describe", {"name": "calculator"})["class_name"] == "Calculator"
+        assert pool.call("describe", {"name": "calculator"}).class_name == "Calculator"
         is_frozen.set()
         with pytest.raises(WorkerError, match=rf"there was silent .*the host at {slow} does not answer: it is"):
             pool.call("more")
         over.set()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_limits_of_a_worker_at_an_address_are_set_there(serve):
     with pytest.raises(ConfigError, match=r"type there: rollouts env serve NAME --cpu-seconds 2"):
         rollouts.run(env="calculator", worker={"kind": "ws://127.0.0.1:1", "cpu_seconds": 2}, **SHORT)
@@ -286,7 +286,7 @@ def test_limits_of_a_worker_at_an_address_are_set_there(serve):
     pool.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_opens_the_sandbox_that_it_was_started_with(serve):
     given = {**SHORT, "env": f"{ENVS}:Boxed", "steps": 1}
     _, closed = serve(given["env"])
@@ -392,7 +392,7 @@ def test_tls(serve):
     with pytest.raises(WorkerError, match="speaks another protocol, or TLS"):
         pool_at(url.replace("wss", "ws")).call("describe", {"name": "calculator"})
     pool = WorkerPool("there", URLConnector(url, certificate="cert.pem"), WorkerSettings())
-    assert pool.call("describe", {"name": "calculator"})["class_name"] == "Calculator"
+    assert pool.call("describe", {"name": "calculator"}).class_name == "Calculator"
     pool.close()
 
 

@@ -70,9 +70,10 @@ def logged(folder: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_numbers_are_those_of_a_run_without_worker():
-    rollouts.run(env="calculator", loss="grpo", out="inline", **SHORT)
+    given = {"env": "calculator", "mode": "eval", **SHORT}
+    rollouts.run(out="inline", **given)
     worker = {"kind": "./kinds.py:Noted", "count": 2, "place": "there", "sizes": {"a": 1}}
-    rollouts.run(env="calculator", loss="grpo", out="apart", worker=worker, **SHORT)
+    rollouts.run(out="apart", worker=worker, **given)
     assert logged("apart") == logged("inline")
     assert json.loads(Path("noted.jsonl").read_text()) == ["calculator", 2, "there", {"a": 1.0}]
     rollouts.run("apart/config.toml", out="again")  # the run's own file repeats it

@@ -8,7 +8,6 @@ import os
 import time
 from typing import Literal
 
-import httpx
 import trio
 
 from rollouts import Message, Role, Score, Task, Tool, metric, reward, tool
@@ -118,6 +117,8 @@ class OwnClient(OwnRollout):
     """An agent with a client of its own. It asks until a limit refuses its request."""
 
     async def rollout(self, task, model):
+        import httpx  # other environments of this file start without it
+
         messages, statuses = [{"role": "user", "content": task.prompt}], []
         async with model.serve() as endpoint:
             key = {"authorization": f"Bearer {endpoint.key}"}

@@ -8,6 +8,7 @@ environments   the checks of environments
 components     the checks of all other kinds
 api            checks by a name or a path, and in the tests of an author
 pytest_plugin  `pytest --rollouts-check NAME`
+plugins_command, descriptions  `rollouts plugins`: what is installed, and what it does
 
 A check is one small function with a docstring. Its table says which checks it needs. Not here: whether a run can be
 composed (`rollouts.runs`), which ends at the first mistake.

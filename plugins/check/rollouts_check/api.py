@@ -26,8 +26,8 @@ from rollouts.env.shared import shared_values
 from rollouts.errors import BrokenPluginError, ConfigError, PluginError, SignatureError
 from rollouts.plugins.index import ANY_KIND
 from rollouts.plugins.manager import PluginManager
-from rollouts_check.components import subject as components
-from rollouts_check.components.subject import KEYS, WORDS
+from rollouts_check.components import common
+from rollouts_check.components.common import KEYS, WORDS
 from rollouts_check.components.table import FAMILIES, checks_of
 from rollouts_check.environments.subject import TASKS, make_subject
 from rollouts_check.environments.table import IN_WORKER
@@ -65,13 +65,14 @@ def find(name: str, options: Options, kind: str | None = None) -> list[Found]:
     """The components that a name or a path means; of any kind if `kind` is None. Raises UserError for an unknown name,
     also of a check.
     """
+    is_elsewhere = options.worker not in ("", PROCESS)
     try:
         found = find_components(name, None if kind is None else kind_of(kind), PluginManager())
     except PluginError:
-        if options.worker in ("", PROCESS):
+        if not is_elsewhere:
             raise
         found = [Found(name, name)]  # the worker may have packages that this Python has not
-    if options.worker not in ("", PROCESS):  # it knows the names of installed packages, not the modules of a folder
+    if is_elsewhere:  # it knows the names of installed packages, not the modules of a folder
         found = [each._replace(name=each.label) for each in found]
     if options.worker:
         found = [each._replace(label=f"{each.label} in a worker") for each in found if each.kind == ENVIRONMENTS]
@@ -110,42 +111,36 @@ def checks_for(found: Found, options: Options) -> list[Check]:
     return select(table, names & set(options.only), names & set(options.skip))
 
 
-def check(found: Found, options: Options, observe: Callable[[Result], None] = lambda result: None) -> Report:
-    """Check one component. `observe` receives each result when it is known. Raises UserError for a wrong setting."""
-    return _check(found, options, observe)
-
-
-def _check(
+def check(
     found: Found, options: Options, observe: Callable[[Result], None] = lambda result: None, component: Any = None
 ) -> Report:
+    """Check one component, or the object `component`. `observe` receives each result when it is known. Raises UserError
+    for a wrong setting.
+    """
     report = Report(WORDS.get(found.kind, found.kind), found.label)
     temporary = tempfile.TemporaryDirectory(prefix="rollouts-check-", ignore_cleanup_errors=True)
     with temporary as folder, shared_values():
+        scratch, seed = Path(folder).resolve(), options.seed
+        subject: Any
         try:
-            subject = _subject_of(found, options, Path(folder).resolve(), component)
+            if found.kind == ENVIRONMENTS:
+                subject = make_subject(found, dict(options.settings), scratch, seed=seed, tasks=options.tasks)
+            else:
+                trial = FAMILIES[found.kind].trial if found.kind in FAMILIES else None
+                subject = common.make_subject(found, options.settings, scratch, trial, component, seed)
         except (BrokenPluginError, SignatureError) as error:
             change = "correct the module; the other checks need it"
             tried, seen = f"import the {report.kind}", message_of(error)
             report.results.append(Result(IMPORTED, "failed", tried=tried, seen=seen, change=change))
             observe(report.results[0])
             return report
-        table = table_of(found.kind, options)
-        chosen = [each.name for each in checks_for(found, options)]
         try:
-            if chosen:
-                report.results += run_checks(table, subject, only=chosen, observe=observe)
+            if chosen := [each.name for each in checks_for(found, options)]:
+                report.results += run_checks(table_of(found.kind, options), subject, only=chosen, observe=observe)
         finally:
             if found.kind == ENVIRONMENTS:
                 subject.close()
     return report
-
-
-def _subject_of(found: Found, options: Options, scratch: Path, component: Any) -> Any:
-    if found.kind == "environments":
-        return make_subject(found, dict(options.settings), scratch, seed=options.seed, tasks=options.tasks)
-    return components.make_subject(
-        found, options.settings, scratch, families=FAMILIES, component=component, seed=options.seed
-    )
 
 
 def check_component(
@@ -171,14 +166,14 @@ def check_component(
         UserError: there is no such component, kind or check, or a setting is wrong.
     """
     chosen = kind_of(kind)
-    if chosen == "environments":
+    if chosen == ENVIRONMENTS:
         return check_environment_class(component, only=only, skip=skip, seed=seed, **settings)
     options = Options(only, skip, seed, settings={KEYS[chosen]: settings} if settings else {})
     if isinstance(component, str):
         return _assert_passed([check(found, options) for found in find(component, options, kind)])
     select(checks_of(chosen), only, skip)
     name = import_name(component) or f"<{label_of(component)}>"
-    return _assert_passed([_check(Found(label_of(component), name, kind=chosen), options, component=component)])
+    return _assert_passed([check(Found(label_of(component), name, kind=chosen), options, component=component)])
 
 
 def _assert_passed(reports: Sequence[Report]) -> Report:

@@ -20,27 +20,51 @@ if TYPE_CHECKING:
     from rollouts_check.report import Report, Result
 
 
-def _check(
-    name: str,
-    kind: str | None,
-    only: tuple[str, ...],
-    skip: tuple[str, ...],
-    seed: int,
-    tasks: int,
-    reward: tuple[str, ...],
-    env: str | None,
-    worker: str,
-    as_json: bool,
-    badge: bool,
-) -> int:
+@click.command(
+    "check",
+    cls=NamedCommand,
+    epilog="The exit code is 0 if no check failed, 1 if a check failed, and 2 for an unknown name or a wrong setting.",
+)
+@click.argument("name", metavar="NAME|PATH")
+@click.option("--kind", metavar="KIND", help="The kind, if components of several kinds have this name.")
+@click.option("--only", multiple=True, metavar="CHECK", help="Run only this check. Repeat it for several.")
+@click.option("--skip", multiple=True, metavar="CHECK", help="Leave this check out. Repeat it for several.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The seed of all random numbers.")
+@click.option(
+    "--tasks", type=click.IntRange(1), default=5, show_default=True, help="How many tasks of an environment are played."
+)
+@click.option("--reward", multiple=True, metavar="NAME", help="The reward of an environment that has none of its own.")
+@click.option("--env", metavar="NAME", help="The environment whose tasks a reward judges.")
+@click.option(
+    "--worker", default="", metavar="KIND", help="Check an environment in a worker: process, venv, or ws://HOST:PORT."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the results as JSON.")
+@click.option("--badge", is_flag=True, help="Print a line of Markdown for a README.")
+def check(name: str, kind: str | None, seed: int, tasks: int, as_json: bool, badge: bool, **given: Any) -> int:
+    """Check whether a component keeps the contract of its kind: an environment, a reward, a loss, ...
+
+    NAME is an installed component. PATH is the folder of a package, all of whose components are checked, or
+    ./file.py:Name. Each check is one line; a failed one says what was tried, what was seen, and what to change.
+    Settings are dotted flags: --env.digits 3, --loss.clip-high 0.3.
+
+    --worker compares the environment in another process with the one in this process.
+
+    \b
+    Examples:
+      rollouts check calculator --env.digits 3
+      rollouts check group_mean --kind advantage
+      rollouts check ./my_loss.py:my_loss --only gradient
+      rollouts check . --badge
+    """
     from rollouts.config.merging import merge
     from rollouts_check import api
-    from rollouts_check.components.subject import WORDS
+    from rollouts_check.components.common import WORDS
 
-    dotted = click.get_current_context().obj or {}
-    own: dict[str, Any] = ({"reward": list(reward)} if reward else {}) | ({"env": env} if env else {})
-    settings = merge(own | ({"worker": {"kind": worker}} if worker else {}), dotted)
-    options = api.Options(_names(only), _names(skip), seed, tasks, settings)
+    own: dict[str, Any] = {"reward": list(given["reward"])} if given["reward"] else {}
+    own |= {"env": given["env"]} if given["env"] else {}
+    own |= {"worker": {"kind": given["worker"]}} if given["worker"] else {}
+    settings = merge(own, click.get_current_context().obj or {})
+    options = api.Options(_names(given["only"]), _names(given["skip"]), seed, tasks, settings)
     is_shown = not as_json and not badge
     reports: list[Report] = []
     # What a component prints must not get into the JSON.
@@ -55,9 +79,8 @@ def _check(
                 click.echo(reports[-1].verdict())
     if as_json:
         click.echo(json.dumps([report.as_json() for report in reports], indent=2))
-    if badge:
-        for report in reports:
-            click.echo(report.badge())
+    for report in reports if badge else ():
+        click.echo(report.badge())
     return 0 if all(report.has_passed for report in reports) else 1
 
 
@@ -74,48 +97,21 @@ def _show(result: Result) -> None:
         click.echo(line)
 
 
-check = NamedCommand(
-    "check",
-    callback=_check,
-    params=[
-        click.Argument(["name"], metavar="NAME|PATH"),
-        click.Option(["--kind"], metavar="KIND", help="The kind, if components of several kinds have this name."),
-        click.Option(["--only"], multiple=True, metavar="CHECK", help="Run only this check. Repeat it for several."),
-        click.Option(["--skip"], multiple=True, metavar="CHECK", help="Leave this check out. Repeat it for several."),
-        click.Option(["--seed"], type=int, default=0, show_default=True, help="The seed of all random numbers."),
-        click.Option(
-            ["--tasks"],
-            type=click.IntRange(1),
-            default=5,
-            show_default=True,
-            help="How many tasks of an environment are played.",
-        ),
-        click.Option(
-            ["--reward"], multiple=True, metavar="NAME", help="The reward of an environment that has none of its own."
-        ),
-        click.Option(["--env"], metavar="NAME", help="The environment whose tasks a reward judges."),
-        click.Option(
-            ["--worker"],
-            default="",
-            metavar="KIND",
-            help="Check an environment in a worker: process, venv, or ws://HOST:PORT.",
-        ),
-        click.Option(["--json", "as_json"], is_flag=True, help="Print the results as JSON."),
-        click.Option(["--badge"], is_flag=True, help="Print a line of Markdown for a README."),
-    ],
-    epilog="The exit code is 0 if no check failed, 1 if a check failed, and 2 for an unknown name or a wrong setting.",
-    help="Check whether a component keeps the contract of its kind: an environment, a reward, a loss, ...\n\n"
-    "NAME is an installed component. PATH is the folder of a package, all of whose components are checked, or "
-    "./file.py:Name. Each check is one line; a failed one says what was tried, what was seen, and what to change. "
-    "Settings are dotted flags: --env.digits 3, --loss.clip-high 0.3.\n\n"
-    "--worker compares the environment in another process with the one in this process.\n\n"
-    "\b\nExamples:\n  rollouts check calculator --env.digits 3\n  rollouts check group_mean --kind advantage\n"
-    "  rollouts check ./my_loss.py:my_loss --only gradient\n  rollouts check . --badge",
+@click.command(
+    "new",
+    cls=NamedCommand,
+    help="Make a package, ready to publish, with one component.\n\n"
+    "The package is the folder NAME, with the distribution rollouts-NAME: a component that works, its tests, a "
+    "README, a license and a workflow for GitHub. NEXT.md has the lines to change.\n\n"
+    f"KIND is {', '.join(KIND_NAMES)}.\n\n"
+    "\b\nExamples:\n  rollouts new environment shop\n  rollouts new reward brevity --dest packages",
 )
-"""Check whether a component keeps the contract of its kind."""
-
-
-def _new(kind: str, name: str, dest: str, author: str | None) -> int:
+@click.argument("kind")
+@click.argument("name")
+@click.option("--dest", default=".", metavar="FOLDER", help="Make the package in this folder.  [default: .]")
+@click.option("--author", metavar="TEXT", help="The holder of the license.  [default: git's user.name, if it has one]")
+def new(kind: str, name: str, dest: str, author: str | None) -> int:
+    """Make a package, ready to publish, with one component."""
     chosen = kind_of(kind)
     package = render_package(chosen, name, _git_author() if author is None else author)
     folder = Path(dest) / name
@@ -138,23 +134,3 @@ def _git_author() -> str:
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip()
-
-
-new = NamedCommand(
-    "new",
-    callback=_new,
-    params=[
-        click.Argument(["kind"]),
-        click.Argument(["name"]),
-        click.Option(["--dest"], default=".", metavar="FOLDER", help="Make the package in this folder.  [default: .]"),
-        click.Option(
-            ["--author"], metavar="TEXT", help="The holder of the license.  [default: git's user.name, if it has one]"
-        ),
-    ],
-    help="Make a package, ready to publish, with one component.\n\n"
-    "The package is the folder NAME, with the distribution rollouts-NAME: a component that works, its tests, a "
-    "README, a license and a workflow for GitHub. NEXT.md has the lines to change.\n\n"
-    f"KIND is {', '.join(KIND_NAMES)}.\n\n"
-    "\b\nExamples:\n  rollouts new environment shop\n  rollouts new reward brevity --dest packages",
-)
-"""Make a package, ready to publish, with one component."""

@@ -37,10 +37,8 @@ def find_components(given: str, kind: str | None, manager: PluginManager) -> lis
     is_folder = folder.is_dir() and given.startswith((".", "/", "~"))
     if is_folder or (folder / "pyproject.toml").is_file():
         if not (folder / "pyproject.toml").is_file():
-            raise ConfigError(
-                f"{given}: there is no pyproject.toml in this folder\ntype the folder of a package, the name of an "
-                "installed component, or ./file.py:Name"
-            )
+            hint = "type the folder of a package, the name of an installed component, or ./file.py:Name"
+            raise ConfigError(f"{given}: there is no pyproject.toml in this folder\n{hint}")
         found = list(_in_folder(given, folder.resolve()))
         chosen = [each for each in found if kind is None or each.kind == COMPONENT_KINDS.get(kind, kind)]
         if not chosen:

@@ -47,13 +47,13 @@ class _Component(pytest.Collector):
         from rollouts.errors import UserError
         from rollouts_check import api
 
-        skip = self.config.getoption("--rollouts-check-skip")
+        self.options = api.Options(skip=self.config.getoption("--rollouts-check-skip"))
         try:
-            found = api.find(self.given, api.Options(skip=skip), self.config.getoption("--rollouts-check-kind"))
+            found = api.find(self.given, self.options, self.config.getoption("--rollouts-check-kind"))
         except UserError as error:
             raise pytest.UsageError(f"--rollouts-check {self.given}: {error}") from error
         for each in found:
-            for check in api.checks_for(each, api.Options(skip=skip)):
+            for check in api.checks_for(each, self.options):
                 name = f"{each.label}::{check.name}"
                 yield _CheckItem.from_parent(self, name=name, found=each, check=check.name)
 
@@ -62,8 +62,7 @@ class _Component(pytest.Collector):
         from rollouts_check import api
 
         if found not in self._results:
-            skip = self.config.getoption("--rollouts-check-skip")
-            report = api.check(found, api.Options(skip=skip))
+            report = api.check(found, self.options)
             self._results[found] = {result.name: result for result in report.results}
         return self._results[found].get(check)
 

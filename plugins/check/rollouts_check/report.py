@@ -1,18 +1,18 @@
 """The result of a check, and the report on all checks of one component: for a person, as JSON, as a badge.
 
-A check returns a short remark if the component passes, or `Passed` with notes for its author. It raises `FailedError`
-or `SkippedError` otherwise.
+A check returns nothing or a short remark if the component passes, or `Passed` with notes for its author. It raises
+`FailedError` or `SkippedError` otherwise.
 """
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from rollouts.author_code import printable
+from rollouts.author_code import place_of_function, printable
 from rollouts.errors import counted
 from rollouts.version import __version__
 
@@ -40,6 +40,12 @@ class UntestedError(SkippedError):
     def __init__(self, why: str, enable: str) -> None:
         super().__init__(why)
         self.enable = enable
+
+
+def at(*functions: Any) -> str:
+    """The line of the first of these functions whose definition is known, in parentheses; empty if there is none."""
+    places = [place_of_function(each) for each in functions if each is not None]
+    return next((f" ({place})" for place in places if place is not None), "")
 
 
 class Passed(NamedTuple):

@@ -6,20 +6,24 @@ results = run_checks(CHECKS, subject, only=("tasks",))
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from rollouts.author_code import message_of, place_of
 from rollouts.errors import ConfigError, MissingExtraError, RolloutsError, in_lines, leaves_of, suggestion, words_of
 from rollouts_check.report import FailedError, Passed, Result, SkippedError, UntestedError
 
+S = TypeVar("S")
+T = TypeVar("T")
+
 
 class Check(NamedTuple):
     """One check: a function of a subject, and the names of checks. If one of these fails, this check is skipped."""
 
-    function: Callable[[Any], str | Passed]
+    function: Callable[[Any], str | Passed | None]
     needs: tuple[str, ...] = ()
 
     @property
@@ -31,6 +35,19 @@ class Check(NamedTuple):
     def doc(self) -> str:
         """What the check finds out: the first paragraph of the docstring, in one line."""
         return " ".join((self.function.__doc__ or "").partition("\n\n")[0].split())
+
+
+def once(function: Callable[[S], T]) -> Callable[[S], T]:
+    """What several checks need of a subject: the function is called for each subject once."""
+
+    @functools.wraps(function)
+    def call(subject: Any) -> T:
+        if function not in subject.kept:
+            subject.kept[function] = function(subject)
+        found: T = subject.kept[function]
+        return found
+
+    return call
 
 
 def select(checks: Sequence[Check], only: Collection[str] = (), skip: Collection[str] = ()) -> list[Check]:
@@ -93,7 +110,7 @@ def _run(check: Check, subject: Any) -> Result:
     without_torch = UntestedError("torch is not installed", "type: pip install 'rollouts-rl[train]'")
     try:
         passed = check.function(subject)
-        remark, notes = passed if isinstance(passed, Passed) else (passed, ())
+        remark, notes = passed if isinstance(passed, Passed) else (passed or "", ())
         return result(status="passed", remark=remark, notes=list(notes))
     except SkippedError as reason:
         return skipped(reason)
@@ -109,5 +126,4 @@ def _run(check: Check, subject: Any) -> Result:
             error.add_note(f"the check {check.name} raised this")
             raise
         seen = message_of(leaves[0]) if isinstance(leaves[0], RolloutsError) else words_of(error)
-        change = "correct the line that raised the error"
-        return result(status="failed", tried=check.doc, seen=seen, change=change)
+        return result(status="failed", tried=check.doc, seen=seen, change="correct the line that raised the error")

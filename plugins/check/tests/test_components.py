@@ -14,7 +14,8 @@ import forks
 import pytest
 from rollouts_check import check_component
 from rollouts_check.api import Options, check, checks_for, find
-from rollouts_check.components.table import CALLED, FAMILIES, PACKAGED, SIGNED
+from rollouts_check.components import common
+from rollouts_check.components.table import FAMILIES, PACKAGED, SIGNED
 from rollouts_check.packages import Found
 from rollouts_check.runner import Check
 from rollouts_check.scaffold.packages import KIND_NAMES, render_package, write_package
@@ -29,7 +30,12 @@ OURS = {"rollouts-rl", *(f"rollouts-{path.parent.name}" for path in ROOT.glob("p
 APART = {"mlflow", "trackio", "wandb", "fsdp", "judge", "mcp"}
 """Components that change the process, write to a place of the user, or need a server, which their own tests have."""
 
-SLOW = {"bubblewrap", "hf", "subprocess", "torch"}
+NIGHTLY = {
+    "bubblewrap",
+    "hf",
+    "ray",
+    "subprocess",
+}  # real sandboxes, models and workers: test_faults_of_objects.py has one
 SKIPPED = {"bubblewrap", "docker", "openai", "podman", "ray", "sglang", "vllm"}  # a machine may lack what they need
 
 SHIPPED = [ref for kind in FAMILIES if kind != HOOKS for ref in installed_components(kind) if ref.distribution in OURS]
@@ -40,7 +46,7 @@ def report_of(ref, **settings):
 
 
 def marked(ref):
-    marks = [pytest.mark.slow] if ref.name in SLOW else []
+    marks = [pytest.mark.nightly] if ref.name in NIGHTLY else []
     return pytest.param(ref, marks=marks, id=f"{ref.kind}-{ref.name}")
 
 
@@ -72,13 +78,13 @@ def test_a_shipped_component_passes(ref, tmp_path):
     assert sum(result.status == "passed" for result in report.results) >= 3 or ref.name in SKIPPED
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "settings", "passed"),
     [
         ("trackio", [], 9),
-        pytest.param("wandb", ["--logger.wandb.mode", "offline"], 9, marks=pytest.mark.nightly),
-        pytest.param("mlflow", [], 9, marks=pytest.mark.nightly),
+        ("wandb", ["--logger.wandb.mode", "offline"], 9),
+        ("mlflow", [], 9),
         ("fsdp", [], 9),
     ],
 )
@@ -116,7 +122,14 @@ def packages(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("word", [word for word in KIND_NAMES if word not in ("environment", "training", "sandbox")])
+@pytest.mark.parametrize(
+    "word",
+    [
+        pytest.param(word, marks=pytest.mark.nightly if word == "worker" else ())
+        for word in KIND_NAMES
+        if word not in ("environment", "training", "sandbox")
+    ],
+)
 def test_what_new_makes_passes(word, packages):
     folder = packages(KIND_NAMES[word], f"checked_{word}")
     (found,) = find(str(folder), Options())
@@ -131,7 +144,7 @@ def test_what_new_makes_passes(word, packages):
 def test_the_page_has_every_check_of_every_kind():
     page = (ROOT / "docs" / "check.md").read_text(encoding="utf-8").partition("## The checks of other kinds\n")[2]
     head, *sections = re.split(r"^### .*$", page, flags=re.MULTILINE)
-    shared = (*PACKAGED, *SIGNED, *map(Check, CALLED))
+    shared = (*PACKAGED, *SIGNED, Check(common.unchanged), Check(common.repeatable))
     assert re.findall(r"^\| `([a-z-]+)` \| (.*) \|$", head, re.MULTILINE) == [(each.name, each.doc) for each in shared]
     documented = {}
     for section in sections:
@@ -249,7 +262,7 @@ def test_a_reward_may_need_the_tasks_of_an_environment(tmp_path):
     assert report.results[2].remark == "1 for a plain reply, 0 for a wrong reply" or "0 for" in report.results[2].remark
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_folder_with_several_kinds_shares_its_wheel(packages, tmp_path, capsys, monkeypatch):
     """The wheel is built once, and a component whose module it lacks is found."""
     pytest.importorskip("hatchling")
@@ -284,7 +297,7 @@ def test_a_folder_with_several_kinds_shares_its_wheel(packages, tmp_path, capsys
     assert "No module named 'rollouts_several.filters'" in " ".join(capsys.readouterr().out.split())
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_import_of_torch_is_found_where_it_is_not_needed(tmp_path):
     (tmp_path / "mine.py").write_text("import torch\n\n\ndef mine(trajectory):\n    return 0.0\n")
     report = check(Found("mine", f"{tmp_path / 'mine.py'}:mine", kind="rewards"), Options(only=("imports",)))
@@ -313,7 +326,7 @@ def test_a_check_of_one_kind_leaves_out_the_others():
     assert [each.name for each in checks_for(found, Options(only=("order", "gradient")))] == ["order"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_plugin_of_pytest_checks_every_kind(tmp_path):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", "-k", "order or values"]
     names = ["--rollouts-check", "any_success", "--rollouts-check-kind", "filter", "--rollouts-check-skip", "imports"]

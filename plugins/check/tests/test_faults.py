@@ -44,27 +44,26 @@ def check_of(file: Path) -> str:
     return file.stem.partition("__")[0].replace("_", "-")
 
 
+CHEAP = {
+    "answer-hidden": "in_the_prompt",
+    "cancelled": "folder_is_left",
+    "echo": "earned_by_the_prompt",
+    "forged-files": "score_in_a_file",
+    "tool-arguments": "writes_outside",
+}
+"""The fault of a check that the ordinary run takes, if it is not the first one."""
+
 FIRST = {check_of(file): file for file in reversed(FILES)}
-ORDINARY = {file for file in FILES if file.stem in CAUSES or FIRST[check_of(file)] == file}
-CASES = [pytest.param(file, id=file.stem, marks=() if file in ORDINARY else pytest.mark.nightly) for file in FILES]
-"""The ordinary run has one fault of each check, and those whose cause is compared."""
+FIRST |= {name: FAULTS / f"{name.replace('-', '_')}__{fault}.py" for name, fault in CHEAP.items()}
 
 
-def report_of(file: Path, name: str, *, wanted: str = ""):
+def report_of(file: Path, name: str, *, wanted: str = "", **options):
     given = f"{file}:{name}"
-    return check(Found(given, given), Options(skip=SLOW - {wanted}, tasks=2))
+    return check(Found(given, given), Options(**{"skip": SLOW - {wanted}, "tasks": 2, **options}))
 
 
-def result_of(file: Path, wanted: str) -> list[Result]:
-    """The failed checks of a fault. Faults that leave threads run in another process: other tests count threads. One of
-    the others takes over Ctrl-C.
-    """
-    if wanted not in LEAVES:
-        handler = signal.getsignal(signal.SIGINT)
-        try:
-            return report_of(file, "Fault", wanted=wanted).failed
-        finally:
-            signal.signal(signal.SIGINT, handler)
+def in_process_of_its_own(file: Path, wanted: str) -> list[Result]:
+    """The failed checks of a fault that leaves threads: other tests count them."""
     skipped = [f"--skip={name}" for name in (SLOW | {"masks", "tool-schemas"}) - {wanted}]  # they import transformers
     command = [sys.executable, "-m", "rollouts", "check", f"{file}:Fault", *skipped, "--tasks=2", "--json"]
     done = forks.run(command, timeout=300)
@@ -73,27 +72,49 @@ def result_of(file: Path, wanted: str) -> list[Result]:
     return report.failed
 
 
+@pytest.fixture
+def place(monkeypatch, tmp_path):
+    """A temporary folder beside the faults, which may lie in a clone there. One fault takes over Ctrl-C."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 def test_there_are_enough_faults():
     assert len(FILES) >= 15
     assert sum(path.name.startswith(("forged", "answer_hidden")) for path in FILES) >= 5
 
 
+def explained(result: Result, file: Path) -> bool:
+    """Whether a failure says what was tried, seen and is to be changed, and the cause that is known."""
+    is_whole = bool(result.tried and result.seen and result.change)
+    return is_whole and re.search(CAUSES.get(file.stem, ""), f"{result.seen} {result.change}") is not None
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("file", CASES)
-def test_exactly_the_expected_check_finds_a_fault(file, monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a fault may lie in a clone in the temporary folder
+@pytest.mark.parametrize("wanted", sorted(set(FIRST) - LEAVES | {"tool-arguments"}))
+def test_each_check_finds_a_fault(wanted, place):
+    report = report_of(FIRST[wanted], "Fault", skip=(), only={wanted})
+    assert [result.name for result in report.failed] == [wanted], report.results
+    assert explained(report.failed[0], FIRST[wanted])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_exactly_the_expected_check_finds_a_fault(file, place):
     wanted = check_of(file)
-    failed = result_of(file, wanted)
+    failed = in_process_of_its_own(file, wanted) if wanted in LEAVES else report_of(file, "Fault", wanted=wanted).failed
     assert [result.name for result in failed] == [wanted], "\n".join(map(str, failed))
-    (result,) = failed
-    assert result.tried and result.seen and result.change
-    assert re.search(CAUSES.get(file.stem, ""), f"{result.seen} {result.change}")
+    assert explained(failed[0], file)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wanted", sorted(SLOW))
+@pytest.mark.parametrize(
+    "wanted", ["imports", "other-process", "same-seed", pytest.param("wheel", marks=pytest.mark.nightly), ""]
+)
 def test_an_environment_without_a_mistake_passes(wanted):
-    report = report_of(FAULTS / "sums.py", "Sums", wanted=wanted)
+    report = report_of(FAULTS / "sums.py", "Sums", **({"skip": (), "only": {wanted}} if wanted else {}))
     assert report.failed == []
     skipped = {result.name for result in report.results if result.status == "skipped"}
     assert skipped <= {"forged-files", "wheel"}
@@ -103,8 +124,8 @@ def test_an_environment_without_a_mistake_passes(wanted):
 @pytest.mark.parametrize(
     ("file", "name"),
     [
-        ("choice", "Choice"),  # parts of a score are no second judgment
-        ("seeds", "Seeds"),  # equal tasks whose ids say which game it is
+        pytest.param("choice", "Choice", marks=pytest.mark.nightly),  # parts of a score are no second judgment
+        pytest.param("seeds", "Seeds", marks=pytest.mark.nightly),  # equal tasks whose ids say which game it is
         pytest.param("waits", "Waits", marks=pytest.mark.nightly),  # waiting in a thread, or with await
         ("hints", "Hints"),  # tools with choices, bounds and flags, and codes of something else than the answer
     ],
@@ -116,7 +137,7 @@ def test_an_honest_neighbor_of_a_fault_passes_without_a_note(file, name):
 
 
 def test_what_only_looks_like_a_mistake_passes_with_a_note():
-    report = report_of(FAULTS / "words.py", "Words")
+    report = report_of(FAULTS / "words.py", "Words", only={"tool-arguments"}, skip=())
     assert report.failed == []
     (note,) = [note for result in report.results for note in result.notes]
     assert re.search(r"define raised KeyError: .*words\.py, line \d+: return .* raise a ValueError", note)
@@ -129,8 +150,7 @@ def test_a_reply_that_never_ends_the_episode_gets_a_note(tmp_path, turns):
     source = (FAULTS / "words.py").read_text().partition("    @tool\n")
     judge = "    @reward\n    def correct(self, task, trajectory):\n        return float(trajectory.turns == 1)\n"
     (tmp_path / "endless.py").write_text(f"{source[0]}{reply}\n{judge}".replace("reward, tool", "reward"))
-    given = f"{tmp_path / 'endless.py'}:Words"
-    report = check(Found(given, given), Options(only={"episode"}, tasks=2))
+    report = report_of(tmp_path / "endless.py", "Words", only={"episode"}, skip=())
     (notes,) = [result.notes for result in report.results if result.name == "episode"]
     if turns == 2:
         assert notes == []
@@ -142,29 +162,22 @@ def test_a_reply_that_never_ends_the_episode_gets_a_note(tmp_path, turns):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "name", "words"),
+    ("file", "name", "checked", "words"),
     [
-        (
-            "seeds",
-            "Numbered",
-            r"\d\d of 1000 evaluation tasks are training tasks with another id, .* equal ids",
-        ),
-        ("hints", "Paid", r"define with reveal=True .* behind 'l is ', .* earns less after it, so it may be a hint"),
-        ("hints", "Coded", r"the answer in base64, .* for '\d+' .*; leave it out, unless the task is to read it"),
-        (
-            "haystack",
-            "Haystack",
-            r"the answer behind 'e is ' .*, in changing lines; leave it out, unless the task is to find it",
-        ),
+        ("seeds", "Numbered", "task-ids", r"\d\d of 1000 evaluation tasks are training tasks with .* equal ids"),
+        ("hints", "Paid", "answer-hidden", r"define with reveal=True .* 'l is ', .* earns less after it, so it may be"),
+        ("hints", "Coded", "answer-hidden", r"the answer in base64, .* for '\d+' .*; leave it out, unless the task is"),
+        ("haystack", "Haystack", "answer-hidden", r"the answer behind 'e is ' .*, in changing lines; leave it out"),
         (
             "orders",
             "Orders",
-            r"two tasks without ids have the prompt 'prompt:What do you want\?' and differ .* give them ids",
+            "task-ids",
+            r"two tasks without ids have the prompt 'prompt:What do you want\?' and differ",
         ),
     ],
 )
-def test_what_may_be_meant_passes_with_a_note(file, name, words):
-    report = report_of(FAULTS / f"{file}.py", name)
+def test_what_may_be_meant_passes_with_a_note(file, name, checked, words):
+    report = report_of(FAULTS / f"{file}.py", name, only={checked}, skip=())
     assert report.failed == []
     (note,) = [note for result in report.results for note in result.notes]
     assert re.search(words, note), note
@@ -176,8 +189,7 @@ def test_an_answer_in_any_code_is_found(code, tmp_path):
     written = '" ".join(str(ord(letter)) for letter in answer)'
     assert written in source
     (tmp_path / "coded.py").write_text(f"import codecs\n{source.replace(written, code)}")
-    given = f"{tmp_path / 'coded.py'}:Fault"
-    report = check(Found(given, given), Options(only={"answer-hidden"}, tasks=2))
+    report = report_of(tmp_path / "coded.py", "Fault", only={"answer-hidden"}, skip=())
     assert [result.tried for result in report.failed] == ["look for codes of the answers in the prompts"]
 
 
@@ -186,7 +198,7 @@ def test_nearly_every_check_has_a_fault():
 
 
 def test_a_failure_names_the_author_s_line():
-    report = report_of(FAULTS / "rewards__raises.py", "Fault")
+    report = report_of(FAULTS / "rewards__raises.py", "Fault", only={"rewards"}, skip=())
     assert re.search(r"Error: .*rewards__raises\.py, line \d+: ", report.failed[0].seen)
 
 
@@ -197,4 +209,4 @@ def test_a_process_that_does_not_end_is_a_failure_with_a_reason(monkeypatch):
     monkeypatch.setattr(traces, "CHILD_SECONDS", 0.01)
     seen = "took longer than 0.01 seconds"
     with pytest.raises(traces.FailedError, match=seen):
-        traces.run_child([sys.executable], {"answer": "x"}, {}, None)
+        traces.ask_child([sys.executable], "draw", {}, {}, None)

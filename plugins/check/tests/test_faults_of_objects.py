@@ -700,7 +700,9 @@ SLOW = ("sandboxes", "training", "workers")  # they start processes, and load a 
 
 
 def marked(*row):
-    return pytest.param(*row, marks=pytest.mark.slow) if row[0] in SLOW else row
+    """One fault of the training backends and the workers is in the ordinary run: each loads a model or starts one."""
+    is_costly = row[0] in ("training", "workers") and row[-1] != "step" and len(row) == 3
+    return pytest.param(*row, marks=pytest.mark.nightly if is_costly else pytest.mark.slow) if row[0] in SLOW else row
 
 
 @pytest.mark.parametrize(("kind", "component", "expected"), [marked(*row) for row in FAULTS], ids=name_of)
@@ -753,7 +755,7 @@ class NeedsAService:
 def test_what_cannot_be_tried_here_is_skipped_with_the_reason():
     report = check_component(NeedsAService, "logger", skip=OF_PACKAGE, address="nowhere")
     reasons = [result.remark for result in report.results if result.status == "skipped"]
-    assert reasons[0] == "nothing listens at nowhere"
+    assert reasons[0] == "it cannot be made with these settings: nothing listens at nowhere"
     assert set(reasons[1:]) == {"for the same reason"} and len(reasons) == 8
 
 

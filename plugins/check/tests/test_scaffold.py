@@ -161,6 +161,10 @@ def test_comments_are_aligned(name):
     assert min(line.index("# ") - len(line.partition("#")[0].rstrip()) for line in lines) == 2
 
 
+def nightly(*row):
+    return pytest.param(*row, marks=pytest.mark.nightly)
+
+
 SMALL = "--steps 1 --prompts-per-step 2 --samples-per-prompt 4 --eval-tasks 4 --max-tokens 64 --out run".split()
 
 
@@ -200,7 +204,7 @@ def test_one_run_with_a_component_of_nearly_every_kind(site, tmp_path):
     assert re.fullmatch(r"step 1: reward/mean \S+\n", metric)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_demonstrations_then_reinforcement(site, tmp_path):
     chosen = ["--env", NAMES["environment"], "--mode", "sft+rl", "--sft.steps", "1"]
     python("-m", "rollouts", "run", *chosen, *SMALL, cwd=tmp_path, site=site)
@@ -211,9 +215,9 @@ def test_demonstrations_then_reinforcement(site, tmp_path):
 @pytest.mark.parametrize(
     "chosen",
     [
-        f"--env {NAMES['environment']} --loss dpo --pairs {NAMES['pairs']}",
-        f"--env {NAMES['environment']} --loss rft --select {NAMES['select']}",
-        f"--env {NAMES['environment']} --tool-parser {NAMES['tool_parser']}",
+        nightly(f"--env {NAMES['environment']} --loss dpo --pairs {NAMES['pairs']}"),
+        nightly(f"--env {NAMES['environment']} --loss rft --select {NAMES['select']}"),
+        nightly(f"--env {NAMES['environment']} --tool-parser {NAMES['tool_parser']}"),
         f"--env easy={NAMES['environment']} --env hard={NAMES['environment']} "
         f"--env.hard.weight {NAMES['curriculum']} --env.hard.items 90",
     ],
@@ -223,6 +227,7 @@ def test_a_dry_run_of_the_other_kinds(chosen, site, tmp_path):
     assert said.rstrip().splitlines()[-1].startswith("ok")
 
 
+@pytest.mark.nightly
 def test_an_evaluation_with_the_engine(site, tmp_path):
     chosen = ["--env", NAMES["environment"], "--inference", NAMES["inference"], "--model", "any"]
     python("-m", "rollouts", "eval", *chosen, "--eval-tasks", "4", "--out", "run", cwd=tmp_path, site=site)
@@ -230,6 +235,7 @@ def test_an_evaluation_with_the_engine(site, tmp_path):
     assert summary["episodes"] == 4 and summary["parts"] == {"correct": 0.0}
 
 
+@pytest.mark.nightly
 def test_supervised_training_with_the_loader(made, site, tmp_path):
     (tmp_path / "cards.txt").write_text("2 + 2? = 4\n3 + 3? = 6\n")
     data = ["--data", f"{NAMES['dataset']}:cards.txt", "--data.separator", "="]

@@ -68,20 +68,11 @@ class Endpoint:
         `training` is the backend whose weights it serves; None: its own. Raises ConfigError, ModelError,
         UnknownComponentError.
         """
-        available = {
-            "model": self.model,
-            "training": training,
-            "seed": self.seed,
-            "temperature": self.temperature,
-            "folder": "",
-            "concurrency": concurrency,
-            "lora_rank": 0,
-            "lora_roles": (),
-            "pinned": False,
-        }
+        own = {"model": self.model, "seed": self.seed, "temperature": self.temperature, "training": training}
+        usual = {"concurrency": concurrency, "folder": "", "lora_rank": 0, "lora_roles": (), "pinned": False}
         address = {"url": self.api_base} if self.api_base else {}
         make = load_component(find_component("inference", self.provider))
-        engine = call_with(make, available, address | self.settings)
+        engine = call_with(make, own | usual, address | self.settings)
         chats = engine.capabilities.chats
         return engine, None if chats else load_chat_format(load_tokenizer(self.model))
 

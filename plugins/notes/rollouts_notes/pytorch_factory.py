@@ -1,12 +1,18 @@
-"""A backend for your own torch objects, and functions to make them. For a loop that you write by hand.
+"""A backend for your own torch objects, functions to make them, and losses over logits. For a loop that you write by
+hand.
 
     model = load_hf_model("tiny", device="cpu")
     optimizer = create_adamw_optimizer(model, lr=1e-3)
     backend = PyTorchTrainingBackend(model, optimizer, create_cross_entropy_loss(), "checkpoints")
     metrics = await backend.forward_backward(collate_batch(samples, 4, step)).result()
 
-`create_pytorch_backend` makes the backend of `rollouts run` in one line, for `run_sft_training` and `run_rl_training`.
-`PyTorchTrainingBackend` is simpler: it has no microbatches, shared prompts, losses by name, LoRA or several ranks.
+`create_pytorch_backend` and `create_fsdp_backend` make the backends of `rollouts run` in one line, for
+`run_sft_training` and `run_rl_training`. `PyTorchTrainingBackend` is simpler: it has no microbatches, shared prompts,
+losses by name, LoRA or several ranks.
+
+Losses take logits [B, L, V] and labels [B, L]. Labels are the token ids. These functions shift them: the logits at t
+score the label at t + 1. `rollouts run` has its own losses, over the logprobs of trained tokens
+(`rollouts.training.algorithms.losses`).
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,38 +29,37 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rollouts.errors import ConfigError, TrainingError
 from rollouts.models.futures import TorchThread, on_thread
+from rollouts.models.loading import no_progress_bars
 from rollouts.plugins.signature import call_with, keywords_of
 from rollouts.training.algorithms.algorithm import Algorithm, as_algorithm
+from rollouts.training.algorithms.logprobs import token_logprobs
+from rollouts.training.algorithms.losses import ppo_clip
 from rollouts.training.algorithms.recipes import built_in
-from rollouts.training.backends.optimizer import (
-    MakeOptimizer,
-    TrainerSettings,
-    check_settings,
-    lr_factor,
-    make_optimizer,
-)
-from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, TrainBatch, live_count
+from rollouts.training.backends import optimizer as optimizers
+from rollouts.training.batches import AuxiliaryModels, ForwardOutput, RankServer, Row, TrainBatch, live_count
+from rollouts.training.weights import checkpoint, store
 from rollouts.training.weights.files import ModelFiles
 from rollouts.types import Sample
-from rollouts_notes.losses import label_logprobs
-from rollouts_notes.pytorch_checkpoint import load_objects, other_parameters, replace_weights, save_objects
-from rollouts_notes.supervised import prepare_sft_batch
+from rollouts_notes.supervised import compute_advantages, prepare_sft_batch
 
 if TYPE_CHECKING:
+    from rollouts.training.backends.fsdp import FSDPTrainingBackend
     from rollouts.training.backends.torch import TorchBackend
 
+LossFn = str | Algorithm | Callable[..., Any]
 _OLD = "old_log_probs"
+_STATE, _WEIGHTS = "trainer.pt", "model.pt"
 
 
 def create_adamw_optimizer(
     model: nn.Module, lr: float, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.0
 ) -> torch.optim.AdamW:
     """AdamW over the model's trainable parameters, as the backends make it. Raises ConfigError."""
-    settings = TrainerSettings(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    check_settings(settings)
-    optimizer = make_optimizer([([p for p in model.parameters() if p.requires_grad], lr)], settings)
-    assert isinstance(optimizer, torch.optim.AdamW), type(optimizer)
-    return optimizer
+    settings = optimizers.TrainerSettings(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+    optimizers.check_settings(settings)
+    made = optimizers.make_optimizer([([p for p in model.parameters() if p.requires_grad], lr)], settings)
+    assert isinstance(made, torch.optim.AdamW), type(made)
+    return made
 
 
 def create_warmup_cosine_scheduler(
@@ -63,11 +68,89 @@ def create_warmup_cosine_scheduler(
     """A torch scheduler with `lr_factor`: warm-up for `warmup_steps`, then half a cosine down to `min_ratio` of the
     learning rate at step `num_steps`. Call its `step()` after each optimizer step. Raises ConfigError.
     """
-    settings = TrainerSettings(
+    settings = optimizers.TrainerSettings(
         lr=1.0, warmup_steps=warmup_steps, lr_schedule="cosine", lr_final=min_ratio, steps=num_steps
     )
-    check_settings(settings)
-    return LambdaLR(optimizer, lambda done: lr_factor(settings, done))
+    optimizers.check_settings(settings)
+    return LambdaLR(optimizer, lambda done: optimizers.lr_factor(settings, done))
+
+
+def create_pytorch_backend(
+    model: str,
+    lr: float,
+    num_steps: int,
+    algorithm: LossFn = "sft",
+    *,
+    seed: int = 0,
+    lora_rank: int = 0,
+    tokens_per_microbatch: int = 16384,
+    auxiliary_models: AuxiliaryModels | None = None,
+    make_optimizer: optimizers.MakeOptimizer | None = None,
+    **settings: Any,
+) -> TorchBackend:
+    """Make the backend of `rollouts run` in one line. `create_torch_backend` takes the other `settings`.
+    `make_optimizer` is a function of parameter groups and a learning rate that returns a torch optimizer.
+
+    `algorithm` is the name of a built-in one (`sft`, `grpo`, ...), an Algorithm, or a loss function. Its name in
+    batches is "main". Raises ModelError, ConfigError, SignatureError.
+    """
+    from rollouts.training.backends.torch import create_torch_backend
+
+    chosen = built_in(algorithm) if isinstance(algorithm, str) else as_algorithm(algorithm)
+    given = (model, seed, num_steps, lr, lora_rank, tokens_per_microbatch, {"main": chosen}, auxiliary_models)
+    return create_torch_backend(*given, make_optimizer, **keywords_of(create_torch_backend, settings))
+
+
+def create_fsdp_backend(
+    model: str,
+    lr: float,
+    num_steps: int,
+    algorithm: LossFn = "sft",
+    *,
+    seed: int = 0,
+    lora_rank: int = 0,
+    tokens_per_microbatch: int = 16384,
+    processes: int = 0,
+    **settings: Any,
+) -> FSDPTrainingBackend:
+    """Make the sharded backend of `rollouts run --training fsdp`, with the arguments of `create_pytorch_backend`. (The
+    engine's function of this name is the component `fsdp`, with the parameters that a run gives to it.)
+
+    Without a launcher, it starts `processes` ranks on this machine; 0: one per GPU. Under torchrun, every rank calls
+    this function; on ranks above 0 the call serves rank 0, and then ends the process with SystemExit.
+
+    Raises ConfigError, ModelError, RankError.
+
+    Args:
+        algorithm: the name of a loss or an algorithm, as `--loss` takes it; an Algorithm; or a loss function.
+            Ranks that rank 0 starts import a function by its name; only torchrun's ranks can have an Algorithm
+        settings: the settings of `--training fsdp`, such as `dtype` or `gradient_checkpointing`
+    """
+    from rollouts.config.files import NOWHERE
+    from rollouts.config.objects import take_objects
+    from rollouts.config.resolving import resolve
+    from rollouts.runs.jobs.evaluating import make_training
+    from rollouts.runs.plan import make_plan
+
+    given = {"model": model, "loss": algorithm, "lr": lr, "steps": num_steps, "seed": seed, "lora_rank": lora_rank}
+    training = {"name": "fsdp", "processes": processes, **settings}
+    given |= {"mode": "sft" if algorithm == "sft" else "rl", "tokens_per_microbatch": tokens_per_microbatch}
+    tree, objects = take_objects({**given, "training": training})
+    plan = make_plan(resolve(tree, NOWHERE.with_objects(objects)), needs_environment=False)
+    backend = make_training(plan)
+    if isinstance(backend, RankServer):
+        backend.serve()
+        raise SystemExit(0)
+    return cast("FSDPTrainingBackend", backend)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a part of the model is sharded: by `fully_shard` (FSDP2), or wrapped in FullyShardedDataParallel."""
+    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    return not classes.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
 
 
 def create_cross_entropy_loss() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -92,46 +175,166 @@ def _cross_entropy(logits: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
     return values @ weights[live] / torch.where(total > 0, total, torch.ones_like(total))
 
 
-def create_pytorch_backend(
-    model: str,
-    lr: float,
-    num_steps: int,
-    algorithm: str | Algorithm | Callable[..., Any] = "sft",
-    *,
-    seed: int = 0,
-    lora_rank: int = 0,
-    tokens_per_microbatch: int = 16384,
-    auxiliary_models: AuxiliaryModels | None = None,
-    make_optimizer: MakeOptimizer | None = None,
-    **settings: Any,
-) -> TorchBackend:
-    """Make the backend of `rollouts run` in one line. `create_torch_backend` takes the other `settings`.
-    `make_optimizer` is a function of parameter groups and a learning rate that returns a torch optimizer.
+def grpo_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Tensor) -> Tensor:
+    """The simplified policy gradient: the mean of -A * (the mean logprob of the row's trained tokens).
 
-    `algorithm` is the name of a built-in one (`sft`, `grpo`, ...), an Algorithm, or a loss function. Its name in
-    batches is "main". Raises ModelError, ConfigError, SignatureError.
+    Rows without a trained token do not count. `logits` [B, L, V], `labels` [B, L], `loss_mask` [B, L], `advantages`
+    [B]. Returns a scalar.
+
+    >>> logits, ids = torch.zeros(1, 3, 8), torch.tensor([[1, 2, 3]])
+    >>> round(grpo_loss(logits, ids, torch.tensor([[0, 1, 1]]), torch.tensor([2.0])).item() / 2, 4)  # log(8)
+    2.0794
     """
-    from rollouts.training.backends.torch import create_torch_backend
-
-    chosen = built_in(algorithm) if isinstance(algorithm, str) else as_algorithm(algorithm)
-    return create_torch_backend(
-        model,
-        seed,
-        num_steps,
-        lr,
-        lora_rank,
-        tokens_per_microbatch,
-        {"main": chosen},
-        auxiliary_models,
-        make_optimizer,
-        **keywords_of(create_torch_backend, settings),
-    )
+    return -_mean_by_row(_label_logprobs(logits, labels)[0] * advantages[:, None], loss_mask)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether a part of the model is sharded: by `fully_shard` (FSDP2), or wrapped in FullyShardedDataParallel."""
-    classes = {base.__name__ for module in model.modules() for base in type(module).__mro__}
-    return not classes.isdisjoint({"FSDPModule", "FullyShardedDataParallel"})
+def ppo_loss(
+    logits: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor,
+    advantages: Tensor,
+    old_log_probs: Tensor,
+    clip_range: float = 0.2,
+) -> Tensor:
+    """PPO's clipped objective. `old_log_probs` [B, L] belong to the labels; other arguments are those of `grpo_loss`.
+
+    Where the ratio is 1, the gradient is that of `grpo_loss`.
+    """
+    logprobs, _ = _label_logprobs(logits, labels)
+    values = ppo_clip(logprobs, old_log_probs, advantages[:, None], clip_low=clip_range, clip_high=clip_range)
+    return _mean_by_row(values, loss_mask)
+
+
+def compute_grpo_loss(samples: Sequence[Sample], config: Any = None) -> Tensor:
+    """The value of `grpo_loss` for samples with `rollout_log_probs`; it needs no model. (The first notes have two
+    functions of this name. That of `rollouts.primitives` takes a batch with a model's logprobs.)
+
+    The advantage of a sample is its `advantages`, or its reward minus `config.baseline`. The gradient reaches
+    `rollout_log_probs` that are a tensor with a gradient. Raises TrainingError if a sample has no logprobs or no
+    reward.
+    """
+    if not samples:
+        raise TrainingError("there are no samples; give one or more")
+    terms = []
+    for number, sample in enumerate(samples):
+        if sample.rollout_log_probs is None or sample.reward is None:
+            raise TrainingError(f"sample {number} needs rollout_log_probs [L] and a reward")
+        given = getattr(sample, "advantages", None)
+        if given is None:
+            (given,) = compute_advantages([sample.reward], getattr(config, "baseline", None) or 0.0)
+        values = torch.as_tensor(sample.rollout_log_probs) * torch.as_tensor(given)
+        terms.append(-_mean_by_row(values[None], torch.as_tensor(sample.loss_mask)[None]))
+    trained = sum(any(weight > 0 for weight in sample.loss_mask[1:]) for sample in samples)
+    return torch.stack(terms).sum() / max(trained, 1)
+
+
+def _label_logprobs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Logprobs [B, L] of `labels` [B, L], which are not shifted, and the entropy [B, L] of their predictions, from
+    `logits` [B, L, V]. Both are 0.0 at position 0.
+    """
+    rows, length = labels.shape
+    found = token_logprobs(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())
+    logprobs, entropy = (nn.functional.pad(each.view(rows, length - 1), (1, 0)) for each in found)
+    return logprobs, entropy
+
+
+def _mean_by_row(values: Tensor, loss_mask: Tensor) -> Tensor:
+    """The mean over the rows with a trained token of each row's mean over these, from position 1 on; 0 without one."""
+    weights = loss_mask.to(values.dtype).clone()
+    weights[:, 0] = 0.0
+    totals = weights.sum(1)
+    return ((values * weights).sum(1) / totals.clamp(min=1e-9)).sum() / (totals > 0).sum().clamp(min=1)
+
+
+# --- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+class TorchObjects(NamedTuple):
+    """A model and its optimizer, and what else a checkpoint has: `modules` are other modules by name.
+
+    The folder is complete or not there (`rollouts.training.weights.store`). A model of transformers is written in its
+    own format, so that the folder can be loaded as a model.
+    """
+
+    model: Any
+    optimizer: Any
+    scheduler: Any = None
+    tokenizer: Any = None
+    modules: Mapping[str, Any] = {}
+
+    def save(self, path: Path, version: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint folder, also with the optimizer's parameters outside of the model. `state` is plain data.
+        Raises CheckpointError.
+        """
+        with store.new_checkpoint(path) as folder, no_progress_bars():
+            if hasattr(self.model, "save_pretrained"):
+                self.model.save_pretrained(str(folder))
+            else:
+                torch.save(self.model.state_dict(), folder / _WEIGHTS)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(str(folder))
+            states = {"optimizer": self.optimizer.state_dict(), "scheduler": None}
+            if self.scheduler is not None:
+                states["scheduler"] = self.scheduler.state_dict()
+            torch.save(states, folder / _STATE)
+            for name, module in self._all_modules().items():
+                torch.save(module.state_dict(), folder / f"{name}.pt")
+            fingerprint = checkpoint.model_fingerprint(self.model.state_dict())
+            store.finish_checkpoint(
+                folder, kind="full", fingerprint=fingerprint, version=version, world_size=1, state=state
+            )
+
+    def load(self, path: Path, expects: str) -> dict[str, Any]:
+        """Read what `save` wrote into these objects, and return its `state`, which must have the key `expects`.
+
+        Everything is read and checked before anything changes. Raises ConfigError, ModelError, TrainingError.
+        """
+        store.check_folder(path, kind="full", fingerprint=checkpoint.model_fingerprint(self.model.state_dict()))
+        run = store.read_state(path)
+        if not (path / _STATE).is_file() or expects not in run:
+            raise ConfigError(f"the checkpoint {path} was written by another backend; load it with that backend")
+        if hasattr(self.model, "from_pretrained"):
+            with no_progress_bars():
+                weights = type(self.model).from_pretrained(str(path)).state_dict()
+        else:
+            weights = _read(path / _WEIGHTS)
+        states, loaded = _read(path / _STATE), [(self.model, weights)]
+        for name, module in self._all_modules().items():
+            if not (path / f"{name}.pt").is_file():
+                raise ConfigError(f"the checkpoint {path} has no {name}; load it without one")
+            loaded.append((module, _read(path / f"{name}.pt")))
+        for module, weights in loaded:
+            _replace_weights(module, weights)
+        self.optimizer.load_state_dict(states["optimizer"])
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None and states["scheduler"] is not None:
+            self.scheduler.load_state_dict(states["scheduler"])
+        return run
+
+    def other_parameters(self) -> list[Any]:
+        """The optimizer's parameters outside of the model, such as those of a loss or a value function."""
+        of_model = {id(parameter) for parameter in self.model.parameters()}
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        return [parameter for parameter in trained if id(parameter) not in of_model]
+
+    def _all_modules(self) -> dict[str, Any]:
+        others = self.other_parameters()
+        return {**self.modules, **({"other_parameters": nn.ParameterList(others)} if others else {})}
+
+
+def _read(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _replace_weights(module: Any, weights: Mapping[str, Any]) -> None:
+    """Replace all weights of a module by name. Raises TrainingError if names or shapes differ."""
+    try:
+        module.load_state_dict(weights)
+    except RuntimeError as error:  # torch's error for other names or shapes
+        raise TrainingError(f"these are not this model's weights: {error}") from error
+
+
+# --- the backend ------------------------------------------------------------------------------------------------------
 
 
 class PyTorchTrainingBackend:
@@ -171,24 +374,19 @@ class PyTorchTrainingBackend:
         if mean_over not in (None, "tokens", "rows"):
             raise ConfigError(f'mean_over is {mean_over!r}; expected "tokens", "rows" or None')
         if is_sharded(model):
-            raise ConfigError(
-                "this model is sharded (FSDP), and a PyTorchTrainingBackend trains in one process; use "
-                "rollouts.training.create_fsdp_backend"
-            )
+            what = "this model is sharded (FSDP), and a PyTorchTrainingBackend trains in one process"
+            raise ConfigError(f"{what}; use rollouts.training.create_fsdp_backend")
         self.model: Any = model
-        self.optimizer = optimizer
+        self.optimizer, self.scheduler = optimizer, scheduler
         self.weight_version = 0
         self.thread = TorchThread("rollouts-pytorch")
         # A module's __call__ takes anything, so use the parameters of its forward.
         self._loss_fn = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
         self._folder = Path(checkpoint_dir).absolute()
-        self.scheduler = scheduler
-        self._max_grad_norm = math.inf if max_grad_norm is None else max_grad_norm
-        self._denominator = 0.0
+        self._max_grad_norm, self._denominator = max_grad_norm, 0.0
         named = inspect.signature(self._loss_fn).parameters
-        self._over_tokens = mean_over == "tokens" or (
-            mean_over is None and "loss_mask" in named and "advantages" not in named
-        )
+        usual = "tokens" if "loss_mask" in named and "advantages" not in named else "rows"
+        self._over_tokens = (mean_over or usual) == "tokens"
 
     @property
     def version(self) -> int:
@@ -221,25 +419,19 @@ class PyTorchTrainingBackend:
         are unknown, they are those of this model. Rows without a trained token are left out. The logits are divided by
         the batch's sampling temperature.
         """
-        temperatures: Tensor | None = None
+        temperature = 1.0
         if isinstance(batch, TrainBatch):
             rows = [row for row in batch.rows if live_count(row)] or batch.rows
-            temperatures = _temperatures(batch, rows)
-            batch = _tensors_of(rows)
+            temperature, batch = batch.temperature, _tensors_of(rows)
         if "input_ids" not in batch:
             raise TrainingError(f"the batch has {', '.join(sorted(batch)) or 'nothing'}; it needs input_ids [B, L]")
-        device = next(self.model.parameters()).device
-        tensors = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
-        beside = {name: tensors[name] for name in ("attention_mask", "position_ids") if name in tensors}
-        output = self.model(tensors["input_ids"], **beside)
-        tensors["logits"] = _tempered(getattr(output, "logits", output), temperatures)
+        tensors = self._with_logits(batch, temperature)
         parameters = inspect.signature(self._loss_fn).parameters
         if _OLD in parameters and _OLD in tensors:
-            own, _ = label_logprobs(tensors["logits"].detach(), tensors["labels"])
+            own, _ = _label_logprobs(tensors["logits"].detach(), tensors["labels"])
             tensors[_OLD] = torch.where(tensors[_OLD].isnan(), own, tensors[_OLD])
         optional = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
-        returned = call_with(self._loss_fn, optional | tensors)
-        total, denominator = _sum_and_denominator(returned, self._weight_of(tensors))
+        total, denominator = self._sum_and_denominator(call_with(self._loss_fn, optional | tensors), tensors)
         value = total.item() / (denominator or 1.0)
         if not math.isfinite(value):
             raise TrainingError(f"the loss of the batch is {value}; no gradient was added")
@@ -259,7 +451,7 @@ class PyTorchTrainingBackend:
             return {"lr": lr, "optim/skipped": 1.0}
         for gradient in self._gradients():
             gradient.div_(self._denominator)
-        if self._max_grad_norm < math.inf:
+        if self._max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._parameters(), self._max_grad_norm)
         self.optimizer.step()
         self._forget_gradients()
@@ -273,16 +465,11 @@ class PyTorchTrainingBackend:
         self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",), *, only_live: bool = False
     ) -> ForwardOutput:
         """Compute `logprobs` and `entropy` of every row, without gradient. Raises TrainingError for other needs."""
-        if other := set(needs) - {"logprobs", "entropy"}:
-            raise TrainingError(
-                f"a PyTorchTrainingBackend has no {', '.join(sorted(other))}; use create_pytorch_backend"
-            )
-        device = next(self.model.parameters()).device
+        if other := sorted(set(needs) - {"logprobs", "entropy"}):
+            raise TrainingError(f"a PyTorchTrainingBackend has no {', '.join(other)}; use create_pytorch_backend")
         with torch.no_grad():
-            tensors = {name: each.to(device) for name, each in _tensors_of(batch.rows).items()}
-            output = self.model(tensors["input_ids"])
-            logits = _tempered(getattr(output, "logits", output), _temperatures(batch, batch.rows))
-            found = label_logprobs(logits, tensors["labels"])
+            tensors = self._with_logits(_tensors_of(batch.rows), batch.temperature)
+            found = _label_logprobs(tensors["logits"], tensors["labels"])
         live = tensors["loss_mask"] > 0 if only_live else torch.ones_like(tensors["loss_mask"])
         logprobs, entropy = (
             [row[: len(of.tokens)].tolist() for row, of in zip(each * live, batch.rows, strict=True)] for each in found
@@ -299,54 +486,76 @@ class PyTorchTrainingBackend:
     @on_thread
     def load_weights(self, weights: dict[str, Any]) -> None:
         """Replace all weights by name. Raises TrainingError if names or shapes differ."""
-        replace_weights(self.model, weights)
+        _replace_weights(self.model, weights)
 
     async def save_checkpoint(self, step: int, metrics: Mapping[str, float] | None = None) -> Path:
         """Write `checkpoint_dir`/step_000010, completely or not at all, and return its path. Contains the weights (in
         the format of transformers, if the model is one of theirs), optimizer, scheduler and `metrics`. Raises
         CheckpointError.
         """
-        return await self.thread.submit(self._save, step, dict(metrics or {}))
+        path = self._folder / f"step_{step:06d}"
+
+        def save() -> None:
+            version = self.weight_version
+            state = {"step": step, "weight_version": version, "metrics": dict(metrics or {})}
+            self._objects().save(path, version, state)
+
+        await self.thread.submit(save)
+        return path
 
     async def load_checkpoint(self, path: str | Path) -> dict[str, float]:
         """Read what `save_checkpoint` wrote. Returns its metrics. Raises ConfigError, ModelError."""
-        return await self.thread.submit(self._load, Path(path))
+        run = await self.thread.submit(self._objects().load, Path(path), "metrics")
+        self._denominator, self.weight_version = 0.0, int(run["weight_version"])
+        metrics: dict[str, float] = run["metrics"]
+        return metrics
 
     def close(self) -> None:
         """Finish submitted work, then stop the thread."""
         self.thread.close()
 
-    def _weight_of(self, tensors: Mapping[str, Any]) -> float:
-        """What a batch's mean is over: its trained tokens, or its rows with a trained token."""
+    def _with_logits(self, batch: Mapping[str, Any], temperature: float) -> dict[str, Any]:
+        """The batch on the model's device, and its `logits` at this temperature."""
+        device = next(self.model.parameters()).device
+        tensors = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()}
+        beside = {name: tensors[name] for name in ("attention_mask", "position_ids") if name in tensors}
+        output = self.model(tensors["input_ids"], **beside)
+        logits = getattr(output, "logits", output)
+        tensors["logits"] = logits if temperature == 1.0 else logits / temperature
+        return tensors
+
+    def _sum_and_denominator(self, returned: Any, tensors: Mapping[str, Any]) -> tuple[Tensor, float]:
+        """A loss as a sum and its part of D. A mean is multiplied by what it is over: the batch's trained tokens, or
+        its rows with a trained token. Raises TrainingError.
+        """
+        is_pair = isinstance(returned, tuple) and len(returned) == 2
+        total = returned[0] if is_pair else returned
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            shown = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
+            raise TrainingError(f"the loss function returned {shown}; expected a mean, or (sum, denominator)")
+        if is_pair:
+            denominator = float(returned[1])
+            if not 0 <= denominator < math.inf:
+                raise TrainingError(f"the loss function returned the denominator {denominator}; expected 0 or more")
+            return total, denominator
         mask = tensors.get("loss_mask")
-        if not isinstance(mask, Tensor):
-            return float(len(tensors["input_ids"]))
-        return float(mask[:, 1:].sum() if self._over_tokens else (mask[:, 1:] > 0).any(1).sum())
+        weight = float(len(tensors["input_ids"]))
+        if isinstance(mask, Tensor):
+            weight = float(mask[:, 1:].sum() if self._over_tokens else (mask[:, 1:] > 0).any(1).sum())
+        return total * weight, weight
+
+    def _objects(self) -> TorchObjects:
+        return TorchObjects(self.model, self.optimizer, self.scheduler)
+
+    def _parameters(self) -> list[Any]:
+        return [*self.model.parameters(), *self._objects().other_parameters()]
 
     def _gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
 
-    def _parameters(self) -> list[Any]:
-        return [*self.model.parameters(), *other_parameters(self.model, self.optimizer)]
-
     def _forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self._denominator = 0.0
-
-    def _save(self, step: int, metrics: dict[str, float]) -> Path:
-        path = self._folder / f"step_{step:06d}"
-        state = {"step": step, "weight_version": self.weight_version, "metrics": metrics}
-        save_objects(
-            path, self.model, self.optimizer, scheduler=self.scheduler, version=self.weight_version, state=state
-        )
-        return path
-
-    def _load(self, path: Path) -> dict[str, float]:
-        run = load_objects(path, self.model, self.optimizer, scheduler=self.scheduler, expects="metrics")
-        self._forget_gradients()
-        self.weight_version = int(run["weight_version"])
-        metrics: dict[str, float] = run["metrics"]
-        return metrics
 
 
 def _tensors_of(rows: Sequence[Row]) -> dict[str, Tensor]:
@@ -363,27 +572,3 @@ def _tensors_of(rows: Sequence[Row]) -> dict[str, Tensor]:
         live = [each for each, weight in zip(row.advantages, row.loss_mask, strict=True) if weight > 0]
         advantages[place] = sum(live) / max(len(live), 1)
     return {**tensors, "advantages": advantages, _OLD: old}
-
-
-def _temperatures(batch: TrainBatch, rows: Sequence[Row]) -> Tensor:
-    """The sampling temperature of each row [B]."""
-    return torch.tensor([batch.temperature if row.temperature is None else row.temperature for row in rows])
-
-
-def _tempered(logits: Tensor, temperatures: Tensor | None) -> Tensor:
-    return logits if temperatures is None else logits / temperatures.to(logits)[:, None, None]
-
-
-def _sum_and_denominator(returned: Any, weight: float) -> tuple[Tensor, float]:
-    """A loss as a sum and its part of D. A mean is multiplied by its weight. Raises TrainingError."""
-    pair = returned if isinstance(returned, tuple) and len(returned) == 2 else None
-    total = returned if pair is None else pair[0]
-    if not isinstance(total, Tensor) or total.numel() != 1:
-        shown = f"shape {list(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise TrainingError(f"the loss function returned {shown}; expected a mean, or (sum, denominator)")
-    if pair is not None:
-        denominator = float(pair[1])
-        if not 0 <= denominator < math.inf:
-            raise TrainingError(f"the loss function returned the denominator {denominator}; expected 0 or more")
-        return total, denominator
-    return total * weight, weight

@@ -19,10 +19,11 @@ import trio
 from rollouts.author_code import authors_code, unwrapped
 from rollouts.error_log import report
 from rollouts.errors import ConfigError, RolloutsError
+from rollouts.training.algorithms.algorithm import function_label
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import drop_reason
 from rollouts.training.rollout_gen.steps import RolloutBatch, RolloutConfig, convert_to_batch
-from rollouts.training.rollout_gen.user_functions import bare_prompt, check_samples, name_of, score_of
+from rollouts.training.rollout_gen.user_functions import bare_prompt, check_samples, score_of
 from rollouts.types import Sample
 
 
@@ -68,7 +69,7 @@ def apply_sample_transforms(samples: Sequence[Sample], config: RolloutConfig) ->
     for position, sample in enumerate(rewarded):
         key = ("single", position) if sample.group_index is None else sample.group_index
         groups.setdefault(key, []).append(sample)
-    name = name_of(config.filter_fn)
+    name = function_label(config.filter_fn)
     kept = [group for group in groups.values() if drop_reason(name, _call(config.filter_fn, group)) is None]
     return [sample for group in kept for sample in group]
 

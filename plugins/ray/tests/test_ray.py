@@ -233,12 +233,12 @@ class TestCluster:
             return WorkerPool("there", made, WorkerSettings(kind="ray"))
 
         first, second = pool(resources={"home": 2.0}), pool(resources={"home": 1.0}, wait_seconds=2.0)
-        assert first.call("describe", {"name": "calculator"})["class_name"] == "Calculator"
+        assert first.call("describe", {"name": "calculator"}).class_name == "Calculator"
         with pytest.raises(WorkerError, match=r"on no node free\n.*--worker.wait-seconds is the limit"):
             second.call("describe", {"name": "calculator"})
         first.close()
         third = pool(resources={"home": 1.0})
-        assert third.call("describe", {"name": "calculator"})["class_name"] == "Calculator"
+        assert third.call("describe", {"name": "calculator"}).class_name == "Calculator"
         second.close()
         third.close()
 

@@ -2,7 +2,7 @@
 
 | module | what it does |
 |---|---|
-| `server` `access` | serves the page and the API on this machine alone |
+| `server` | serves the page and the API on this machine alone, to the browser that has the link |
 | `api` | the paths of the API |
 | `catalog` | which runs there are, and what their folders say |
 | `table` `filters` | the trajectories of a step as a table; which rows an expression keeps |

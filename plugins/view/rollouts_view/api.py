@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote
 
@@ -11,13 +12,13 @@ import msgspec
 
 from rollouts.encoding import encode
 from rollouts.errors import ConfigError, OutputError, UserError
-from rollouts.runs.folder import CONFIG, load_config
+from rollouts.runs.folder import CONFIG, read_config
 from rollouts.version import __version__
 from rollouts_view.catalog import Catalog
 from rollouts_view.comparing import compare
 from rollouts_view.data_api import DataAPI
 from rollouts_view.health import causes, health, timeline
-from rollouts_view.listing import Labels, read_labels, write_labels
+from rollouts_view.listing import Labels, check_tags, read_labels, write_labels
 from rollouts_view.rollout import SIDE_BY_SIDE_MAX, Tokenizers, group_of, read_rollout
 from rollouts_view.settings_api import SettingsAPI
 
@@ -80,20 +81,27 @@ class ViewAPI:
     def __init__(self, catalog: Catalog) -> None:
         self.catalog = catalog
         self._tokenizers = Tokenizers()
+        settings, data, run = SettingsAPI(catalog), DataAPI(catalog, catalog.data), r"/api/runs/([^/]+)"
         routes: list[Route] = [
-            *_settings_routes(SettingsAPI(catalog)),
-            *_data_routes(DataAPI(catalog, catalog.data)),
-            ("GET", r"/api/runs", self._runs),
+            ("GET", r"/api/settings", _of_query(settings.form)),
+            ("GET", r"/api/settings/component", _of_query(settings.component, "key", "name", "loss")),
+            ("GET", r"/api/settings/draft", _of_query(settings.draft, "run", "root", "file")),
+            ("POST", r"/api/settings/check", settings.check),
+            ("POST", r"/api/settings/run-file", settings.run_file),
+            ("POST", r"/api/settings/file", settings.write),
+            ("GET", r"/api/data", _of_query(data.rows, "file", "run", "settings", "from", "count")),
+            ("GET", r"/api/data/summary", _of_query(data.summary, "file", "run", "settings", "first")),
+            ("GET", r"/api/runs", _of_query(self._runs)),
             ("GET", r"/api/metrics", self._metrics),
             ("GET", r"/api/compare", self._compare),
-            ("GET", r"/api/runs/([^/]+)", self._run),
-            ("POST", r"/api/runs/([^/]+)/labels", self._label),
-            ("GET", r"/api/runs/([^/]+)/causes", self._causes),
-            ("GET", r"/api/runs/([^/]+)/health", self._health),
-            ("GET", r"/api/runs/([^/]+)/([^/]+)", self._table),
-            ("GET", r"/api/runs/([^/]+)/([^/]+)/times", self._times),
-            ("GET", r"/api/runs/([^/]+)/([^/]+)/lines/(\d+)", self._rollout),
-            ("GET", r"/api/runs/([^/]+)/([^/]+)/groups/(\d+)", self._group),
+            ("GET", run, _of_query(self._run)),
+            ("POST", rf"{run}/labels", self._label),
+            ("GET", rf"{run}/causes", _of_query(partial(causes, catalog))),
+            ("GET", rf"{run}/health", _of_query(partial(health, catalog))),
+            ("GET", rf"{run}/([^/]+)", self._table),
+            ("GET", rf"{run}/([^/]+)/times", _of_query(partial(timeline, catalog))),
+            ("GET", rf"{run}/([^/]+)/lines/(\d+)", _of_query(self._rollout)),
+            ("GET", rf"{run}/([^/]+)/groups/(\d+)", _of_query(self._group)),
         ]
         self._routes = [(method, re.compile(pattern), answer) for method, pattern, answer in routes]
 
@@ -105,9 +113,8 @@ class ViewAPI:
         for own, match, do in fitting:
             if own == method:
                 words = [unquote(each) for each in match.groups()]
-                given: list[Any] = [body] if method == "POST" else [Query.of(query)]
                 try:
-                    return encode(do(*words, *given))
+                    return encode(do(*words, body if method == "POST" else Query.of(query)))
                 except OutputError as error:
                     raise APIError(507, str(error)) from error
                 except ConfigError as error:
@@ -117,20 +124,14 @@ class ViewAPI:
         allowed = ", ".join(own for own, _, _ in fitting)
         raise APIError(405, f"{path} takes {allowed}, not {method}")
 
-    def _runs(self, query: Query) -> dict[str, Any]:
-        query.only()
-        return {
-            "version": __version__,
-            "places": [str(place) for place in self.catalog.places],
-            "data": list(self.catalog.data),
-            "runs": self.catalog.runs(),
-        }
+    def _runs(self) -> dict[str, Any]:
+        places, runs = [str(place) for place in self.catalog.places], self.catalog.runs()
+        return {"version": __version__, "places": places, "data": list(self.catalog.data), "runs": runs}
 
-    def _run(self, run: str, query: Query) -> dict[str, Any]:
-        query.only()
+    def _run(self, run: str) -> dict[str, Any]:
         info = self.catalog.info(run)
         try:
-            settings: dict[str, Any] | None = load_config(self.catalog.folder(run))[0]
+            settings: dict[str, Any] | None = read_config(self.catalog.folder(run))[0]
         except ConfigError:
             settings = None  # `problem` of the run says why
         return {
@@ -143,18 +144,6 @@ class ViewAPI:
             "notes": self.catalog.notes(run),
         }
 
-    def _causes(self, run: str, query: Query) -> dict[str, Any]:
-        query.only()
-        return causes(self.catalog, run)
-
-    def _health(self, run: str, query: Query) -> dict[str, Any]:
-        query.only()
-        return health(self.catalog, run)
-
-    def _times(self, run: str, name: str, query: Query) -> dict[str, Any]:
-        query.only()
-        return timeline(self.catalog, run, name)
-
     def _metrics(self, query: Query) -> dict[str, Any]:
         query.only("run", "metric")
         runs, metrics = _chosen(query.all("run"), 1), query.all("metric")
@@ -165,8 +154,7 @@ class ViewAPI:
 
     def _compare(self, query: Query) -> dict[str, Any]:
         query.only("run")
-        runs = _chosen(query.all("run"), 2)
-        return compare(self.catalog, runs)
+        return compare(self.catalog, _chosen(query.all("run"), 2))
 
     def _label(self, run: str, body: bytes) -> dict[str, Any]:
         """Replace the tags or the note."""
@@ -178,9 +166,7 @@ class ViewAPI:
             raise APIError(400, f'{error}; send {{"tags": ["best"], "note": "text"}}, or one of them') from error
         if unknown := sorted(given.keys() - {"tags", "note"}):
             raise APIError(400, f"a run has tags and a note, not {', '.join(map(repr, unknown))}")
-        for tag in labels.tags:
-            if not tag.strip() or any(char.isspace() for char in tag):
-                raise APIError(400, f"{tag!r} is no tag; a tag is one word, such as best or ablation-2")
+        check_tags(labels.tags)
         if len(labels.note) > NOTE_CHARACTERS:
             raise APIError(400, f"the note has {len(labels.note)} characters; {NOTE_CHARACTERS} are the most")
         labels = Labels(list(dict.fromkeys(labels.tags)), labels.note)
@@ -208,44 +194,25 @@ class ViewAPI:
             "summary": table.summary(),
         }
 
-    def _rollout(self, run: str, name: str, line: str, query: Query) -> dict[str, Any]:
-        query.only()
+    def _rollout(self, run: str, name: str, line: str) -> dict[str, Any]:
         lines = self.catalog.lines(run, name)
         found = read_rollout(self.catalog.folder(run), lines, int(line), self._tokenizers)
         return found | {"siblings": group_of(lines, int(line))}
 
-    def _group(self, run: str, name: str, line: str, query: Query) -> dict[str, Any]:
-        query.only()
+    def _group(self, run: str, name: str, line: str) -> dict[str, Any]:
         lines, folder = self.catalog.lines(run, name), self.catalog.folder(run)
         places = group_of(lines, int(line))
         rollouts = [read_rollout(folder, lines, each["line"], self._tokenizers) for each in places[:SIDE_BY_SIDE_MAX]]
         return {"rollouts": rollouts, "total": len(places)}
 
 
-def _settings_routes(settings: SettingsAPI) -> list[Route]:
-    return [
-        ("GET", r"/api/settings", _of_query(settings.form)),
-        ("GET", r"/api/settings/component", _of_query(settings.component, "key", "name", "loss")),
-        ("GET", r"/api/settings/draft", _of_query(settings.draft, "run", "root", "file")),
-        ("POST", r"/api/settings/check", settings.check),
-        ("POST", r"/api/settings/run-file", settings.run_file),
-        ("POST", r"/api/settings/file", settings.write),
-    ]
+def _of_query(do: Callable[..., Any], *names: str) -> Callable[..., Any]:
+    """Answers with a function whose arguments are the parts of the path, and these parameters of the address."""
 
-
-def _data_routes(data: DataAPI) -> list[Route]:
-    return [
-        ("GET", r"/api/data", _of_query(data.rows, "file", "run", "settings", "from", "count")),
-        ("GET", r"/api/data/summary", _of_query(data.summary, "file", "run", "settings", "first")),
-    ]
-
-
-def _of_query(do: Callable[..., Any], *names: str) -> Callable[[Query], Any]:
-    """Answers with a function whose arguments are these parameters of the address."""
-
-    def answer(query: Query) -> Any:
+    def answer(*arguments: Any) -> Any:
+        *parts, query = arguments
         query.only(*names)
-        return do(*(query.one(name) for name in names))
+        return do(*parts, *(query.one(name) for name in names))
 
     return answer
 

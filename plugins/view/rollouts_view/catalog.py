@@ -106,14 +106,12 @@ class Catalog:
             name = _NAME.fullmatch(file.stem)
             if name is None or not file.is_file():
                 continue
-            is_step = name[1] == "step"
-            step = None if name[2] is None else int(name[2])
             stamp = _stamp(file)
             found.append(
                 {
                     "name": file.stem,
-                    "kind": "step" if is_step else "evaluation",
-                    "step": step,
+                    "kind": "step" if name[1] == "step" else "evaluation",
+                    "step": None if name[2] is None else int(name[2]),
                     "bytes": stamp.size if stamp else 0,
                     "tokens": file.with_suffix(TOKENS).exists(),
                     "times": times_of(file).exists(),
@@ -214,13 +212,9 @@ def _read_metrics(file: Path) -> _Metrics:
                 if isinstance(step, int) and isinstance(value, int | float):
                     steps.setdefault(name, array("d")).append(step)
                     values.setdefault(name, array("d")).append(value)
-    names = sorted(values)
-    curves = {name: thinned(steps[name], values[name]) for name in names}
-    return _Metrics(curves, {name: _spread(values[name]) for name in names})
-
-
-def _spread(values: Sequence[float]) -> Spread:
-    return Spread(len(values), _mean(values), min(values), max(values), values[-1])
+    known = sorted(values.items())
+    spreads = {name: Spread(len(each), _mean(each), min(each), max(each), each[-1]) for name, each in known}
+    return _Metrics({name: thinned(steps[name], values[name]) for name in spreads}, spreads)
 
 
 def thinned(steps: Sequence[float], values: Sequence[float]) -> Curve:

@@ -16,9 +16,9 @@ from rollouts.models.folders import all_checkpoints
 from rollouts.runs.folder import (
     RunFolder,
     holds_run,
-    load_config,
     note_removed,
     phases_of,
+    read_config,
     removed_steps,
     step_of_file,
     writer_of,
@@ -50,21 +50,27 @@ def removals(runs: Sequence[Path], what: Iterable[str]) -> list[Removal]:
     assert chosen <= set(WHAT), chosen
     found = []
     named = set(_named_elsewhere(runs))
+
+    def add(run: Path, what: str, paths: list[Path]) -> None:
+        if paths:
+            sizes = (sum(size_of(each)) if each.is_dir() else each.stat().st_size for each in paths)
+            found.append(Removal(run, what, paths, sum(sizes)))
+
     for run in runs:
         if not holds_run(run) or KEEP in read_labels(run).tags or any(map(writer_of, {run, *phases_of(run)})):
             continue
         if "empty" in chosen and _is_empty(run) and run.resolve() not in named:
-            found.append(_removal(run, "the whole run", [run]))
+            add(run, "the whole run", [run])
             continue
-        found.append(_removal(run, "leftovers", list(_leftovers(run))))
+        add(run, "leftovers", list(_leftovers(run)))
         for phase in phases_of(run):
             if "trajectories" in chosen:
-                files = [each for each in (phase / "trajectories").glob("*") if step_of_file(each) is not None]
-                found.append(_removal(run, "trajectories", files))
+                files = (phase / "trajectories").glob("*")
+                add(run, "trajectories", [each for each in files if step_of_file(each) is not None])
             if "checkpoints" in chosen:
-                old = [each for each in checkpoints_to_prune(phase / "checkpoints", 1) if each.resolve() not in named]
-                found.append(_removal(run, "checkpoints", old))
-    return [each for each in found if each.paths]
+                old = checkpoints_to_prune(phase / "checkpoints", 1)
+                add(run, "checkpoints", [each for each in old if each.resolve() not in named])
+    return found
 
 
 def remove(removal: Removal) -> None:
@@ -88,35 +94,26 @@ def _note_steps(files: Sequence[Path]) -> None:
         note_removed(phase, max([removed_steps(phase), *(step + 1 for step in steps)]))
 
 
-def _removal(run: Path, what: str, paths: list[Path]) -> Removal:
-    return Removal(
-        run, what, paths, sum(sum(size_of(each)) if each.is_dir() else each.stat().st_size for each in paths)
-    )
-
-
 def _is_empty(run: Path) -> bool:
     """Whether a run has neither a checkpoint nor a trajectory."""
-    return not any(
-        all_checkpoints(phase / "checkpoints") or any((phase / "trajectories").glob("*")) for phase in phases_of(run)
-    )
+    phases = phases_of(run)
+    return not any(all_checkpoints(each / "checkpoints") or any((each / "trajectories").glob("*")) for each in phases)
 
 
 def _leftovers(run: Path) -> Iterator[Path]:
     """What processes that were killed have left half-written or half-removed."""
     for phase in {run, *phases_of(run)}:
         for folder in (phase, phase / "trajectories", phase / "checkpoints"):
-            if folder.is_dir():
-                names = (
-                    each for each in folder.iterdir() if each.suffix == ".partial" or HIDDEN_NAME.fullmatch(each.name)
-                )
-                yield from names
+            for each in folder.iterdir() if folder.is_dir() else ():
+                if each.suffix == ".partial" or HIDDEN_NAME.fullmatch(each.name):
+                    yield each
 
 
 def _named_elsewhere(runs: Iterable[Path]) -> Iterator[Path]:
     """The runs and checkpoints that the settings of these runs name, such as `model` and `teacher`."""
     for run in runs:
         try:
-            settings = load_config(run)[0]
+            settings = read_config(run)[0]
         except ConfigError:
             continue  # a damaged run names nothing
         for text in _texts(settings):

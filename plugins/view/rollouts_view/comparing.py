@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.errors import ConfigError, UserError, first_line
 from rollouts.reducers import Reducer, stderr
-from rollouts.runs.comparing import Evaluation, evaluations_of, paired_difference
-from rollouts.runs.folder import load_config
+from rollouts.runs.comparing import RunEvaluation, evaluations_of, paired_difference
+from rollouts.runs.folder import read_config
 
 if TYPE_CHECKING:
     from rollouts_view.catalog import Catalog
@@ -29,7 +29,7 @@ def differing_settings(folders: Sequence[Path]) -> dict[str, list[Any]]:
 
     Modes have different settings. So if the modes differ, a setting counts only if runs that have it differ in it.
     """
-    flat = [dict(_flat(load_config(folder)[0])) for folder in folders]
+    flat = [dict(_flat(read_config(folder)[0])) for folder in folders]
     is_one_mode = len({settings.get("mode") for settings in flat}) == 1
     names = dict.fromkeys(name for settings in flat for name in settings if name not in _OWN_TO_A_RUN)
     found = {}
@@ -55,8 +55,8 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def reduced_evaluations(
-    evaluations: Sequence[Evaluation], rewards: Mapping[str, float], reducer: Reducer
-) -> list[Evaluation]:
+    evaluations: Sequence[RunEvaluation], rewards: Mapping[str, float], reducer: Reducer
+) -> list[RunEvaluation]:
     """A run's evaluations, the last one with the mean of these rewards of its tasks, which `reducer` has reduced."""
     if not evaluations or not rewards:
         return list(evaluations)
@@ -97,19 +97,24 @@ def compare(catalog: Catalog, runs: list[str]) -> dict[str, Any]:
     except ConfigError as error:
         settings, notes = {}, [first_line(error)]
     files = [_last_evaluation(catalog, run) for run in runs]
-    tasks = [_tasks(catalog, run, file) if file else {} for run, file in zip(runs, files, strict=True)]
+    first, *rest = (_tasks(catalog, run, file) if file else {} for run, file in zip(runs, files, strict=True))
     others = []
-    for run, file, own in zip(runs[1:], files[1:], tasks[1:], strict=True):
-        pairs = [(tasks[0][key], own[key]) for key in tasks[0].keys() & own.keys()]
+    for run, file, own in zip(runs[1:], files[1:], rest, strict=True):
+        pairs = [(first[key], own[key]) for key in first.keys() & own.keys()]
         pairs.sort(key=lambda pair: (pair[1].reward - pair[0].reward, pair[0].name))
-        found = None
+        paired = None
         try:
-            found = paired_difference(_rewards(tasks[0]), _rewards(own))
+            found = paired_difference(_rewards(first), _rewards(own))
+            paired = None if found is None else found.as_json()
         except UserError as error:
             notes = list(dict.fromkeys([*notes, str(error)]))
         shown = pairs if len(pairs) <= TASKS_MAX else pairs[: TASKS_MAX // 2] + pairs[-TASKS_MAX // 2 :]
-        paired = None if found is None else found.as_json()
-        others.append({"run": run, "file": file, "paired": paired, "tasks": _plain(shown), "total": len(pairs)})
+        sides = [[{"reward": each.reward, "line": each.line} for each in pair] for pair in shown]
+        tasks = [
+            {"task": one.name, "first": first_side, "second": second_side}
+            for (one, _), (first_side, second_side) in zip(shown, sides, strict=True)
+        ]
+        others.append({"run": run, "file": file, "paired": paired, "tasks": tasks, "total": len(pairs)})
     return {
         "runs": runs,
         "settings": settings,
@@ -118,14 +123,6 @@ def compare(catalog: Catalog, runs: list[str]) -> dict[str, Any]:
         "others": others,
         "notes": notes,
     }
-
-
-def _plain(pairs: list[tuple[_Task, _Task]]) -> list[dict[str, Any]]:
-    return [{"task": one.name, "first": _side(one), "second": _side(other)} for one, other in pairs]
-
-
-def _side(task: _Task) -> dict[str, Any]:
-    return {"reward": task.reward, "line": task.line}
 
 
 def _last_evaluation(catalog: Catalog, run: str) -> str:
@@ -151,6 +148,5 @@ def _tasks(catalog: Catalog, run: str, file: str) -> dict[int, _Task]:
             rewards[table.keys[row]].append(reward)
             first.setdefault(table.keys[row], row)
     names = table.texts["task"] if table.count else []
-    return {
-        key: _Task(names[first[key]], statistics.fmean(each), table.line[first[key]]) for key, each in rewards.items()
-    }
+    means = {key: statistics.fmean(each) for key, each in rewards.items()}
+    return {key: _Task(names[first[key]], mean, table.line[first[key]]) for key, mean in means.items()}

@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from rollouts_check.descriptions import description
+
 from rollouts.config.files import NOWHERE
 from rollouts.config.merging import Component
 from rollouts.config.names import names_file, names_module
 from rollouts.config.settings import AUTO, COMPONENT_KINDS, OWN, OWN_KEYS
 from rollouts.data.source import KIND
 from rollouts.errors import AmbiguousComponentError, ConfigError, UnknownComponentError, UserError, words_of
-from rollouts.plugins.descriptions import description
 from rollouts.plugins.index import scan
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import Signature

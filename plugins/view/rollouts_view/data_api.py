@@ -20,7 +20,7 @@ from rollouts.data.source import find_loader, loader_signature
 from rollouts.errors import ConfigError, UserError, in_lines, suggestion
 from rollouts.plugins.loading import CORE
 from rollouts.plugins.manager import PluginManager
-from rollouts.runs.folder import load_config, phases_of
+from rollouts.runs.folder import phases_of, read_config
 from rollouts.runs.inspecting import OF_SFT
 from rollouts_view.catalog import Catalog
 from rollouts_view.data_rows import NOT_SHOWN, OpenData
@@ -49,8 +49,7 @@ class DataAPI:
         found = self._opened(tree, given)
         begin = _number("from", start, 0, 10**12)
         rows = found.page(begin, _number("count", count, 10, COUNT_MAX))
-        total = found.rows.total()
-        fields = _fields(found)
+        total, fields = found.rows.total(), _fields(found)
         default = {field["name"]: field["default"] for field in fields if not field["is_secret"]}
         texts = {name: text for name, text in _texts(merge(tree, given)).items() if name in default}
         return {
@@ -97,7 +96,7 @@ def data_of_run(folder: Path, run: str) -> Tree:
     """The settings of the data that a run of mode sft was trained on. A run may be from somebody else: no code that it
     names is run, and its data must be a local file that a loader of the core reads. Raises UserError.
     """
-    tree = load_config(phases_of(folder)[0])[0]
+    tree = read_config(phases_of(folder)[0])[0]
     if tree.get("mode") != "sft" or not tree.get("data"):
         raise UserError(f"{run} was not trained on rows of --data; its trajectories are in its steps")
     kept = merge({name: tree[name] for name in OF_SFT if name in tree and name != "trust_remote_code"})

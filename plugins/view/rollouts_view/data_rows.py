@@ -15,7 +15,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from rollouts.author_code import printable
 from rollouts.chat.token_texts import token_texts
@@ -24,7 +24,7 @@ from rollouts.config.flags import Tree
 from rollouts.config.settings import Settings
 from rollouts.data.conversations import BadRowError
 from rollouts.data.loaders import NotARow, bounded_row, json_lines
-from rollouts.data.source import COLUMNS, Loader, Row, choose_loader, open_rows, renamed, split_is_lines
+from rollouts.data.source import COLUMNS, DataRow, Loader, choose_loader, open_rows, renamed, split_is_lines
 from rollouts.errors import ConfigError, UserError, first_line, words_of
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.inspecting import Inspection, ReadRow, RowReader, bins_of, conversation_of, sample_of
@@ -44,18 +44,6 @@ class Total(NamedTuple):
     rows: int
     is_whole: bool
     is_growing: bool
-
-
-class Rows(Protocol):
-    """The rows of some data."""
-
-    def read(self, start: int, count: int) -> list[tuple[int, Row]]:
-        """Rows with their numbers from 0. A blank line is no row."""
-        ...
-
-    def total(self) -> Total:
-        """How many there are, as far as it is known."""
-        ...
 
 
 class LineRows:
@@ -86,15 +74,17 @@ class LineRows:
             self._is_done = True
 
     def total(self) -> Total:
+        """How many rows there are, as far as it is known."""
         is_done = self._is_done
         return Total(len(self._offsets) - 1, is_done, not is_done)
 
-    def read(self, start: int, count: int) -> list[tuple[int, Row]]:
+    def read(self, start: int, count: int) -> list[tuple[int, DataRow]]:
+        """Rows with their numbers from 0. A blank line is no row."""
         deadline = time.monotonic() + WAIT_SECONDS
         while not self._is_done and self.total().rows < start + count and time.monotonic() < deadline:
             time.sleep(0.01)
         end = min(start + count, self.total().rows)
-        found: list[tuple[int, Row]] = []
+        found: list[tuple[int, DataRow]] = []
         try:
             with self._file.open("rb") as opened:
                 for number in range(start, end):
@@ -103,7 +93,7 @@ class LineRows:
                     place = f"{self._file}, line {number + 1}"
                     value = self._value(opened.read(min(length, ROW_BYTES_MAX)), length, place, is_first=number == 0)
                     if value != NotARow(""):
-                        found.append((number, Row(place, value)))
+                        found.append((number, DataRow(place, value)))
         except OSError as error:
             raise ConfigError(f"{self._file} cannot be read: {error.strerror or error}") from error
         return found
@@ -123,16 +113,18 @@ class LineRows:
 class SequentialRows:
     """The rows of another format, read one after the other. An earlier one is read from the begin again."""
 
-    def __init__(self, opener: Callable[[], Iterator[Row]]) -> None:
+    def __init__(self, opener: Callable[[], Iterator[DataRow]]) -> None:
         self._opener, self._lock = opener, threading.Lock()
-        self._rows: Iterator[Row] = iter(())
+        self._rows: Iterator[DataRow] = iter(())
         self._at = 0
         self._is_open = self._is_done = False
 
     def total(self) -> Total:
+        """How many rows were read so far."""
         return Total(self._at, self._is_done, False)
 
-    def read(self, start: int, count: int) -> list[tuple[int, Row]]:
+    def read(self, start: int, count: int) -> list[tuple[int, DataRow]]:
+        """Rows with their numbers from 0. A blank line is no row."""
         with self._lock:
             if not self._is_open or start < self._at:
                 self._rows, self._at, self._is_open, self._is_done = self._opener(), 0, True, False
@@ -144,7 +136,7 @@ class SequentialRows:
             return found
 
 
-def open_rows_of(loader: Loader, data: Tree) -> Rows:
+def open_rows_of(loader: Loader, data: Tree) -> LineRows | SequentialRows:
     """The rows of some data in the order of the file. Raises UserError."""
     columns = {column: value for column in COLUMNS if (value := getattr(loader.rows, column))}
     file = Path(loader.source)
@@ -248,15 +240,15 @@ class OpenData:
         except BadRowError as error:
             return ReadRow(None, [], Cut(), str(error), sample_of(value))
 
-    def _shown(self, number: int, row: Row) -> dict[str, Any]:
+    def _shown(self, number: int, row: DataRow) -> dict[str, Any]:
         read = self._read(row.value)
         shown: dict[str, Any] = {"number": number, "place": row.place, "bad": read.bad, "sample": read.sample}
         if read.conversation is None:
             return shown
         with self._lock:
-            sequences = [
-                {"tokens": each.tokens, "texts": self._texts(each.tokens), "mask": each.loss_mask} for each in read.rows
-            ]
+            texts = [self._texts(each.tokens) for each in read.rows]
+        pairs = zip(read.rows, texts, strict=True)
+        sequences = [{"tokens": each.tokens, "texts": own, "mask": each.loss_mask} for each, own in pairs]
         found = read.conversation
         return shown | {
             "form": found.form,

@@ -206,9 +206,8 @@ def _basis(draft: Draft) -> Resolved:
     )
     basis = resolve(_tree(alone), allow_left_out=True)
     given = {name: getattr(Settings, name) for name in BASIS if name not in COMPONENT_KINDS}
-    return basis._replace(
-        settings=dataclasses.replace(basis.settings, **given), components=basis.components | {"data": []}
-    )
+    settings = dataclasses.replace(basis.settings, **given)
+    return basis._replace(settings=settings, components=basis.components | {"data": []})
 
 
 def _tree(draft: Draft) -> Tree:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 from rollouts.disk import write_whole
 from rollouts.encoding import encode
@@ -20,28 +20,12 @@ from rollouts_view.health import health, timeline
 from rollouts_view.server import page_files
 
 BYTES_MAX = 20_000_000
-MODULES = (
-    "dom",
-    "api",
-    "chart",
-    "conversation",
-    "tokens",
-    "runs",
-    "run",
-    "timeline",
-    "health",
-    "table",
-    "rollout",
-    "side",
-    "compare",
-    "main",
-)
+MODULES = "dom api chart conversation tokens runs run timeline health table rollout side compare main".split()
 """The modules of the page, each after those that it imports."""
 
 NEEDS_SERVER = ("field", "component", "file", "new", "data")
 """The modules of pages that an exported file does not have, because they ask the server."""
 
-LISTS = re.compile(r'const (FIRST|PHASES|HEALTH) = \[("[^;]*)\];')  # metrics, in run.js and health.js
 WAIT_SECONDS = 600.0
 
 
@@ -59,59 +43,45 @@ def export(catalog: Catalog, target: Path) -> str:
     try:
         write_whole(target, _page(data))
     except OSError as error:
-        raise OutputError(
-            f"{target} cannot be written: {error.strerror or error}; type --export with another"
-        ) from error
+        why = f"{target} cannot be written: {error.strerror or error}"
+        raise OutputError(f"{why}; type --export with another") from error
     more = f"; {counted(left_out, 'rollout')} did not fit" if left_out else ""
     return f"wrote {target} with {counted(rollouts, 'rollout')}{more}"
 
 
 def _answers(catalog: Catalog, run: str) -> tuple[list[bytes], int, int]:
     """The answers of the API by their address, as JSON; how many rollouts they have, and how many did not fit."""
-    api, name = ViewAPI(catalog), quote(run, safe="!'()*~")
+    name = quote(run, safe="!'()*~")
+    api, home, found = ViewAPI(catalog), f"/api/runs/{name}", list[bytes]()
+
+    def add(address: str, answer: bytes) -> int:
+        found.append(b'"' + address.encode() + b'":' + answer)
+        return len(answer)
+
     files = [each["name"] for each in catalog.files(run)]
-    kept = [files_of[-1] for files_of in (_of_kind(files, "step_"), _of_kind(files, "eval")) if files_of]
-    found = [_pair(f"/api/runs/{name}", api.answer("GET", f"/api/runs/{name}"))]
-    found.append(_pair(f"/api/runs/{name}/causes", api.answer("GET", f"/api/runs/{name}/causes")))
+    steps, evaluations = ([file for file in files if file.startswith(start)] for start in ("step_", "eval"))
+    kept = [*steps[-1:], *evaluations[-1:]]
+    for address in (home, f"{home}/causes"):
+        add(address, api.answer("GET", address))
     own = health(catalog, run)
     own["times"] = [each for each in own["times"] if each in kept]
-    found.append(_pair(f"/api/runs/{name}/health", encode(own)))
-    found += [_pair(f"/api/runs/{name}/{file}/times", encode(timeline(catalog, run, file))) for file in own["times"]]
-    for metrics in filter(None, _metrics_of_pages(list(catalog.metrics(run)))):
-        query = urlencode([("run", run), *(("metric", each) for each in metrics)], safe="*")
-        found.append(_pair(f"/api/metrics?{query}", api.answer("GET", "/api/metrics", query)))
+    add(f"{home}/health", encode(own))
+    for file in own["times"]:
+        add(f"{home}/{file}/times", encode(timeline(catalog, run, file)))
+    add("/api/metrics", encode({"curves": {run: catalog.metrics(run)}}))  # the page takes those that it shows
     total = rollouts = left_out = 0
     for file in kept:
         catalog.table(run, file).wait(WAIT_SECONDS)
-        address = f"/api/runs/{name}/{file}"
-        found.append(_pair(address, api.answer("GET", address, f"count={ROWS_MAX}")))
+        add(f"{home}/{file}", api.answer("GET", f"{home}/{file}", f"count={ROWS_MAX}"))
         lines = catalog.lines(run, file).total
         for line in range(lines):
             if line >= ROWS_MAX or total > BYTES_MAX:
                 left_out += lines - line
                 break
-            address_of_line = f"{address}/lines/{line}"
-            answer = api.answer("GET", address_of_line)
-            found.append(_pair(address_of_line, answer))
-            total += len(answer)
+            address = f"{home}/{file}/lines/{line}"
+            total += add(address, api.answer("GET", address))
             rollouts += 1
     return found, rollouts, left_out
-
-
-def _of_kind(files: list[str], beginning: str) -> list[str]:
-    return [file for file in files if file.startswith(beginning)]
-
-
-def _metrics_of_pages(names: list[str]) -> tuple[list[str], list[str]]:
-    """The metrics for which the page of a run asks, and its page of health, in their order."""
-    source = b"\n".join(page_files()[name] for name in ("run.js", "health.js")).decode()
-    lists = {name: re.findall(r'"([^"]+)"', items) for name, items in LISTS.findall(source)}
-    shown = [name for name in lists["FIRST"] if name in names] or names[:6]
-    return shown, [name for name in [*lists["PHASES"], *lists["HEALTH"]] if name in names]
-
-
-def _pair(address: str, answer: bytes) -> bytes:
-    return b'"' + address.encode() + b'":' + answer
 
 
 def _page(data: bytes) -> bytes:

@@ -101,9 +101,8 @@ class _Compiler:
                 return "number", f"abs({self._of(value, 'number', depth)})"
             case ast.Call(func=ast.Name(id="lower"), args=[value], keywords=[]):
                 return "text", f"lower({self._of(value, 'text', depth)})"
-        raise ConfigError(
-            f"`{_short(ast.unparse(node))}` cannot be used; use comparisons, arithmetic, and, or, not, in, abs, lower"
-        )
+        known = "comparisons, arithmetic, and, or, not, in, abs, lower"
+        raise ConfigError(f"`{_short(ast.unparse(node))}` cannot be used; use {known}")
 
     def _of(self, node: ast.expr, wanted: str, depth: int) -> str:
         kind, source = self.read(node, depth)
@@ -112,9 +111,8 @@ class _Compiler:
         return source
 
     def _constant(self, value: Any) -> tuple[str, str]:
-        kind = (
-            "none" if value is None else {bool: "truth", int: "number", float: "number", str: "text"}.get(type(value))
-        )
+        kinds = {bool: "truth", int: "number", float: "number", str: "text", type(None): "none"}
+        kind = kinds.get(type(value))
         if kind is None:
             raise ConfigError(f"`{_short(repr(value))}` is neither a number nor text")
         self.constants.append(float(value) if kind == "number" else value)
@@ -150,9 +148,8 @@ class _Compiler:
         if type(operator) not in _COMPARE:
             raise ConfigError("`is` is for None alone; write ==")
         if of_left != of_right:
-            words = (
-                f"`{_short(ast.unparse(left))}` is {_A[of_left]} and `{_short(ast.unparse(right))}` is {_A[of_right]}"
-            )
+            sides = ((left, of_left), (right, of_right))
+            words = " and ".join(f"`{_short(ast.unparse(node))}` is {_A[kind]}" for node, kind in sides)
             raise ConfigError(f"{words}; they cannot be compared")
         return f"({first} {_COMPARE[type(operator)]} {second})"
 

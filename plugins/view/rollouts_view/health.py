@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from rollouts.errors import ConfigError, UserError
-from rollouts.runs.folder import load_config
+from rollouts.runs.folder import read_config
 from rollouts.runs.times import read_times, times_of
 from rollouts_view.catalog import Catalog
 from rollouts_view.table import Table
@@ -25,7 +25,7 @@ def health(catalog: Catalog, run: str) -> dict[str, Any]:
     time, of the engine and of its weights. Raises UserError.
     """
     try:
-        settings = load_config(catalog.folder(run))[0]
+        settings = read_config(catalog.folder(run))[0]
     except ConfigError:
         settings = {}
     spreads = catalog.spreads(run)

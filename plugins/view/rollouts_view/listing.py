@@ -16,7 +16,7 @@ import msgspec
 from rollouts.disk import open_regular, read_regular, write_whole
 from rollouts.encoding import encode_indented
 from rollouts.errors import ConfigError, OutputError, UserError, in_lines, suggestion
-from rollouts.runs.folder import CONFIG, METRICS, SUMMARY, holds_run, load_config, phases_of, read_json, writer_of
+from rollouts.runs.folder import CONFIG, METRICS, SUMMARY, holds_run, phases_of, read_config, read_json, writer_of
 from rollouts.runs.manifest import MANIFEST
 
 LABELS = "labels.json"
@@ -67,9 +67,7 @@ def find_runs(directory: Path) -> list[Path]:
     Raises UserError if there is no such directory.
     """
     if not directory.is_dir():
-        raise UserError(
-            f"there is no directory {directory}; name the one that has the runs, as in: rollouts runs list DIR"
-        )
+        raise UserError(f"there is no directory {directory}; name the one that has the runs: rollouts runs list DIR")
     return sorted(_runs_below(directory, _DEPTH_MAX))
 
 
@@ -109,7 +107,7 @@ def read_run(folder: Path) -> RunInfo:
     size = sum(size_of(folder))
     run = RunInfo(str(folder), "damaged", bytes=size, started=started, tags=labels.tags, note=labels.note)
     try:
-        settings = load_config(folder)[0]
+        settings = read_config(folder)[0]
     except ConfigError as error:
         return msgspec.structs.replace(run, problem=str(error))
     state, problem = _state(folder, summary)
@@ -218,6 +216,13 @@ def read_labels(folder: Path) -> Labels:
         return msgspec.json.decode(read_regular(folder / LABELS), type=Labels)
     except (OSError, msgspec.DecodeError):
         return Labels()
+
+
+def check_tags(tags: Sequence[str]) -> None:
+    """Raise ConfigError for a tag that is not one word."""
+    for tag in tags:
+        if not tag.strip() or any(char.isspace() for char in tag):
+            raise ConfigError(f"{tag!r} is no tag; a tag is one word, such as best or ablation-2")
 
 
 def write_labels(folder: Path, labels: Labels) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from rollouts.author_code import printable
 from rollouts.chat.token_texts import token_texts
 from rollouts.errors import ConfigError, UserError, first_line
-from rollouts.runs.folder import TOKENS, load_config
+from rollouts.runs.folder import TOKENS, read_config
 from rollouts.runs.times import Lines
 from rollouts.runs.token_files import read_table
 from rollouts.types import Message, Task
@@ -130,7 +130,7 @@ def read_rollout(folder: Path, lines: Lines, number: int, tokenizers: Tokenizers
     line = _decoded(lines, number)
     channels, notes = _channels(lines.file, number)
     try:
-        model = str(load_config(folder)[0].get("model", ""))
+        model = str(read_config(folder)[0].get("model", ""))
     except ConfigError:
         model = ""
     segments = []

@@ -21,23 +21,15 @@ from rollouts.terminal_text import curve, number, print_table, visible
 
 if TYPE_CHECKING:
     from rollouts.reducers import Reducer
-    from rollouts.runs.comparing import Evaluation
+    from rollouts.runs.comparing import RunEvaluation
     from rollouts_view.listing import RunInfo
 
 CURVE_WIDTH = 16
 RUN_COLUMNS_MAX = 4
 SORTS = ("started", "name", "reward", "steps", "size")
 _SHOWN_METRICS = (
-    "reward/mean",
-    "eval/reward_mean",
-    "policy/loss",
-    "policy/entropy",
-    "policy/kl_ref",
-    "optim/lr",
-    "rollout/tokens",
-    "rollout/turns",
-    "mismatch/k3",
-    "time/step",
+    "reward/mean eval/reward_mean policy/loss policy/entropy policy/kl_ref optim/lr rollout/tokens rollout/turns "
+    "mismatch/k3 time/step".split()
 )
 _SPARE = ("model", "mode", "size", "loss", "environment", "tags", "curve", "steps")
 
@@ -100,9 +92,9 @@ def _rank(run: RunInfo, sort: str) -> tuple[Any, str]:
 
 def _row(run: RunInfo) -> list[str]:
     steps = "" if run.steps is None else f"{run.steps} of {run.steps_asked}" if run.steps_asked else str(run.steps)
-    words = [run.name, run.state, run.mode, run.environment, run.model, run.loss]
+    words = [run.name, run.state, run.mode, run.environment, run.model, run.loss, steps, number(run.reward)]
     tags = " ".join(run.tags) + (f"  {run.note}" if run.note else "")
-    return [*words, steps, number(run.reward), curve(run.curve, CURVE_WIDTH), _size(run.bytes), tags]
+    return [*words, curve(run.curve, CURVE_WIDTH), _size(run.bytes), tags]
 
 
 @runs.command()
@@ -201,18 +193,14 @@ def _reducers(folders: Sequence[Path], runs: Sequence[str], how: str | None) -> 
     found = [reducer_of(folder) for folder in folders]
     if how is not None:
         return [each._replace(how=how) for each in found]
-    for name, each in zip(runs, found, strict=True):
+    words = [each.how + (f" of the answers {each.pattern!r}" if each.pattern else "") for each in found]
+    for name, other, each in zip(runs, words, found, strict=True):
         if each != found[0]:
             raise UserError(
-                f"{runs[0]} reduces the samples of a task to {_reduced_words(found[0])}, and {name} to "
-                f"{_reduced_words(each)}\nto compare all of them by one number, type: --reduce mean"
+                f"{runs[0]} reduces the samples of a task to their {words[0]}, and {name} to their {other}\n"
+                "to compare all of them by one number, type: --reduce mean"
             )
     return found
-
-
-def _reduced_words(reducer: Reducer) -> str:
-    pattern = f" of the answers {reducer.pattern!r}" if reducer.pattern else ""
-    return f"their {reducer.how}{pattern}"
 
 
 def _chosen_metrics(lines: dict[str, list[dict[str, Any]]], patterns: Sequence[str]) -> list[str]:
@@ -222,21 +210,17 @@ def _chosen_metrics(lines: dict[str, list[dict[str, Any]]], patterns: Sequence[s
         return [name for name in _SHOWN_METRICS if name in names]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            raise UserError(
-                in_lines(f"--metric {pattern}: no run has such a metric", suggestion(pattern, names) or _all(names))
-            )
+            listed = f"metrics: {', '.join(names)}" if names else "none of these runs has logged a metric"
+            hint = suggestion(pattern, names) or listed
+            raise UserError(in_lines(f"--metric {pattern}: no run has such a metric", hint))
     return [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def _all(names: Sequence[str]) -> str:
-    return f"metrics: {', '.join(names)}" if names else "none of these runs has logged a metric"
 
 
 def _last_with_curve(values: Sequence[float]) -> str:
     return f"{number(values[-1])}  {curve(values, CURVE_WIDTH)}" if values else "–"
 
 
-def _print_evaluations(run: Sequence[str], evaluations: Sequence[Sequence[Evaluation]]) -> None:
+def _print_evaluations(run: Sequence[str], evaluations: Sequence[Sequence[RunEvaluation]]) -> None:
     """The rewards on held-out tasks; of several models and several environments, also as a leaderboard."""
     from rollouts_view.listing import read_run
 
@@ -299,13 +283,11 @@ def tag(run: str, tags: Sequence[str], remove: Sequence[str]) -> int:
 
     `rollouts runs clean` leaves a run with the tag `keep` alone.
     """
-    from rollouts_view.listing import Labels, read_labels, require_run, write_labels
+    from rollouts_view.listing import Labels, check_tags, read_labels, require_run, write_labels
 
     folder = require_run(run)
     labels = read_labels(folder)
-    for each in tags:
-        if not each.strip() or any(char.isspace() for char in each):
-            raise UserError(f"{each!r} is no tag; a tag is one word, such as best or ablation-2")
+    check_tags(tags)
     for each in remove:
         if each not in labels.tags:
             has = f"it has: {', '.join(labels.tags)}" if labels.tags else "it has none"

@@ -1,11 +1,19 @@
-"""Serves the page and its API on this machine until a signal ends it."""
+"""Serves the page and its API on this machine until a signal ends it, to the browser that opened the link.
+
+The link has a token, which the server exchanges for a cookie. A page of another site can neither read the answers
+(there are no CORS headers) nor change anything: the cookie is SameSite, and a change needs a header that a browser adds
+for no other site. A request by another host name is refused, against DNS rebinding.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
+import secrets
 import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from http.cookies import CookieError, SimpleCookie
 from importlib import resources
 from pathlib import Path
 from types import MappingProxyType
@@ -24,7 +32,6 @@ from rollouts.gateway.http_server import (
     serve_http,
     stop_at_signals,
 )
-from rollouts_view.access import HEADERS, Access
 from rollouts_view.api import APIError, Query, ViewAPI
 from rollouts_view.catalog import Catalog
 
@@ -133,7 +140,9 @@ class Site:
                 moved = HEADERS | {"location": "/", "set-cookie": self._access.cookie()}
                 return HTTPResponse(303, b"", "text/plain", headers=moved)
             if request.path.startswith("/api/"):
-                return await trio.to_thread.run_sync(self._of_api, request, limiter=self._threads)
+                asked = (request.method, request.path, request.query, request.body)
+                body = await trio.to_thread.run_sync(self._api.answer, *asked, limiter=self._threads)
+                return _tagged(request, body, "application/json")
             return self._of_page(request)
         except APIError as error:
             return _refusal(error)
@@ -153,10 +162,6 @@ class Site:
             raise APIError(405, f"{path} takes GET, not {request.method}")
         return _tagged(request, self._files[path], TYPES[Path(path).suffix])
 
-    def _of_api(self, request: HTTPRequest) -> HTTPResponse:
-        body = self._api.answer(request.method, request.path, request.query, request.body)
-        return _tagged(request, body, "application/json")
-
 
 def page_files() -> dict[str, bytes]:
     """The files of the page, by name."""
@@ -167,10 +172,9 @@ def page_files() -> dict[str, bytes]:
 def _tagged(request: HTTPRequest, body: bytes, content_type: str) -> HTTPResponse:
     """The body with its tag, or no body if the browser has the same already."""
     tag = f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'
+    is_known = request.headers.get("if-none-match") == tag
     headers = HEADERS | {"etag": tag, "cache-control": "no-cache"}
-    if request.headers.get("if-none-match") == tag:
-        return HTTPResponse(304, b"", content_type, headers=headers)
-    return HTTPResponse(200, body, content_type, headers=headers)
+    return HTTPResponse(304 if is_known else 200, b"" if is_known else body, content_type, headers=headers)
 
 
 def _refusal(error: APIError) -> HTTPResponse:
@@ -180,3 +184,54 @@ def _refusal(error: APIError) -> HTTPResponse:
 
 def _unreadable(status: int, words: str) -> HTTPResponse:
     return _refusal(APIError(status, words))
+
+
+# --- who may ask ------------------------------------------------------------------------------------------------------
+
+
+CHANGES = "x-rollouts-view"
+"""The header that every request has that changes something."""
+
+HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+    "cross-origin-opener-policy": "same-origin",
+}
+
+
+class Access:
+    """The token of one server, which listens at `port`."""
+
+    def __init__(self, port: int) -> None:
+        self.token = secrets.token_urlsafe(24)
+        self._cookie = f"rollouts_view_{port}"  # cookies do not know ports
+        self._hosts = {f"{host}:{port}" for host in ("127.0.0.1", "localhost")}
+
+    def cookie(self) -> str:
+        """The value of `set-cookie` for a browser that has the token."""
+        return f"{self._cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"
+
+    def has_token(self, query: Query) -> bool:
+        """Whether the address has the token."""
+        return hmac.compare_digest(query.one("token").encode(), self.token.encode())
+
+    def check_host(self, request: HTTPRequest) -> None:
+        """Raise APIError if the request names another host."""
+        host = request.headers.get("host", "")
+        if host not in self._hosts:
+            raise APIError(421, f"this server is {' or '.join(sorted(self._hosts))}, not {host!r}")
+
+    def check(self, request: HTTPRequest) -> None:
+        """Raise APIError if the request has no cookie or token, or changes something from another page."""
+        try:
+            cookie = SimpleCookie(request.headers.get("cookie", "")).get(self._cookie)
+        except CookieError:
+            cookie = None
+        given = cookie.value if cookie else request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not hmac.compare_digest(given.encode(), self.token.encode()):
+            raise APIError(401, "open the link that `rollouts view` printed: it has the token of this server")
+        if request.method not in ("GET", "HEAD") and CHANGES not in request.headers:
+            raise APIError(403, f"a request that changes something needs the header {CHANGES}: 1")

@@ -6,6 +6,7 @@ Nothing is started, and nothing is written but the file that the user names.
 from __future__ import annotations
 
 import functools
+import shlex
 from typing import Any
 
 import msgspec
@@ -79,13 +80,9 @@ class SettingsAPI:
     def check(self, body: bytes) -> dict[str, Any]:
         """What is wrong with a draft, and the text of its file."""
         found = check(_decoded(body, Draft), self._reader)
-        return {
-            "faults": [{"at": fault.at, "words": fault.words} for fault in found.faults],
-            "notes": found.notes,
-            "text": found.text,
-            "whole": found.whole,
-            "command": _command(found, "FILE"),
-        }
+        faults = [fault._asdict() for fault in found.faults]
+        texts = {"text": found.text, "whole": found.whole, "command": _command(found, "FILE")}
+        return {"faults": faults, "notes": found.notes, **texts}
 
     def run_file(self, body: bytes) -> dict[str, Any]:
         """Let the file of a component be run, to read its settings."""
@@ -100,11 +97,11 @@ class SettingsAPI:
             raise ConfigError(f"nothing was written: {found.faults[0].words}")
         text = found.whole if given.whole else found.text
         try:
-            written = self._files.write(given.root, given.name, text, given.replaced)
+            file = self._files.write(given.root, given.name, text, given.replaced)
         except WouldReplaceError as error:
             return {"asks": str(error), "tag": error.tag}
-        command = _command(found, written.quoted)
-        return {"file": written.file, "tag": tag_of(text.encode()), "command": command, "dry": f"{command} --dry-run"}
+        command = _command(found, shlex.quote(file))
+        return {"file": file, "tag": tag_of(text.encode()), "command": command, "dry": f"{command} --dry-run"}
 
 
 def _command(found: Checked, file: str) -> str:
@@ -135,12 +132,11 @@ def _kind(key: str) -> dict[str, Any]:
     """How many components a setting can name, and which it names by default."""
     default = next(info.default for info in setting_infos() if info.name == key)
     listed = default if isinstance(default, tuple) else [default] if default else []
-    parts = [Part(text.partition(":")[0], weight=text.partition(":")[2]) for text in listed]
     return {
         "word": KIND_WORDS[COMPONENT_KINDS[key]],
         "is_multiple": key in MULTIPLE or key == "env",
         "is_weighted": key in WEIGHTED,
-        "default": parts,
+        "default": [Part(text.partition(":")[0], weight=text.partition(":")[2]) for text in listed],
     }
 
 

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from rollouts.disk import partial_name, write_whole
 from rollouts.errors import ConfigError, OutputError
@@ -31,13 +29,6 @@ class WouldReplaceError(ConfigError):
     def __init__(self, message: str, tag: str) -> None:
         super().__init__(message)
         self.tag = tag
-
-
-class Written(NamedTuple):
-    """A file that was written, as the commands take it, quoted for a shell."""
-
-    file: str
-    quoted: str
 
 
 class SettingsFiles:
@@ -77,8 +68,8 @@ class SettingsFiles:
                 raise ConfigError(f"{each} is {'a link' if each.is_symlink() else 'no file'}; name another")
         return target
 
-    def write(self, root: str, name: str, text: str, replaced: str = "") -> Written:
-        """Write a file. One that exists is replaced only if `replaced` is the tag of its content.
+    def write(self, root: str, name: str, text: str, replaced: str = "") -> str:
+        """Write a file, and return its name. One that exists is replaced only if `replaced` is the tag of its content.
 
         Raises WouldReplaceError, ConfigError for a name that is refused, and OutputError.
         """
@@ -90,7 +81,7 @@ class SettingsFiles:
             write_whole(target, text.encode())
         except OSError as error:
             raise OutputError(f"{target} cannot be written: {error.strerror or error}; name another") from error
-        return Written(str(target), shlex.quote(str(target)))
+        return str(target)
 
 
 _NO_FOLDER = "this viewer has opened runs alone; to write settings, open a folder: rollouts view --new FOLDER"

@@ -27,7 +27,7 @@ PROBLEMS_MAX = 100
 BLOCK = 500  # lines; then other threads have a turn
 PARTS_MAX = 64
 MISSING = float("nan")
-COUNTS = {"turns": "turns", "tool_calls": "tool_calls", "tool_failures": "tool_failures"}
+COUNTS = ("tool_calls", "tool_failures")
 
 
 class _Segment(msgspec.Struct):
@@ -159,7 +159,7 @@ class Table:
 
     def _sparse_numbers(self, line: _Line) -> None:
         found: dict[str, float | None] = {name: line.metrics[name] for name in COUNTS if name in line.metrics}
-        found.pop("turns", None)
+
         versions = [version for segment in line.segments for version in segment.versions if version >= 0]
         if versions:
             found["oldest_version"], found["newest_version"] = min(versions), max(versions)

@@ -9,14 +9,13 @@ from array import array
 
 import pytest
 import trio
-from rollouts_view.access import Access
 from rollouts_view.api import ViewAPI
 from rollouts_view.catalog import Catalog
-from rollouts_view.server import LIMITS, Site, _unreadable
+from rollouts_view.server import LIMITS, Access, Site, _unreadable
 
 from rollouts.gateway.http_server import bound_socket, serve_http
 from rollouts.runs.folder import CONFIG, RunFolder, episode_records
-from rollouts.runs.token_files import Span, TokenTable, encode_table
+from rollouts.runs.token_files import TokenSpan, TokenTable, encode_table
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
@@ -104,7 +103,7 @@ def recorded(make):
         "entropy": array("f", [0.5, 0.25, 0.125]),
         "clipped": array("B", [0, 1, 0]),
     }
-    make.tokens(run, "step_000000", TokenTable([Span(1, 0, 0, 3)], channels))
+    make.tokens(run, "step_000000", TokenTable([TokenSpan(1, 0, 0, 3)], channels))
     return run
 
 

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow
 HOSTILE = "<script>document.title = 'owned'</script><img src=x onerror=\"document.title='owned'\">"
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [400, pytest.param(1280, marks=pytest.mark.nightly)])
 def test_every_page_fits_its_window(opened, make, recorded, width):
     other = str(make.run("second", settings='mode = "rl"\nseed = 1\n'))
     pair = f"compare?run={recorded}&run={other}".replace("/", "%2F")
@@ -71,6 +71,7 @@ def test_hostile_replies_are_text(opened, make, make_episode):
     assert HOSTILE in opened("run/RUN/step_000000/0").inner_text("main")
 
 
+@pytest.mark.nightly
 def test_a_hundred_thousand_tokens(opened, make, make_episode):
     long = make_episode(0)
     (segment,) = long.trajectory.segments

@@ -114,6 +114,7 @@ def test_an_empty_run_and_an_old_one(opened, make):
     opened("run/RUN/health").wait_for_selector("text=No metrics yet.")
 
 
+@pytest.mark.nightly
 def test_a_file_that_changes_under_it(opened, make):
     run = make.run()
     opened.expected = "the server responded with a status of 4"
@@ -133,6 +134,7 @@ def test_a_file_that_changes_under_it(opened, make):
     assert "has no trajectories step_000000" in opened("run/RUN/step_000000/0").inner_text("[role=alert]")
 
 
+@pytest.mark.nightly
 def test_hostile_words_everywhere(opened, make, make_episode):
     hostile = make_episode(0, reply=HOSTILE)
     hostile.trajectory.messages[1].tool_calls[0].arguments[HOSTILE] = HOSTILE * 9  # a long call is folded
@@ -155,6 +157,7 @@ def test_hostile_words_everywhere(opened, make, make_episode):
     assert "owned" not in page.title() and not page.query_selector("main img, main script")
 
 
+@pytest.mark.nightly
 def test_right_to_left_words(opened, make, make_episode):
     run = make.run(episodes=[make_episode(0, reply=HEBREW), make_episode(1)])
     line = (run / "trajectories" / "step_000000.jsonl").read_text().replace("What is 2 + 0?", HEBREW)
@@ -169,6 +172,7 @@ def test_right_to_left_words(opened, make, make_episode):
     assert page.eval_on_selector("td.long", direction) == "rtl"
 
 
+@pytest.mark.nightly
 def test_an_emoji_in_several_tokens(opened, make, make_episode):
     from rollouts.models.loading import load_tokenizer
 
@@ -191,6 +195,7 @@ def test_an_emoji_in_several_tokens(opened, make, make_episode):
     assert text in page.inner_text(".message.assistant:last-of-type pre")
 
 
+@pytest.mark.nightly
 def test_two_viewers_at_once(browser, serve, make):
     make.run()
     context = browser.new_context()
@@ -236,6 +241,7 @@ def test_a_screen_reader_finds_names(opened, recorded):
         assert page.evaluate("document.activeElement.id") == "main"
 
 
+@pytest.mark.nightly
 def test_curves_by_keyboard(opened, make):
     make.run(steps=3)
     page = opened("run/RUN")

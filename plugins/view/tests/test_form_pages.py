@@ -7,9 +7,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from rollouts_view.access import Access
 from rollouts_view.api import ViewAPI
-from rollouts_view.server import open_catalog, page_of_data
+from rollouts_view.server import Access, open_catalog, page_of_data
 
 from rollouts.cli import main
 
@@ -151,6 +150,7 @@ def test_errors_are_at_the_field_and_go(site):
     assert page.is_enabled("text=write the file")
 
 
+@pytest.mark.nightly
 def test_a_refused_name_and_a_file_that_exists(site):
     Path("opened/mine.toml").write_text("seed = 4\n")
     page = site("#/new?root=opened&file=mine.toml")
@@ -187,7 +187,7 @@ def test_a_file_is_run_when_the_user_says_so_and_its_words_are_text(site):
     assert "owned" not in page.title() and not page.query_selector("main img")
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [400, pytest.param(1280, marks=pytest.mark.nightly)])
 def test_the_form_fits_its_window_and_has_labels(site, width):
     page = site("#/new", width)
     page.evaluate("document.querySelectorAll('details').forEach((each) => (each.open = true))")
@@ -211,7 +211,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("width", [400, pytest.param(1280, marks=pytest.mark.nightly)])
 def test_the_data_page(site, width):
     Path("chat.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     page = site(page_of_data("chat.jsonl"), width, {"chat.jsonl": {"data": {"name": "chat.jsonl"}}})

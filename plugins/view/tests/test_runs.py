@@ -303,6 +303,7 @@ def test_evaluations_of_different_tasks(runs, capsys):
     ) in out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("tasks", [12, 40])
 def test_the_interval_covers_the_truth_in_95_percent_of_cases(tasks):
     """Tasks differ, and so do rewards on one task: the difference has both sources of noise."""

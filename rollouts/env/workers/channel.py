@@ -1,4 +1,4 @@
-"""How a run reaches its workers: `Connector` starts or finds one, and `Channel` carries the messages to it.
+"""How a run reaches its workers: `Connector` starts or finds one, and `MessageChannel` carries the messages to it.
 
 A component of the kind `workers` is a class or function that returns a Connector. A run chooses it with `--worker
 NAME`.
@@ -19,7 +19,7 @@ class ChannelClosedError(Exception):
     """The other side has closed the channel, or it broke."""
 
 
-class Channel(Protocol):
+class MessageChannel(Protocol):
     """Messages in both directions, in order. Both methods raise ChannelClosedError. Several tasks may send, one task
     receives. A cancelled `send` may leave the channel broken.
     """
@@ -40,7 +40,7 @@ class Channel(Protocol):
 class Connection(Protocol):
     """An open channel to a worker. A channel that closes by itself is the death of the worker."""
 
-    channel: Channel
+    channel: MessageChannel
 
     async def end(self, grace_seconds: float = 0.0) -> str:
         """Close the channel, end the worker if this connection started it, and say how it ended. The worker may clean

@@ -7,13 +7,14 @@ what the model then says of itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from rollouts.env.authoring import no_role
-from rollouts.env.results import AnswerAs, answers_of
+from rollouts.env.results import answers_of
+from rollouts.env.workers.protocol import ClientAnswer, ClientAsked, ModelAnswer, ModelAsked, ModelState
 from rollouts.gateway.exchange import Answered, APIError, Asked
 from rollouts.types import Message, Trajectory
 
@@ -21,69 +22,10 @@ if TYPE_CHECKING:
     from rollouts.gateway.endpoint import Endpoint
 
 
-class ModelState(msgspec.Struct):
-    """What a model says of itself, or the model of a role. `place` is the index of the conversation with the last reply
-    among its own, and `trajectory` that conversation. `messages` are those of a conversation that has not begun.
-    `answer_as` is the role of the messages that answer calls.
-    """
-
-    tokens_left: int
-    turns_left: int
-    messages: list[Message] = []
-    place: int | None = None
-    trajectory: Trajectory | None = None
-    answer_as: AnswerAs = "tool"
-
-
-class ModelAnswer(msgspec.Struct):
-    """The messages that a method of the model returns, and its state after it."""
-
-    messages: list[Message]
-    state: ModelState
-
-
-class ModelAsked(msgspec.Struct):
-    """Arguments of `chat`, `say` and `call_tools`. `role` is the name of the model's role. `tools` None: those
-    of the environment.
-    """
-
-    role: str
-    messages: list[Message]
-    tools: list[dict[str, Any]] | None = None
-
-
-class ClientAsked(msgspec.Struct):
-    """Arguments of `answer`: a request of a client that speaks to the model of this role."""
-
-    role: str
-    asked: Asked
-
-
-class Refused(msgspec.Struct, frozen=True):
-    """The error that a client gets instead of a reply (`APIError`)."""
-
-    status: int
-    words: str
-    parameter: str | None = None
-    code: str | None = None
-
-
-class ClientAnswer(msgspec.Struct):
-    """The answer to a client, or the error that it gets, and the model's state after it."""
-
-    state: ModelState
-    answered: Answered | None = None
-    refused: Refused | None = None
-
-
-class Run(Protocol):
-    """The run that a worker asks."""
-
-    async def ask(self, method: str, arguments: Any, kind: Any) -> Any:
-        """The answer of the run, as this type. Raises an exception that ends the episode if the run's function
-        failed.
-        """
-        ...
+AskRun = Callable[[str, Any, Any], Awaitable[Any]]
+"""Asks the run: a method, its arguments and the type of its result. It raises an exception that ends the episode if the
+run's function failed.
+"""
 
 
 class RemoteModel:
@@ -91,10 +33,10 @@ class RemoteModel:
     of none.
     """
 
-    def __init__(self, run: Run, states: Mapping[str, ModelState], role: str = "") -> None:
-        self._run, self._state, self._role = run, states[role], role
+    def __init__(self, ask: AskRun, states: Mapping[str, ModelState], role: str = "") -> None:
+        self._ask_run, self._state, self._role = ask, states[role], role
         self._trajectories: dict[int, Trajectory] = {}
-        self._roles = {} if role else {name: RemoteModel(run, states, name) for name in states if name}
+        self._roles = {} if role else {name: RemoteModel(ask, states, name) for name in states if name}
 
     @property
     def roles(self) -> Mapping[str, RemoteModel]:
@@ -134,9 +76,7 @@ class RemoteModel:
         return self._state.turns_left
 
     async def chat(
-        self,
-        messages: str | Sequence[Message | Mapping[str, Any]],
-        tools: Sequence[dict[str, Any]] | None = None,
+        self, messages: str | Sequence[Message | Mapping[str, Any]], tools: Sequence[dict[str, Any]] | None = None
     ) -> Message:
         """The model's reply."""
         given = [messages] if isinstance(messages, str) else messages
@@ -167,7 +107,7 @@ class RemoteModel:
             yield endpoint
 
     async def _answer(self, asked: Asked) -> Answered:
-        answer: ClientAnswer = await self._run.ask("answer", ClientAsked(self._role, asked), ClientAnswer)
+        answer: ClientAnswer = await self._ask_run("answer", ClientAsked(self._role, asked), ClientAnswer)
         self._take(answer.state)
         if answer.answered is not None:
             return answer.answered
@@ -191,7 +131,7 @@ class RemoteModel:
         texts = [Message("user", each) if isinstance(each, str) else each for each in given]
         read = [each if isinstance(each, Message) else msgspec.convert(each, Message) for each in texts]
         asked = ModelAsked(self._role, read, tools)
-        answer: ModelAnswer = await self._run.ask(method, asked, ModelAnswer)
+        answer: ModelAnswer = await self._ask_run(method, asked, ModelAnswer)
         self._take(answer.state)
         return answer.messages
 

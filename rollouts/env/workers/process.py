@@ -19,15 +19,15 @@ from pathlib import Path
 import msgspec
 import trio
 
-from rollouts.env.workers.channel import Channel, PipeChannel
-from rollouts.env.workers.describe import SandboxSent
+from rollouts.env.processes import open_supervised
+from rollouts.env.worker import take_streams as take_streams
+from rollouts.env.workers.channel import CHUNK, MessageChannel, PipeChannel
+from rollouts.env.workers.protocol import SandboxSent
 from rollouts.errors import WorkerError, words_of_exit
-from rollouts.supervisor import supervised
 
 BOOT = "import sys; sys.path[:] = sys.argv[2:]; from rollouts.env.workers.process import main; main(sys.argv[1])"
 VENV_BOOT = "import sys; from rollouts.env.workers.process import main; main(sys.argv[1])"
 END_SECONDS = 10.0  # how long to wait for the end of a killed process
-CHUNK = 1 << 16
 
 
 class Options(msgspec.Struct, omit_defaults=True):
@@ -44,9 +44,8 @@ class Options(msgspec.Struct, omit_defaults=True):
 def main(given: str) -> None:
     """Answer the requests on standard input until it is closed. `given` are Options as JSON."""
     from rollouts.env.shared import shared_values
-    from rollouts.env.workers.describe import Library
-    from rollouts.env.workers.sandboxing import OpenSandboxes
-    from rollouts.env.workers.server import serve
+    from rollouts.env.workers.library import Library, OpenSandboxes
+    from rollouts.env.workers.server import serve_worker
 
     options = msgspec.json.decode(given, type=Options)
     requests, answers = take_streams()
@@ -54,24 +53,11 @@ def main(given: str) -> None:
 
     async def run() -> None:
         streams = trio.lowlevel.FdStream(answers), trio.lowlevel.FdStream(requests)
-        await serve(PipeChannel(*streams), Library(options.only), OpenSandboxes(options.only, options.sandbox))
+        await serve_worker(PipeChannel(*streams), Library(options.only), OpenSandboxes(options.only, options.sandbox))
 
     with shared_values():
         trio.run(run)
     os._exit(0)  # threads of the environment's code may still run
-
-
-def take_streams() -> tuple[int, int]:
-    """Take the standard input and output of this process for messages. From now on, its input is empty, and what it
-    prints goes to standard error.
-    """
-    requests, answers = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # it is a file
-    return requests, answers
 
 
 def worker_command(options: Options, python: Path | None = None) -> list[str]:
@@ -119,15 +105,7 @@ class ProcessConnector:
     async def open(self, log: Callable[[bytes], None]) -> _Process:
         """Start a process. Raises WorkerError."""
         try:
-            process = await trio.lowlevel.open_process(
-                supervised(self._command, self._lifeline[0]),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=self._lifeline[:1],
-                env=self._environment,
-                start_new_session=True,
-            )
+            process = await open_supervised(self._command, self._lifeline[0], self._environment, subprocess.PIPE)
         except OSError as error:
             raise WorkerError(f"no process could be started for a worker: {error}") from error
         return _Process(process, log, self._options)
@@ -136,7 +114,7 @@ class ProcessConnector:
 class _Process:
     def __init__(self, process: trio.Process, log: Callable[[bytes], None], options: Options) -> None:
         assert process.stdin is not None and process.stdout is not None, "it was started with pipes"
-        self.channel: Channel = PipeChannel(process.stdin, process.stdout)
+        self.channel: MessageChannel = PipeChannel(process.stdin, process.stdout)
         self._process, self._log, self._drained = process, log, trio.Event()
         self._options = options
         trio.lowlevel.spawn_system_task(self._drain)

@@ -9,23 +9,25 @@ still answered. `ping` is answered by `pong` at once.
     {"type": "answer", "number": 7, "value": null}
 
 Values are plain JSON data: a tuple comes back as a list, and the keys of a dict as text. Numbers keep their exact
-value. JSON has no NaN and no infinities, so these are written as `{"$float": "nan"}`. Code is never sent. Not here:
-what the methods do (`sessions`), and what carries the messages (`channel`).
+value. JSON has no NaN and no infinities, so these are written as `{"$float": "nan"}`. Code is never sent. The table
+`REQUESTS` has the methods, with the types of their arguments and results. Not here: what the methods do (`server`,
+`sessions`), and what carries the messages (`channel`).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from rollouts import errors
 from rollouts.author_code import message_of, shown
-from rollouts.encoding import plain
+from rollouts.encoding import plain_json
 from rollouts.env.calls import AbandonedCallsError, CallTimeoutError
+from rollouts.env.results import AnswerAs, ToolOutcome
 from rollouts.error_log import Fault, fault_of
 from rollouts.errors import (
     EnvironmentDefinitionError,
@@ -37,9 +39,15 @@ from rollouts.errors import (
     WorkerError,
     leaves_of,
 )
+from rollouts.gateway.exchange import Answered, Asked
+from rollouts.plugins.index import ComponentRef
+from rollouts.types import Message, Role, Score, Task, ToolCall, Trajectory
 
 VERSION = 3
 """The version of the protocol. A run refuses a worker that speaks another one."""
+
+BATCH_MAX = 256
+"""The values of a stream that are sent together."""
 
 FLOAT = "$float"
 NULL = msgspec.Raw(b"null")
@@ -169,6 +177,253 @@ def _read(decoder: msgspec.json.Decoder[Any], line: bytes) -> Any:
         raise ProtocolError(f"{shown(line[:200].decode(errors='replace'))} ({error})") from error
 
 
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class JudgeSent(NamedTuple):
+    """A reward of an environment, or a metric, whose weight is 0."""
+
+    name: str
+    weight: float
+    role: str | None = None
+
+
+class Description(msgspec.Struct):
+    """What a run knows of an environment before it has an object: the name of its class, where it comes from, the names
+    of its settings, its rewards and metrics.
+    """
+
+    class_name: str
+    doc: str
+    ref: ComponentRef
+    settings: list[str]
+    rewards: list[JudgeSent]
+    metrics: list[JudgeSent]
+
+
+class Given(msgspec.Struct):
+    """The settings that were given for the environment, the path of their table, and the file that they are in."""
+
+    settings: Any
+    path: list[str] = []
+    file: str = ""
+    text: str = ""
+
+
+class SandboxSent(msgspec.Struct, frozen=True):
+    """The sandbox that a run chose: its name, all its settings as `settings_as_sent` writes them, and how many
+    episodes run at the same time.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    concurrency: int = 1
+
+
+class SandboxShown(msgspec.Struct):
+    """What a sandbox is, and what it does not stop."""
+
+    words: str
+    not_stopped: list[str]
+
+
+class Named(msgspec.Struct):
+    """Arguments of `describe`: the name of an environment."""
+
+    name: str
+
+
+class Configured(msgspec.Struct):
+    """Arguments of `configure`: the name of an environment, and the settings that were given for it."""
+
+    name: str
+    given: Given
+
+
+class Make(msgspec.Struct):
+    """Arguments of `make`: the name of an environment, and its settings as `configure` returned them."""
+
+    name: str
+    settings: Any
+    with_shape: bool = False
+
+
+class More(msgspec.Struct):
+    """Arguments of `more`."""
+
+    method: str
+    first: int
+    count: int
+
+
+class ToolSent(NamedTuple):
+    """A tool of an environment, with its schema."""
+
+    name: str
+    timeout_seconds: float
+    schema: dict[str, Any]
+    role: str | None = None
+
+
+class ObjectShape(msgspec.Struct):
+    """What an environment object has: the methods that rollouts calls, its tools and roles, and warnings for its author
+    (file, line, words). `error` is its first mistake, if it has one; then there are no tools. `has_sandbox`: its
+    `setup` names one. `data_error`: why the rows that it reads are not there.
+    """
+
+    methods: list[str]
+    tools: list[ToolSent] = []
+    roles: list[Role] = []
+    warnings: list[tuple[str, int, str]] = []
+    error: Error | None = None
+    has_sandbox: bool = False
+    data_error: Error | None = None
+
+
+class StreamRequest(msgspec.Struct):
+    """Arguments of `stream`: `tasks` or `demonstrations`, and the state of the random numbers (`random.getstate`).
+    `label` names the call in messages.
+    """
+
+    method: str
+    split: str
+    rng: list[Any]
+    label: str
+
+
+class StreamStart(msgspec.Struct):
+    """The kind of what `tasks` or `demonstrations` returned: `list`, another `sequence`, or an `iterator`. `count` is
+    the length of a sequence.
+    """
+
+    kind: str
+    count: int = 0
+
+
+class Batch(msgspec.Struct):
+    """Some values of a stream. `over`: there are no more. `error`: the author's code raised after these values."""
+
+    items: list[msgspec.Raw]
+    over: bool = False
+    error: Error | None = None
+
+
+class ToolRequest(msgspec.Struct):
+    """Arguments of `tool`. `seconds_max` None: no other deadline than the tool's own."""
+
+    call: ToolCall
+    characters_max: int
+    seconds_max: float | None = None
+
+
+class JudgeRequest(msgspec.Struct):
+    """Arguments of `reward` and `metric`."""
+
+    name: str
+    trajectory: Trajectory
+
+
+# --- what a rollout asks the run --------------------------------------------------------------------------------------
+
+
+class ModelState(msgspec.Struct):
+    """What a model says of itself, or the model of a role. `place` is the index of the conversation with the last reply
+    among its own, and `trajectory` that conversation. `messages` are those of a conversation that has not begun.
+    `answer_as` is the role of the messages that answer calls.
+    """
+
+    tokens_left: int
+    turns_left: int
+    messages: list[Message] = []
+    place: int | None = None
+    trajectory: Trajectory | None = None
+    answer_as: AnswerAs = "tool"
+
+
+class ModelAnswer(msgspec.Struct):
+    """The messages that a method of the model returns, and its state after it."""
+
+    messages: list[Message]
+    state: ModelState
+
+
+class ModelAsked(msgspec.Struct):
+    """Arguments of `chat`, `say` and `call_tools`. `role` is the name of the model's role. `tools` None: those
+    of the environment.
+    """
+
+    role: str
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+class ClientAsked(msgspec.Struct):
+    """Arguments of `answer`: a request of a client that speaks to the model of this role."""
+
+    role: str
+    asked: Asked
+
+
+class Refused(msgspec.Struct, frozen=True):
+    """The error that a client gets instead of a reply (`APIError`)."""
+
+    status: int
+    words: str
+    parameter: str | None = None
+    code: str | None = None
+
+
+class ClientAnswer(msgspec.Struct):
+    """The answer to a client, or the error that it gets, and the model's state after it."""
+
+    state: ModelState
+    answered: Answered | None = None
+    refused: Refused | None = None
+
+
+class RolloutRequest(msgspec.Struct):
+    """Arguments of `rollout`: the task, and what the model and its roles say of themselves before the first reply."""
+
+    task: Task
+    models: dict[str, ModelState]
+
+
+class RolloutDone(msgspec.Struct):
+    """What `rollout` returned: the role and the place of a trajectory, None for anything else. `infos` are the `info`
+    of the trajectories, each with its role and place.
+    """
+
+    chosen: tuple[str, int] | None
+    infos: list[tuple[str, int, dict[str, Any]]]
+
+
+REQUESTS: Mapping[str, tuple[Any, Any]] = {
+    # of no environment object
+    "describe": (Named, Description),
+    "configure": (Configured, dict[str, Any]),
+    "show_sandbox": (SandboxSent, SandboxShown),
+    "try_sandbox": (SandboxSent, None),
+    # of an environment object
+    "make": (Make, ObjectShape | None),
+    "open_sandbox": (SandboxSent, None),
+    "close_sandbox": (None, str),
+    "stream": (StreamRequest, StreamStart),
+    "more": (More, msgspec.Raw),  # a Batch, whose items are decoded one by one
+    "setup": (Task, None),
+    "tools": (Task, list[ToolSent]),
+    "tool": (ToolRequest, ToolOutcome),
+    "reply": (Trajectory, list[Message]),
+    "rollout": (RolloutRequest, RolloutDone),
+    "reward": (JudgeRequest, Score),
+    "metric": (JudgeRequest, float),
+    "state": (None, Any),
+    "restore": (Any, None),
+    "close": (None, None),
+    "forget": (None, Any),
+}
+"""The methods of a worker, with the types of their arguments and of their results."""
+
+
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +438,7 @@ def encode_value(value: Any, whose: str = "a value") -> msgspec.Raw:
         if b"null" in data and _is_special(value):  # msgspec writes these numbers as null
             data = msgspec.json.encode(_marked(msgspec.to_builtins(value)))
     except UnicodeEncodeError:  # half of a surrogate pair
-        return msgspec.Raw(msgspec.json.encode(plain(value)))
+        return msgspec.Raw(msgspec.json.encode(plain_json(value)))
     except (TypeError, ValueError, RecursionError) as error:
         raise EnvironmentDefinitionError(
             f"{whose} cannot be sent between a run and a worker ({error}); use plain data: numbers, text, lists, "

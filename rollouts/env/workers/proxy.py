@@ -2,46 +2,34 @@
 
 It is made from the description of a worker. An object of it has the methods that the environment has, and no others.
 `tasks` and `demonstrations` are plain, and the other methods are called through `rollouts.env.calls`. If a worker dies
-while tasks are read, they are read on in another one, from the same random numbers.
+while tasks are read, they are read on in another one, from the same random numbers. The sandboxes of its episodes are
+in the workers too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import random
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from typing import Any, cast, overload
 
 import msgspec
 
 from rollouts.config.files import Source
+from rollouts.config.workers import VENV
 from rollouts.env import calls
-from rollouts.env.authoring import JudgeMethod, Remote, ToolMethod
+from rollouts.env.authoring import JudgeMethod, ToolMethod, WorkerEnvironment
 from rollouts.env.results import ToolOutcome
-from rollouts.env.workers.describe import Description, Given, JudgeSent, settings_as_sent
-from rollouts.env.workers.model import ClientAnswer, ClientAsked, ModelAnswer, ModelAsked, ModelState, Refused
+from rollouts.env.workers import protocol
+from rollouts.env.workers.library import settings_as_sent
 from rollouts.env.workers.pool import DEATHS_MAX, WorkerLease, WorkerPool
-from rollouts.env.workers.protocol import Ask, Error, decode_value, error_received
-from rollouts.env.workers.remote_sandboxes import RemoteLease, RemoteSandboxes
-from rollouts.env.workers.sessions import (
-    BATCH_MAX,
-    Batch,
-    JudgeRequest,
-    RolloutDone,
-    RolloutRequest,
-    Shape,
-    StreamRequest,
-    StreamStart,
-    ToolRequest,
-    ToolSent,
-)
-from rollouts.errors import ConfigError, WorkerError, WorkersLostError
+from rollouts.errors import ConfigError, UnknownComponentError, WorkerError, WorkersLostError, in_lines, said_of
 from rollouts.gateway.exchange import APIError
-from rollouts.types import Message, Role, Score, Task, ToolCall, Trajectory
+from rollouts.types import Message, Role, Task, ToolCall, Trajectory
 
-STREAMS = ("tasks", "demonstrations")
 FIRST_BATCH = 8  # a short first batch: most callers want a few tasks
 
 
@@ -49,7 +37,7 @@ def remote_class(pool: WorkerPool, name: str) -> type[RemoteEnvironment]:
     """The class of the environment of this name. Raises PluginError as without a worker, and ConfigError if no worker
     starts.
     """
-    about: Description = _asked(pool, "describe", {"name": name}, Description)
+    about: protocol.Description = _asked(pool, "describe", {"name": name})
     content = {"__doc__": about.doc, "pool": pool, "_name": name, "description": about, "_shapes": {}}
     made = type(about.class_name, (RemoteEnvironment,), content)
     made.__module__ = __name__
@@ -68,35 +56,41 @@ def configured(
         raise ConfigError(
             f"the environment {name} runs in a worker, so its settings must be plain data: {error}"
         ) from error
-    asked = {"name": name, "given": Given(sent, list(path), source.path, source.text)}
-    settings: dict[str, Any] = _asked(pool, "configure", asked, dict[str, Any])
+    asked = {"name": name, "given": protocol.Given(sent, list(path), source.path, source.text)}
+    settings: dict[str, Any] = _asked(pool, "configure", asked)
     return settings
 
 
-def _asked(pool: WorkerPool, method: str, arguments: Any, kind: Any) -> Any:
+def _asked(pool: WorkerPool, method: str, arguments: Any) -> Any:
     try:
-        return pool.call(method, arguments, kind=kind)
+        return pool.call(method, arguments)
     except WorkerError as error:
         raise ConfigError(f"--worker {pool.settings.kind}: {error}") from error
 
 
-class RemoteEnvironment(Remote):
+class RemoteEnvironment(WorkerEnvironment):
     """The base class. `description` is what the worker said; a subclass has its own."""
 
-    description: Description
+    description: protocol.Description
     pool: WorkerPool
     _name: str
-    _shapes: dict[bytes, Shape]
+    _shapes: dict[bytes, protocol.ObjectShape]
 
     def __init__(self, **settings: Any) -> None:
         self._begin(settings, is_episode=False)
-        shape = self.pool.call("make", self._make_request(), kind=Shape | None, lease=self._lease)
-        self._keep(shape)
+        self._keep(self.pool.call("make", self._make_request(), lease=self._lease))
 
     @classmethod
     def maker(cls, settings: Mapping[str, Any]) -> calls.RemoteCall:
         """A function that makes an object in a trio task, for an episode."""
-        return _Make(cls, settings)
+        return _Call(functools.partial(cls._made, settings))
+
+    @classmethod
+    async def _made(cls, settings: Mapping[str, Any], *, seconds: float) -> RemoteEnvironment:
+        env = cls.__new__(cls)
+        env._begin(settings, is_episode=True)
+        env._keep(await env.call("make", env._make_request(), seconds=seconds))
+        return env
 
     def _begin(self, settings: Mapping[str, Any], *, is_episode: bool) -> None:
         self._given, self._settings = settings, settings_as_sent(settings)
@@ -107,12 +101,12 @@ class RemoteEnvironment(Remote):
     def _make_request(self) -> dict[str, Any]:
         return {"name": self._name, "settings": self._settings, "with_shape": self._key not in self._shapes}
 
-    def _keep(self, shape: Shape | None) -> None:
+    def _keep(self, shape: protocol.ObjectShape | None) -> None:
         if shape is not None:
             self._shapes[self._key] = shape
 
     @property
-    def _shape(self) -> Shape:
+    def _shape(self) -> protocol.ObjectShape:
         return self._shapes[self._key]
 
     # --- what the environment has -----------------------------------------------------------------------------------
@@ -130,18 +124,12 @@ class RemoteEnvironment(Remote):
     @classmethod
     def remote_rewards(cls, env: Any) -> list[JudgeMethod]:
         """The rewards."""
-        return cls._judges(env, "reward", cls.description.rewards)
+        return [_judge_method(env, "reward", each) for each in cls.description.rewards]
 
     @classmethod
     def remote_metrics(cls, env: Any) -> list[JudgeMethod]:
         """The metrics."""
-        return cls._judges(env, "metric", cls.description.metrics)
-
-    @staticmethod
-    def _judges(env: Any, word: str, sent: Sequence[JudgeSent]) -> list[JudgeMethod]:
-        return [
-            JudgeMethod(each.name, _as_function(_Judge(env, word, each.name)), each.weight, each.role) for each in sent
-        ]
+        return [_judge_method(env, "metric", each) for each in cls.description.metrics]
 
     def remote_check(self) -> None:
         """Raise the environment's first mistake."""
@@ -151,9 +139,9 @@ class RemoteEnvironment(Remote):
         """Raise ConfigError if the environment reads rows that are not there."""
         self._raise(self._shape.data_error)
 
-    def _raise(self, error: Error | None) -> None:
+    def _raise(self, error: protocol.Error | None) -> None:
         if error is not None:
-            raise error_received(error, self.pool.name)
+            raise protocol.error_received(error, self.pool.name)
 
     def remote_warnings(self) -> list[tuple[str, int, str]]:
         """The warnings for its author."""
@@ -169,7 +157,7 @@ class RemoteEnvironment(Remote):
         if not self.has_sandbox:
             return None
         assert isinstance(sandboxes, RemoteSandboxes), f"no sandboxes were given for {self._name}"
-        return RemoteLease(self.call, sandboxes)
+        return RemoteLease(self, sandboxes)
 
     # --- what a run calls -------------------------------------------------------------------------------------------
 
@@ -189,7 +177,15 @@ class RemoteEnvironment(Remote):
         return await self.pool.call_async(method, arguments, lease=self._lease, **how)
 
 
-class _Remote(calls.RemoteCall):
+class _Call(calls.RemoteCall):
+    def __init__(self, function: Callable[..., Awaitable[Any]]) -> None:
+        self._function = function
+
+    async def call(self, *args: Any, seconds: float = math.inf) -> Any:
+        return await self._function(*args, seconds=seconds)
+
+
+class _Method(calls.RemoteCall):
     """A method of an object. Two of one method are equal, as bound methods are."""
 
     def __init__(self, env: RemoteEnvironment, name: str) -> None:
@@ -201,56 +197,30 @@ class _Remote(calls.RemoteCall):
     def __hash__(self) -> int:
         return hash((id(self._env), self._name))
 
-
-class _Make(calls.RemoteCall):
-    def __init__(self, cls: type[RemoteEnvironment], settings: Mapping[str, Any]) -> None:
-        self._cls, self._settings = cls, settings
-
-    async def call(self, *args: Any, seconds: float = math.inf) -> RemoteEnvironment:
-        env = self._cls.__new__(self._cls)
-        env._begin(self._settings, is_episode=True)
-        env._keep(await env.call("make", env._make_request(), kind=Shape | None, seconds=seconds))
-        return env
-
-
-class _Setup(_Remote):
-    async def call(self, *args: Any, seconds: float = math.inf) -> None:
-        (task,) = args
-        await self._env.call("setup", task, seconds=seconds, whose="the task")
-
-
-class _Tools(_Remote):
-    async def call(self, *args: Any, seconds: float = math.inf) -> list[ToolMethod]:
-        sent = await self._env.call("tools", *args, kind=list[ToolSent], seconds=seconds)
-        return [_tool_method(self._env, each) for each in sent]
-
-
-class _Reply(_Remote):
-    async def call(self, *args: Any, seconds: float = math.inf) -> list[Message]:
-        messages: list[Message] = await self._env.call("reply", *args, kind=list[Message], seconds=seconds)
-        return messages
-
-
-class _State(_Remote):
     async def call(self, *args: Any, seconds: float = math.inf) -> Any:
         return await self._env.call(self._name, *args, seconds=seconds)
 
 
-class _Close(_Remote):
+class _Tools(_Method):
+    async def call(self, *args: Any, seconds: float = math.inf) -> list[ToolMethod]:
+        return [_tool_method(self._env, each) for each in await super().call(*args, seconds=seconds)]
+
+
+class _Close(_Method):
     async def call(self, *args: Any, seconds: float = math.inf) -> None:
         with contextlib.suppress(WorkerError, WorkersLostError):  # everything that it held has ended with the worker
-            await self._env.call("close", seconds=seconds)
+            await super().call(seconds=seconds)
 
 
-class _Rollout(_Remote):
+class _Rollout(_Method):
     async def call(self, *args: Any, seconds: float = math.inf) -> Trajectory | None:
         task, model = args
         models = {"": _state_of(model), **{name: _state_of(each) for name, each in model.roles.items()}}
 
-        async def serve(ask: Ask) -> ModelAnswer | ClientAnswer:
+        async def serve(ask: protocol.Ask) -> protocol.ModelAnswer | protocol.ClientAnswer:
             if ask.method == "answer":
-                return await _answer_client(model, decode_value(ask.arguments, ClientAsked))
-            asked: ModelAsked = decode_value(ask.arguments, ModelAsked)
+                return await _answer_client(model, protocol.decode_value(ask.arguments, protocol.ClientAsked))
+            asked: protocol.ModelAsked = protocol.decode_value(ask.arguments, protocol.ModelAsked)
             of_role = model.role(asked.role) if asked.role else model
             if ask.method == "chat":
                 messages = [await of_role.chat(asked.messages, asked.tools)]
@@ -261,10 +231,10 @@ class _Rollout(_Remote):
                 messages = []
             else:
                 messages = await of_role.call_tools(asked.messages[0])
-            return ModelAnswer(messages, _state_of(of_role))
+            return protocol.ModelAnswer(messages, _state_of(of_role))
 
-        request = RolloutRequest(task, models)
-        done: RolloutDone = await self._env.call("rollout", request, kind=RolloutDone, seconds=seconds, serve=serve)
+        request = protocol.RolloutRequest(task, models)
+        done: protocol.RolloutDone = await self._env.call("rollout", request, seconds=seconds, serve=serve)
 
         def trajectory(role: str, place: int) -> Trajectory:
             known: list[Trajectory] = (model.role(role) if role else model).trajectories
@@ -275,7 +245,7 @@ class _Rollout(_Remote):
         return None if done.chosen is None else trajectory(*done.chosen)
 
 
-class _Judge(_Remote):
+class _Judge(_Method):
     """A reward or a metric of an object, or of the class, which cannot be called."""
 
     requests = ("trajectory",)
@@ -284,10 +254,12 @@ class _Judge(_Remote):
         super().__init__(env, name)
         self._word = word
 
-    async def call(self, *args: Any, seconds: float = math.inf) -> Score | float:
-        request, kind = JudgeRequest(self._name, *args), Score if self._word == "reward" else float
-        judged: Score | float = await self._env.call(self._word, request, kind=kind, seconds=seconds)
-        return judged
+    async def call(self, *args: Any, seconds: float = math.inf) -> Any:
+        return await self._env.call(self._word, protocol.JudgeRequest(self._name, *args), seconds=seconds)
+
+
+def _judge_method(env: Any, word: str, sent: protocol.JudgeSent) -> JudgeMethod:
+    return JudgeMethod(sent.name, cast(Any, _Judge(env, word, sent.name)), sent.weight, sent.role)
 
 
 class _Tool(calls.RemoteTool):
@@ -296,35 +268,74 @@ class _Tool(calls.RemoteTool):
 
     async def run(self, tool_call: ToolCall, characters_max: int, seconds_max: float) -> ToolOutcome:
         most = None if math.isinf(seconds_max) else seconds_max
-        request = ToolRequest(tool_call, characters_max, most)
-        outcome: ToolOutcome = await self._env.call("tool", request, kind=ToolOutcome)
+        request = protocol.ToolRequest(tool_call, characters_max, most)
+        outcome: ToolOutcome = await self._env.call("tool", request)
         return outcome
 
 
-def _tool_method(env: RemoteEnvironment, sent: ToolSent) -> ToolMethod:
-    return ToolMethod(sent.name, _as_function(_Tool(env, sent.schema)), sent.timeout_seconds, None, sent.role)
+def _tool_method(env: RemoteEnvironment, sent: protocol.ToolSent) -> ToolMethod:
+    return ToolMethod(sent.name, cast(Any, _Tool(env, sent.schema)), sent.timeout_seconds, None, sent.role)
 
 
-def _as_function(remote: calls.RemoteCall) -> Any:
-    """`rollouts.env.calls` and `rollouts.env.tools` call it in place of a function."""
-    return remote
-
-
-async def _answer_client(model: Any, client: ClientAsked) -> ClientAnswer:
+async def _answer_client(model: Any, client: protocol.ClientAsked) -> protocol.ClientAnswer:
     """The model's answer to a client in the worker."""
     of_role = model.role(client.role) if client.role else model
     try:
         answered = await of_role.answer(client.asked)
     except APIError as error:
-        refused = Refused(error.status, str(error), error.parameter, error.code)
-        return ClientAnswer(_state_of(of_role), refused=refused)
-    return ClientAnswer(_state_of(of_role), answered)
+        refused = protocol.Refused(error.status, str(error), error.parameter, error.code)
+        return protocol.ClientAnswer(_state_of(of_role), refused=refused)
+    return protocol.ClientAnswer(_state_of(of_role), answered)
 
 
-def _state_of(model: Any) -> ModelState:
+def _state_of(model: Any) -> protocol.ModelState:
     trajectory = model.trajectory
     place = next((place for place, each in enumerate(model.trajectories) if each is trajectory), None)
-    return ModelState(model.tokens_left, model.turns_left, model.messages, place, trajectory, model.answer_as)
+    return protocol.ModelState(model.tokens_left, model.turns_left, model.messages, place, trajectory, model.answer_as)
+
+
+# --- sandboxes ------------------------------------------------------------------------------------------------------
+
+
+class RemoteSandboxes:
+    """Sandboxes in the workers of one environment, made by the component that is installed there. `words` and
+    `not_stopped` are those of `Sandboxes`.
+
+    Raises UserError if the workers cannot open one.
+    """
+
+    def __init__(self, pool: WorkerPool, sent: protocol.SandboxSent) -> None:
+        self.sent, self._pool = sent, pool
+        try:
+            shown: protocol.SandboxShown = self._ask("show_sandbox")
+        except UnknownComponentError as error:
+            hint = f"type: rollouts env install PACKAGE --with PACKAGE-OF-{sent.name}"
+            raise UnknownComponentError(in_lines(str(error), hint if pool.settings.kind == VENV else "")) from error
+        self.words, self.not_stopped = shown.words, shown.not_stopped
+
+    def try_one(self) -> None:
+        """Open one for a moment. Raises ConfigError."""
+        self._ask("try_sandbox")
+
+    def _ask(self, method: str) -> Any:
+        with said_of(f"the worker {self._pool.name}"):
+            try:
+                return self._pool.call(method, self.sent)
+            except WorkerError as error:
+                raise ConfigError(str(error)) from error
+
+
+class RemoteLease:
+    """The sandbox of one episode, in the worker that has its environment object; see `rollouts.sandboxes.base`."""
+
+    def __init__(self, env: RemoteEnvironment, sandboxes: RemoteSandboxes) -> None:
+        self.lost = ""
+        self._env = env
+        self.open, self.close = _Call(functools.partial(env.call, "open_sandbox", sandboxes.sent)), _Call(self._close)
+
+    async def _close(self, *, seconds: float) -> None:
+        with contextlib.suppress(WorkerError, WorkersLostError):  # it has ended with its worker
+            self.lost = await self._env.call("close_sandbox", seconds=seconds)
 
 
 # --- tasks and demonstrations ---------------------------------------------------------------------------------------
@@ -339,7 +350,7 @@ class _Stream:
     def __call__(self, split: str, rng: random.Random) -> Any:
         env = self._env
         name = f"{env._name}.{self._method}({split!r}, rng)"
-        asked = StreamRequest(self._method, split, list(rng.getstate()), name)
+        asked = protocol.StreamRequest(self._method, split, list(rng.getstate()), name)
         start = _start(env, asked)
         if start.kind == "sequence":
             return _RemoteSequence(env, asked, start.count)
@@ -347,18 +358,20 @@ class _Stream:
         return list(values) if start.kind == "list" else values
 
 
-def _start(env: RemoteEnvironment, asked: StreamRequest) -> StreamStart:
-    start: StreamStart = env.pool.call("stream", asked, kind=StreamStart, lease=env._lease)
+def _start(env: RemoteEnvironment, asked: protocol.StreamRequest) -> protocol.StreamStart:
+    start: protocol.StreamStart = env.pool.call("stream", asked, lease=env._lease)
     return start
 
 
-def _batch(env: RemoteEnvironment, asked: StreamRequest, first: int, count: int) -> tuple[RemoteEnvironment, Batch]:
+def _batch(
+    env: RemoteEnvironment, asked: protocol.StreamRequest, first: int, count: int
+) -> tuple[RemoteEnvironment, protocol.Batch]:
     """Some values, and the environment object that has given them. If its worker died, another object reads on."""
     for _ in range(DEATHS_MAX):
         try:
             more = {"method": asked.method, "first": first, "count": count}
-            sent = env.pool.call("more", more, kind=msgspec.Raw, lease=env._lease)
-            return env, msgspec.json.decode(sent, type=Batch)  # its items are decoded one by one
+            sent = env.pool.call("more", more, lease=env._lease)
+            return env, msgspec.json.decode(sent, type=protocol.Batch)
         except WorkerError as error:
             lost = error
             with contextlib.suppress(WorkerError):
@@ -367,25 +380,25 @@ def _batch(env: RemoteEnvironment, asked: StreamRequest, first: int, count: int)
     raise lost
 
 
-def _values(env: RemoteEnvironment, asked: StreamRequest, count: int | None) -> Iterator[Any]:
+def _values(env: RemoteEnvironment, asked: protocol.StreamRequest, count: int | None) -> Iterator[Any]:
     drawn, size = 0, FIRST_BATCH
     kind = Task if asked.method == "tasks" else list[Message]
     while count is None or drawn < count:
-        env, batch = _batch(env, asked, drawn, size if count is None else min(BATCH_MAX, count - drawn))
+        env, batch = _batch(env, asked, drawn, size if count is None else min(protocol.BATCH_MAX, count - drawn))
         for item in batch.items:
             drawn += 1
-            yield decode_value(item, kind)
+            yield protocol.decode_value(item, kind)
         if batch.error is not None:
-            raise error_received(batch.error, env.pool.name)
+            raise protocol.error_received(batch.error, env.pool.name)
         if batch.over:
             return
-        size = min(BATCH_MAX, size * 2)
+        size = min(protocol.BATCH_MAX, size * 2)
 
 
 class _RemoteSequence(Sequence[Any]):
     """A sequence in a worker, of which values are drawn when they are asked for."""
 
-    def __init__(self, env: RemoteEnvironment, asked: StreamRequest, count: int) -> None:
+    def __init__(self, env: RemoteEnvironment, asked: protocol.StreamRequest, count: int) -> None:
         self._env, self._asked, self._count = env, asked, count
 
     def __len__(self) -> int:
@@ -403,17 +416,17 @@ class _RemoteSequence(Sequence[Any]):
             raise IndexError(place)
         self._env, batch = _batch(self._env, self._asked, place, 1)
         if batch.error is not None:
-            raise error_received(batch.error, self._env.pool.name)
-        return decode_value(batch.items[0], Task if self._asked.method == "tasks" else list[Message])
+            raise protocol.error_received(batch.error, self._env.pool.name)
+        return protocol.decode_value(batch.items[0], Task if self._asked.method == "tasks" else list[Message])
 
 
 _METHODS: Mapping[str, Any] = {
     "tasks": _Stream,
     "demonstrations": _Stream,
-    "setup": _Setup,
+    "setup": _Method,
     "tools": _Tools,
-    "reply": _Reply,
+    "reply": _Method,
     "rollout": _Rollout,
-    "state": _State,
-    "restore": _State,
+    "state": _Method,
+    "restore": _Method,
 }

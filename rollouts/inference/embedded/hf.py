@@ -1,15 +1,21 @@
 """The embedded engine: generation in this process, with the trainer's own parameters.
 
-Its weights are always current, at no cost. (With a sharded trainer, rank 0 keeps a copy, which is updated after every
-step.) Generation and training run in one thread, so an optimizer step never overlaps a decode step. Requests are
-collected into batches (`scheduler.py`) and sampled (`decode.py`). A seed determines the result: neither trio's task
-order nor the batch size changes a random number. top-p and similar methods, stop strings and several devices are not
-supported.
-
     async with create_hf_inference("path/to/model", None, 0) as engine:
         session = engine.open_session((0, 0))
         reply = await engine.generate(GenerateRequest(tokens, max_tokens=64, stop_ids=(2,), seed=7, session=session))
         engine.close_session(session)
+
+In this order:
+
+1. Requests wait until every open session waits, and form a batch (`scheduler.py`, in trio's thread).
+2. The batch is prefilled: equal prompts once, and of a later turn only the new tokens (`decode_slots.py`, `cache.py`).
+3. All rows sample one token a step; finished rows leave, and queued rows join (`decode.py`, in the torch thread).
+4. Each reply is answered at once. The session keeps the keys and values for its next turn.
+
+The weights are always current, at no cost. (With a sharded trainer, rank 0 keeps a copy, which is updated after every
+step.) Generation and training share one thread, so an optimizer step never overlaps a decode step. A seed determines
+the result: neither trio's task order nor the batch size changes a random number. Left out: top-p and similar methods,
+stop texts, several devices, and paged attention: a batch has one padded buffer.
 """
 
 from __future__ import annotations
@@ -23,7 +29,15 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from rollouts.errors import ConfigError, InferenceError, named
-from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, VersionSpan, WeightUpdate
+from rollouts.inference.base import (
+    Capabilities,
+    GenerateRequest,
+    Generation,
+    Health,
+    VersionSpan,
+    WeightUpdate,
+    check_tokens,
+)
 from rollouts.inference.embedded.scheduler import BatchScheduler, InferenceStatistics, PendingRequest
 from rollouts.models.estimates import estimated_as
 from rollouts.models.futures import TorchThread
@@ -129,7 +143,6 @@ class HFInference:
         model fails, or the wait for other episodes exceeds `wait_seconds`.
         """
         assert request.max_tokens >= 1, f"max_tokens must be at least 1, got {request.max_tokens}"
-        assert request.tokens, "a request needs at least one token of context"
         assert request.temperature >= 0, f"temperature must be at least 0, got {request.temperature}"
         self._check(request.tokens, request.max_tokens, role=request.role)
         pending = PendingRequest(request)
@@ -166,7 +179,6 @@ class HFInference:
         """The logprob of each token [L] given the tokens before it; the first is 0.0. `role` is like that of a request.
         Raises InferenceError.
         """
-        assert tokens, "score needs at least one token"
         assert temperature >= 0, f"{temperature=}"
         self._check(tokens, role=role)
         try:
@@ -184,15 +196,11 @@ class HFInference:
         if self.capabilities.owns_weights:
             await self._thread.submit(self._load, update)
             return
+        shares = "but the hf engine shares the trainer's parameters"
         if update.path is not None:
-            raise InferenceError(
-                f"the hf engine shares the trainer's parameters and loads none, but got the path {update.path}. "
-                "Use an engine with its own weights, or leave out the path"
-            )
+            raise InferenceError(f"the update brings the path {update.path}, {shares}; leave out the path")
         if update.version != self.version:
-            raise InferenceError(
-                f"the update has weights of version {update.version}, but the hf engine shares version {self.version}"
-            )
+            raise InferenceError(f"the update has version {update.version}, {shares} of version {self.version}")
 
     def _load(self, update: WeightUpdate) -> None:
         """Runs in the torch thread, so no batch is active."""
@@ -226,12 +234,9 @@ class HFInference:
             await self.score([0, 0], role=next(iter(self.roles), ""))
         except Exception as error:
             return Health(False, self.version, f"{type(error).__name__}: {error}")
-        detail = (
-            f"decoding whole contexts: {cache_support.reason}"
-            if cache_support.shape is None
-            else "decoding with session caches"
-        )
-        return Health(True, self.version, detail)
+        is_slow = cache_support.shape is None
+        way = f"whole contexts: {cache_support.reason}" if is_slow else "with session caches"
+        return Health(True, self.version, f"decoding {way}")
 
     def _launch(self, pending_requests: list[PendingRequest]) -> None:
         if not pending_requests:
@@ -299,19 +304,7 @@ class HFInference:
         if self.roles and role not in self.roles:
             asked = f"the role {role} has no adapter" if role else "each role has an adapter, and a request names none"
             raise InferenceError(f"{asked}; there are adapters of {', '.join(self.roles)}", is_transient=False)
-        lowest, highest = min(tokens), max(tokens)
-        if lowest < 0 or highest >= self.vocabulary_size:
-            wrong = lowest if lowest < 0 else highest
-            raise InferenceError(
-                f"token id {wrong} is outside the vocabulary: ids run from 0 to {self.vocabulary_size - 1}. "
-                "Is this the model's own tokenizer?"
-            )
-        needed = len(tokens) + reply
-        if needed > self.context_tokens_max:
-            what = f"a context of {len(tokens)} tokens and a reply of up to {reply} make {needed}"
-            raise InferenceError(
-                f"{what if reply else f'{needed} tokens to score'}, but the context holds {self.context_tokens_max}"
-            )
+        check_tokens(tokens, reply, self.vocabulary_size, self.context_tokens_max, "the hf engine")
 
 
 @estimated_as("embedded")

@@ -2,7 +2,7 @@
 
 server_pool.py  several servers as one engine: it chooses a server for each request
 server.py       one server: its requests, its weights, and its state
-dialect.py      the interface to one kind of server: `vllm.py`, and `sglang.py` with `sglang_wire.py`
+dialect.py      the interface to one kind of server: `vllm.py` and `sglang.py`
 vllm_worker/    a worker extension that a vLLM server on a CPU needs to load weights
 checks.py       what a run requires of a server, and checks of requests, replies and updates
 http.py         the HTTP clients: connections, limits, retries, failures

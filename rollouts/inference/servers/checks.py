@@ -132,21 +132,6 @@ def _fault_of_ids(theirs: list[int] | None, text: str, ids: list[int]) -> str:
     )
 
 
-def check_tokens(tokens: Sequence[int], max_tokens: int, vocabulary_size: int, context_max: int, label: str) -> None:
-    """Raise InferenceError for ids that crash some servers, and for requests longer than the context."""
-    assert tokens and max_tokens >= 1, (len(tokens), max_tokens)
-    lowest, highest = min(tokens), max(tokens)
-    fault = ""
-    if lowest < 0 or highest >= vocabulary_size:
-        wrong = lowest if lowest < 0 else highest
-        fault = f"token id {wrong} is outside the vocabulary of {vocabulary_size}; is this the model's own tokenizer?"
-    elif context_max and len(tokens) + max_tokens > context_max:
-        words = f"a context of {len(tokens)} tokens and a reply of up to {max_tokens}"
-        fault = f"{words} do not fit into the {context_max} of {label}"
-    if fault:
-        raise InferenceError(fault, is_transient=False)
-
-
 def spans_of(sampled: Sampled, version: int, loads: int, versions: Sequence[int], label: str) -> list[VersionSpan]:
     """The versions of the weights that sampled a reply.
 

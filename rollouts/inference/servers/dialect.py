@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol, cast, get_args, runtime_checkable
 
 import msgspec
 
+from rollouts.errors import InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
 from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
 
-FINISHES: dict[str, Literal["stop", "length", "abort"]] = {"stop": "stop", "length": "length", "abort": "abort"}
+Finish = Literal["stop", "length", "abort"]
 
 
 class ServerInfo(NamedTuple):
@@ -39,8 +40,23 @@ class Sampled(NamedTuple):
 
     tokens: list[int]
     logprobs: list[float]
-    finish: Literal["stop", "length", "abort"]
+    finish: Finish
     spans: tuple[tuple[str, int, int], ...] = ()
+
+
+class WeightSpan(msgspec.Struct, frozen=True, gc=False):
+    """In the reply of a server: the weights `version` sampled tokens [start, end)."""
+
+    version: str
+    start: int = 0
+    end: int = 0
+
+
+def finish_of(reason: str, url: str) -> Finish:
+    """Why a reply ended. Raises InferenceError for a reason that no server should give."""
+    if reason not in get_args(Finish):
+        raise InferenceError(f"{url} ended a reply with {reason!r}, expected {', '.join(get_args(Finish))}")
+    return cast(Finish, reason)
 
 
 class RequestTarget(NamedTuple):
@@ -134,7 +150,7 @@ class GroupPlace(NamedTuple):
 
 
 class GroupCalls(NamedTuple):
-    """The process-group functions of one kind of server (`sglang_wire`). `ranks` is its number of ranks."""
+    """The process-group functions of one kind of server (`sglang`). `ranks` is its number of ranks."""
 
     ranks: Callable[..., Awaitable[int]]
     join: Callable[..., Awaitable[None]]

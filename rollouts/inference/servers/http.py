@@ -130,7 +130,7 @@ class ClientStatistics(NamedTuple):
     failures: Mapping[str, int]
 
 
-class Reply(NamedTuple):
+class HTTPReply(NamedTuple):
     """A complete reply. Header names are in lower case."""
 
     status: int
@@ -263,7 +263,7 @@ class HTTPClient:
         finally:
             self._limiter.release()
 
-    async def _exchange(self, method: str, target: str, body: bytes) -> Reply:
+    async def _exchange(self, method: str, target: str, body: bytes) -> HTTPReply:
         """One attempt. The connection is kept for reuse if possible. Raises HTTPFailure."""
         connection = None
         while self._idle and connection is None:
@@ -341,7 +341,7 @@ class PlainClient(HTTPClient):
         """Like `post`, without a body."""
         return await self.post(path, None, reply_type, **bounds)
 
-    async def _exchange(self, method: str, target: str, body: bytes) -> Reply:
+    async def _exchange(self, method: str, target: str, body: bytes) -> HTTPReply:
         import httpx
 
         if self._httpx is None:
@@ -385,7 +385,7 @@ class PlainClient(HTTPClient):
         if scope.cancelled_caught and self._is_closed:
             raise HTTPFailure("reset", "the connection is closed")
         _check_size(size, self._reply_bytes_max)
-        return Reply(found.status_code, {name.lower(): value for name, value in found.headers.raw}, b"".join(parts))
+        return HTTPReply(found.status_code, {name.lower(): value for name, value in found.headers.raw}, b"".join(parts))
 
 
 class _Connection:
@@ -405,7 +405,7 @@ class _Connection:
 
     async def send(
         self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes, bytes_max: int
-    ) -> Reply:
+    ) -> HTTPReply:
         """Send one request and receive its reply. Then closes the connection, unless both sides keep it open.
 
         Raises h11.RemoteProtocolError (the reply is not HTTP), HTTPFailure, trio.BrokenResourceError.
@@ -429,7 +429,7 @@ class _Connection:
             if not finished:
                 self.close()
 
-    async def _receive(self, bytes_max: int) -> Reply:
+    async def _receive(self, bytes_max: int) -> HTTPReply:
         parser, response, parts, size, has_ended = self._parser, None, list[bytes](), 0, False
         while True:
             try:
@@ -450,7 +450,7 @@ class _Connection:
                 response = event
             elif isinstance(event, h11.EndOfMessage):
                 assert response is not None, "h11 sends EndOfMessage after Response"
-                return Reply(response.status_code, dict(response.headers), b"".join(parts))
+                return HTTPReply(response.status_code, dict(response.headers), b"".join(parts))
 
     def close(self) -> None:
         """Close the socket without waiting and without TLS's closing message. It is safe to close twice."""
@@ -549,7 +549,7 @@ def _encode(body: Any) -> bytes:
         raise HTTPFailure("client", f"the request cannot be written as JSON: {error}", retryable=False) from error
 
 
-def _decode(reply: Reply, reply_type: type[T]) -> T:
+def _decode(reply: HTTPReply, reply_type: type[T]) -> T:
     """Decode a reply. Raises HTTPFailure."""
     if not 200 <= reply.status < 300:
         raise failure_of_status(reply.status, reply.body, _retry_after(reply.headers.get(b"retry-after", b"")))

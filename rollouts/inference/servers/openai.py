@@ -25,16 +25,23 @@ import trio
 from msgspec import Meta
 
 from rollouts.chat.tool_call_formats import read_call, typed
-from rollouts.data.messages import BadRowError, read_message
-from rollouts.errors import ConfigError, InferenceError
-from rollouts.inference.base import Capabilities, GenerateRequest, Generation, Health, Spending, WeightUpdate
+from rollouts.data.conversations import BadRowError, read_message
+from rollouts.errors import BudgetSpentError, ConfigError, InferenceError
+from rollouts.inference.base import Capabilities, Health, Spending
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
 from rollouts.inference.servers.http import HTTPFailure, PlainClient, Retries, error_message, read_url
-from rollouts.inference.servers.meter import Meter
 from rollouts.models.loading import BUNDLED
-from rollouts.plugins.checks import checked_by
-from rollouts.spending import SpendingStore, check_file, check_prices
-from rollouts.types import Message, ToolCall
+from rollouts.plugins.checks import check_bounds, checked_by
+from rollouts.spending import (
+    Prices,
+    SpendingStore,
+    check_file,
+    check_prices,
+    input_tokens_at_most,
+    price,
+    spent_words,
+)
+from rollouts.types import Message
 
 OPENAI_URL = "https://api.openai.com/v1"
 COMPLETIONS = "/chat/completions"
@@ -129,11 +136,11 @@ class OpenAIOptions:
                 "--inference.leave-out: without a limit for the tokens of a reply, its price has no limit either; "
                 "leave out either this, or --inference.dollars-max and --inference.tokens-max"
             )
-        if self.connections < 1 or self.attempts < 1 or not self.request_seconds > 0:
-            raise ConfigError(
-                "--inference.connections, --inference.attempts and --inference.request-seconds must be at least 1; got "
-                f"{self.connections}, {self.attempts} and {self.request_seconds:g}"
-            )
+        check_bounds(
+            ("--inference.connections", self.connections, self.connections >= 1, "1 or more"),
+            ("--inference.attempts", self.attempts, self.attempts >= 1, "1 or more"),
+            ("--inference.request-seconds", self.request_seconds, self.request_seconds > 0, "a number above 0"),
+        )
 
 
 class OpenAIInference:
@@ -329,31 +336,32 @@ class OpenAIInference:
 
     def _refusal(self, failure: HTTPFailure) -> str:
         """Why the first request failed, and what to do about it."""
-        words = f"{self!r} cannot be used: {failure}"
-        if failure.status in (401, 403) and self._key_name:
-            return f"{words}\nthe API key in the variable {self._key_name} is refused; check that it is correct"
-        if failure.status in (401, 403):
-            return f"{words}\nput an API key into an environment variable, and type --inference.api-key-env ITS_NAME"
-        if failure.status == 404:
-            return (
-                f"{words}\ncheck that the server has the model {self.model!r} (if not, type --model or "
-                "--inference.served-model), and that the URL is the part before /chat/completions; it usually ends in "
-                "/v1"
-            )
-        if "tool" in str(failure) and failure.status == 400:
-            return (
-                f"{words}\nthe environment has tools, but this server refuses them; vLLM needs "
-                "--enable-auto-tool-choice --tool-call-parser hermes (or the model's own), SGLang --tool-call-parser"
-            )
-        if failure.kind in ("refused", "reset", "timeout"):
-            return f"{words}\ncheck that the server runs, and that --inference.url is its URL"
-        if failure.kind == "garbage":
-            return f"{words}\nthis server has no chat-completions API; check --inference.url"
-        if failure.status == 400:
-            return (
-                f"{words}\n--inference.leave-out '[\"seed\"]' leaves out keys, and --inference.body.KEY VALUE adds keys"
-            )
-        return words
+        status, is_key = failure.status, failure.status in (401, 403)
+        advice = [
+            (is_key and self._key_name, f"the API key in the variable {self._key_name} is refused; is it correct?"),
+            (is_key, "put an API key into an environment variable, and type --inference.api-key-env ITS_NAME"),
+            (
+                status == 404,
+                f"check that the server has the model {self.model!r} (if not, type --model or --inference.served-model)"
+                ", and that the URL is the part before /chat/completions; it usually ends in /v1",
+            ),
+            (
+                status == 400 and "tool" in str(failure),
+                "the environment has tools, but this server refuses them; vLLM needs --enable-auto-tool-choice "
+                "--tool-call-parser hermes (or the model's own), SGLang --tool-call-parser",
+            ),
+            (
+                failure.kind in ("refused", "reset", "timeout"),
+                "check that the server runs, and that --inference.url is its URL",
+            ),
+            (failure.kind == "garbage", "this server has no chat-completions API; check --inference.url"),
+            (
+                status == 400,
+                "--inference.leave-out '[\"seed\"]' leaves out keys, and --inference.body.KEY VALUE adds keys",
+            ),
+        ]
+        what_to_do = next((f"\n{words}" for applies, words in advice if applies), "")
+        return f"{self!r} cannot be used: {failure}{what_to_do}"
 
     # --- the rest of InferenceBackend ---------------------------------------------------------------------------------
 
@@ -364,22 +372,13 @@ class OpenAIInference:
     def close_session(self, session: str) -> None:
         """Does nothing: sessions have no state here."""
 
-    async def generate(self, request: GenerateRequest) -> Generation:
-        """Always raises InferenceError, because there are no token ids."""
-        self._refuse()
-
-    async def score(self, tokens: list[int], temperature: float = 1.0) -> list[float]:
-        """Always raises InferenceError, because there are no token ids."""
-        self._refuse()
-
-    async def update_weights(self, update: WeightUpdate) -> None:
-        """Always raises InferenceError, because the server's weights are fixed."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    async def _refuse(self, *given: Any, **named: Any) -> NoReturn:
+        """Always raises InferenceError: there are no token ids, and the server's weights are fixed."""
         raise InferenceError(
             f"{self!r} is a chat API: it takes messages and returns no token ids with logprobs", is_transient=False
         )
+
+    generate = score = update_weights = _refuse
 
     async def health(self) -> Health:
         """Whether a request for a few tokens succeeds."""
@@ -388,6 +387,135 @@ class OpenAIInference:
         except ConfigError as error:
             return Health(False, 0, str(error))
         return Health(True, 0)
+
+
+# --- what it costs --------------------------------------------------------------------------------------------------
+# Requests are counted before they are sent, so that tokens and dollars never exceed the limits. A request reserves the
+# most that it can cost. If that does not fit, it waits for the open ones, which usually cost less than they reserved.
+# Only if none is open, the budget is spent.
+
+
+class Meter:
+    """Counts the requests of one model, within limits. `flag` begins the flags of the limits in messages."""
+
+    def __init__(
+        self,
+        store: SpendingStore,
+        model: str,
+        prices: Prices | None = None,
+        *,
+        tokens_max: int | None = None,
+        dollars_max: float | None = None,
+        flag: str = "--inference",
+    ) -> None:
+        self._store, self._model, self._prices, self._flag = store, model, prices, flag
+        self._limits = tokens_max, dollars_max
+        self._open = 0
+        self._turn, self._changed = trio.StrictFIFOLock(), trio.Event()
+
+    def request(self, body: bytes, max_tokens: int) -> MeteredRequest:
+        """A request with this body, whose reply has at most `max_tokens` tokens."""
+        most = input_tokens_at_most(body)
+        return MeteredRequest(self, most + max_tokens, price(self._prices, self._model, most, max_tokens))
+
+    async def reserve(self, tokens: int, dollars: float) -> None:
+        """Count the most that a request can cost. Raises BudgetSpentError if the limits do not allow it."""
+        async with self._turn:  # in the order of their arrival, so that a long request is not passed by short ones
+            while not self._store.reserve(tokens, dollars, *self._limits):
+                if not self._open:
+                    raise self._spent(tokens, dollars)
+                self._changed = trio.Event()
+                await self._changed.wait()
+            self._open += 1
+
+    def close_request(self, tokens: int, dollars: float) -> None:
+        """Add the difference between what a request cost and what it reserved: it is not open any more."""
+        self._store.settle(tokens, dollars)
+        self._open -= 1
+        self._changed.set()
+
+    def settle(self, reserved: MeteredRequest, input_tokens: int | None, output_tokens: int | None) -> None:
+        """Count the price of a reply in place of what was reserved. Without its tokens, it counts as the most."""
+        if input_tokens is None or output_tokens is None or min(input_tokens, output_tokens) < 0:
+            self._store.count(requests=1)
+            self.close_request(0, 0.0)
+            return
+        self._store.count(requests=1, prompt_tokens=input_tokens, completion_tokens=output_tokens)
+        dollars = price(self._prices, self._model, input_tokens, output_tokens)
+        self.close_request(input_tokens + output_tokens - reserved.tokens, dollars - reserved.dollars)
+
+    def hit(self) -> None:
+        """Count a reply that was read from a file."""
+        self._store.count(cache_hits=1)
+
+    def spending(self) -> Spending:
+        """What was spent so far."""
+        (tokens, dollars), counts = self._store.spent(), self._store.counts()
+        own = {name: counts.get(name, 0) for name in ("requests", "cache_hits", "prompt_tokens", "completion_tokens")}
+        known = dollars if self._model in (self._prices or {}) else None
+        return Spending(**own, tokens_spent=tokens, dollars=known)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._store.close()
+
+    def _spent(self, tokens: int, dollars: float) -> BudgetSpentError:
+        """The error for a request that may cost this much, with the flags of higher limits."""
+        spent, (tokens_max, dollars_max) = self._store.spent(), self._limits
+        needs, flags = [], []
+        if tokens_max is not None and spent[0] + tokens > tokens_max:
+            needs.append(f"{tokens} tokens")
+            flags.append(f"{self._flag}.tokens-max {2 * (spent[0] + tokens)}")
+        if dollars_max is not None and spent[1] + dollars > dollars_max:
+            needs.append(f"${dollars:.4f}")
+            flags.append(f"{self._flag}.dollars-max {2 * (spent[1] + dollars):.2g}")
+        return BudgetSpentError(
+            f"the budget of {self._model} is spent: {spent_words(*spent, *self._limits)}, and the next request may "
+            f"need {' and '.join(needs)} more",
+            flags=" ".join(flags),
+        )
+
+
+class MeteredRequest:
+    """One request, and the most `tokens` and `dollars` that an attempt can cost. Enter it for each attempt."""
+
+    def __init__(self, meter: Meter, tokens: int, dollars: float) -> None:
+        self.tokens, self.dollars, self._meter, self._is_open = tokens, dollars, meter, False
+
+    async def reserve(self) -> None:
+        """Reserve what the next attempt can cost, unless it is reserved. Raises BudgetSpentError."""
+        if not self._is_open:
+            await self._meter.reserve(self.tokens, self.dollars)
+            self._is_open = True
+
+    async def __aenter__(self) -> Self:
+        await self.reserve()
+        return self
+
+    async def __aexit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """A failed attempt that the API may have billed counts as the most that it can have cost."""
+        if error is not None and not _is_free(error):
+            self._close(0, 0.0)
+
+    def settle(self, input_tokens: int | None, output_tokens: int | None) -> None:
+        """Count the tokens of the reply in place of what was reserved; None: the API did not report them."""
+        assert self._is_open, "a reply comes from an attempt"
+        self._is_open = False
+        self._meter.settle(self, input_tokens, output_tokens)
+
+    def give_back(self) -> None:
+        """Take back what is reserved, after attempts that were free."""
+        if self._is_open:
+            self._close(-self.tokens, -self.dollars)
+
+    def _close(self, tokens: int, dollars: float) -> None:
+        self._is_open = False
+        self._meter.close_request(tokens, dollars)
+
+
+def _is_free(error: BaseException) -> bool:
+    """Whether an attempt cost nothing: there was no connection, or the API answered with an error status."""
+    return isinstance(error, HTTPFailure) and (error.kind == "refused" or error.status is not None)
 
 
 # --- composing --------------------------------------------------------------------------------------------------------
@@ -423,12 +551,7 @@ def _key_of(name: str, url: str) -> tuple[str, str]:
 @checked_by(_check)
 @evaluation_only
 def create_openai_inference(
-    model: str,
-    training: Any,
-    seed: int,
-    folder: str,
-    *,
-    options: OpenAIOptions = OpenAIOptions(),
+    model: str, training: Any, seed: int, folder: str, *, options: OpenAIOptions = OpenAIOptions()
 ) -> OpenAIInference:
     """Any chat-completions API, for evaluation only. Raises ConfigError."""
     if not options.served_model and (not model or model in BUNDLED):
@@ -454,14 +577,13 @@ def _message_body(message: Message) -> dict[str, Any]:
     body: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.tool_calls:
         body["content"] = message.content or None
-        body["tool_calls"] = [_call_body(call) for call in message.tool_calls]
+        functions = [
+            {"name": c.name, "arguments": msgspec.json.encode(c.arguments).decode()} for c in message.tool_calls
+        ]
+        calls = zip(message.tool_calls, functions, strict=True)
+        body["tool_calls"] = [{"id": call.id, "type": "function", "function": each} for call, each in calls]
     if message.role == "tool":
         body["tool_call_id"] = message.tool_call_id or ""
     elif message.name:
         body["name"] = message.name
     return body
-
-
-def _call_body(call: ToolCall) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()}
-    return {"id": call.id, "type": "function", "function": function}

@@ -36,6 +36,7 @@ from rollouts.inference.servers.http import read_url
 from rollouts.inference.servers.process import ServerCommand, ServerProcess, has_gpu
 from rollouts.inference.servers.server import Server
 from rollouts.inference.servers.server_pool import ServerPool
+from rollouts.plugins.checks import check_bounds
 
 PROBE_TEXT = 'Tokens in, tokens out:\n\n  12 * 34 = 408; "naïve" café 東京 🙂 <tool>{"a": [1, 2]}</tool>'
 SPARE_CONNECTIONS = 8  # for health checks while every episode waits for a reply
@@ -97,16 +98,14 @@ class ServerOptions:
     give_up_seconds: float = 600.0
 
     def __post_init__(self) -> None:
-        for name, least in (("servers", 1), ("context_tokens", 0), ("memory_share", 0), ("tolerance", 0)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: expected {least} or more")
-        if self.memory_share > 1:
-            raise ConfigError(
-                f"{_flag('memory_share')} {self.memory_share}: expected a share of at most 1, such as 0.5"
-            )
-        for name in ("request_seconds", "load_seconds", "start_seconds", "give_up_seconds"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{_flag(name)} {getattr(self, name)}: expected a number above 0")
+        least = {"servers": 1, "context_tokens": 0, "memory_share": 0, "tolerance": 0}
+        times = ("request_seconds", "load_seconds", "start_seconds", "give_up_seconds")
+        values = {name: getattr(self, name) for name in (*least, *times)}
+        check_bounds(
+            *((_flag(name), values[name], values[name] >= most, f"{most} or more") for name, most in least.items()),
+            (_flag("memory_share"), self.memory_share, self.memory_share <= 1, "a share of at most 1, such as 0.5"),
+            *((_flag(name), values[name], values[name] > 0, "a number above 0") for name in times),
+        )
         urls = urls_of(self.url)
         for name in ("python", "gpus", "servers", "memory_share", "flags", "dtype", "device", "start_seconds"):
             if urls and getattr(self, name) not in (type(self).__dataclass_fields__[name].default, [], "", None):

@@ -1,6 +1,6 @@
 """The process of a model server that we start: with a free port, chosen GPUs and a log. It ends with the run.
 
-    process = ServerProcess(lambda port: serve_command(python, model, port, options), name="vllm-0", folder=folder)
+    process = ServerProcess(lambda port: serve_vllm(python, model, port, options), name="vllm-0", folder=folder)
     await process.start(smoke)          # returns when the server answers and `smoke(url)` has generated something
     ... process.url ...
     await process.end()

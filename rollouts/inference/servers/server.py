@@ -32,10 +32,9 @@ from typing import NamedTuple, Self
 import trio
 
 from rollouts.errors import ConfigError, InferenceError, RolloutsError
-from rollouts.inference.base import GenerateRequest, Generation, Health, WeightUpdate
+from rollouts.inference.base import GenerateRequest, Generation, Health, WeightUpdate, check_tokens
 from rollouts.inference.servers.checks import (
     ServerSetup,
-    check_tokens,
     check_update,
     fault_of_probe,
     handshake,

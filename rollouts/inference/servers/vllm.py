@@ -41,7 +41,7 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
-from rollouts.inference.servers.dialect import FINISHES, RequestTarget, Sampled, ServerInfo, ids_of_text
+from rollouts.inference.servers.dialect import RequestTarget, Sampled, ServerInfo, WeightSpan, finish_of, ids_of_text
 from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
 from rollouts.inference.servers.options import (
     SERVED_MODEL,
@@ -86,7 +86,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int | None = None
 
 
-class GenerateBody(msgspec.Struct, frozen=True, omit_defaults=True):
+class VLLMRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     """One request with ids [L]."""
 
     request_id: str
@@ -109,21 +109,13 @@ class Logprobs(msgspec.Struct, frozen=True):
     content: list[TokenLogprob]
 
 
-class Span(msgspec.Struct, frozen=True, gc=False):
-    """The weights `version` sampled tokens [start, end)."""
-
-    version: str
-    start: int
-    end: int
-
-
 class Choice(msgspec.Struct, frozen=True):
     """One sampled reply: ids [K], and why it ended."""
 
     token_ids: list[int]
     finish_reason: str
     logprobs: Logprobs | None = None
-    weight_versions: list[Span] | None = None
+    weight_versions: list[WeightSpan] | None = None
 
 
 class PromptLogprob(msgspec.Struct, frozen=True, gc=False):
@@ -293,13 +285,13 @@ class VLLM:
         sampling = SamplingParams(
             request.max_tokens, request.temperature, True, False, request.stop_ids, _seed(request), logprobs=0
         )
-        body = GenerateBody(target.name, request.tokens, sampling, target.model, target.salt)
-        return read_reply(await client.post(GENERATE, body, GenerateReply), client.url)
+        body = VLLMRequest(target.name, request.tokens, sampling, target.model, target.salt)
+        return read_generate_reply(await client.post(GENERATE, body, GenerateReply), client.url)
 
     async def score(self, client: HTTPClient, tokens: list[int], target: RequestTarget) -> list[float]:
         """The logprob of each token [L] at temperature 1; the first is 0.0. Raises InferenceError."""
         sampling = SamplingParams(1, 0.0, True, False, prompt_logprobs=0)
-        body = GenerateBody(target.name, tokens, sampling, target.model, target.salt)
+        body = VLLMRequest(target.name, tokens, sampling, target.model, target.salt)
         reply = await client.post(GENERATE, body, GenerateReply)
         found = reply.prompt_logprobs
         if found is None or len(found) != len(tokens):
@@ -402,7 +394,7 @@ def _seed(request: GenerateRequest) -> int:
     return (request.seed + request.offset * 0x9E3779B97F4A7C15) % 2**63
 
 
-def read_reply(reply: GenerateReply, url: str) -> Sampled:
+def read_generate_reply(reply: GenerateReply, url: str) -> Sampled:
     """The single choice of a reply from `url`: ids [K], their logprobs [K], and why it ended. Raises InferenceError."""
     if len(reply.choices) != 1:
         raise InferenceError(f"{url} returned a reply with {len(reply.choices)} choices, expected 1")
@@ -411,10 +403,7 @@ def read_reply(reply: GenerateReply, url: str) -> Sampled:
     if [entry.token_id for entry in content] != choice.token_ids:
         given = f"{len(choice.token_ids)} token ids, and {len(content)} logprobs that do not match them"
         raise InferenceError(f"{url} returned {given}")
-    finish = FINISHES.get(choice.finish_reason)
-    if finish is None:
-        expected = ", ".join(FINISHES)
-        raise InferenceError(f"{url} ended a reply with {choice.finish_reason!r}, expected {expected}")
+    finish = finish_of(choice.finish_reason, url)
     spans = tuple((span.version, span.start, span.end) for span in choice.weight_versions or ())
     return Sampled(choice.token_ids, [entry.logprob for entry in content], finish, spans)
 
@@ -422,7 +411,7 @@ def read_reply(reply: GenerateReply, url: str) -> Sampled:
 # --- starting a server ------------------------------------------------------------------------------------------------
 
 
-def serve_command(
+def serve_vllm(
     python: str, model: str, port: int, options: ServerOptions, *, lora_rank: int = 0, seed: int = 0
 ) -> ServerCommand:
     """The command that starts a server with the interpreter `python`, on loopback only.
@@ -483,4 +472,4 @@ def create_vllm_inference(
     Raises ConfigError, ModelError.
     """
     run = ServedRun(model, training, seed, temperature, folder, concurrency, lora_rank)
-    return create_server_pool(VLLM(), serve_command, PACKAGE, run, options)
+    return create_server_pool(VLLM(), serve_vllm, PACKAGE, run, options)

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import trio
 
-from rollouts.config.settings import Settings
 from rollouts.errors import BudgetSpentError, counted
 from rollouts.evaluate import numbers_of
 from rollouts.inference.base import CanMeter, InferenceBackend
@@ -56,7 +55,9 @@ from rollouts.types import Episode, Score, Task
 TRAJECTORIES = "eval"  # trajectories/eval.jsonl
 
 
-def evaluate(plan: Plan, observer: Observer, started: Start, home: Path, resume: Path | None = None) -> dict[str, Any]:
+def play_evaluation(
+    plan: Plan, observer: Observer, started: Start, home: Path, resume: Path | None = None
+) -> dict[str, Any]:
     """Play the evaluation to its end. Returns the content of summary.json. `started` is the start of the run.
     Relative paths begin at `home`. `resume` is the folder of an unfinished evaluation with these settings.
 
@@ -96,11 +97,6 @@ def evaluate(plan: Plan, observer: Observer, started: Start, home: Path, resume:
         session.begin(job, job.title, job.total, [*notes, *job.notes], plan.plain)
         trio.run(job.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
     return job.summary
-
-
-def reducer_of(settings: Settings) -> Reducer:
-    """How an evaluation with these settings reduces the samples of a task."""
-    return Reducer(settings.reduce, settings.answer_pattern)
 
 
 def model_name(model: str) -> str:
@@ -187,7 +183,8 @@ class EvaluationJob:
             unasked = Score(None, {}, f"{status_of(failure)} before the rewards of whole groups were asked")
             asked = [e if e.status.is_infrastructure else e._replace(score=unasked) for e in episodes]
             episodes = [e.with_scores({each.role: e.score for each in e.roles}) if e.roles else e for e in asked]
-        self.summary |= numbers_of(_by_task(episodes), reducer_of(self._plan.settings))
+        settings = self._plan.settings
+        self.summary |= numbers_of(_by_task(episodes), Reducer(settings.reduce, settings.answer_pattern))
         if self._inference.capabilities.meters and (spent := cast(CanMeter, self._inference).spending()) is not None:
             self.summary["spent"] = spent._asdict()
         death_metrics(self._plan.environments, self.summary)

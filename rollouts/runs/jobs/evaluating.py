@@ -1,4 +1,4 @@
-"""The engines of a training run: its training backend, and evaluations, also while training goes on.
+"""The evaluations of a training run, also while training goes on; its engines and its training backend.
 
 With `--eval-inference`, an evaluation between two steps has an engine of its own, which gets the weights of that step.
 Training goes on while it plays, and at most one plays at a time: the next one waits for it. Not here: when a run
@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import trio
 
 from rollouts.errors import ConfigError, cause_of, counted
-from rollouts.evaluate import Evaluation, check_passes, evaluate
+from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import read_lines
 from rollouts.runs.components import make_component
 from rollouts.runs.folder import EVALUATED, METRICS, episode_records
-from rollouts.runs.plan import Plan
+from rollouts.runs.jobs.saving import ranking_of
+from rollouts.runs.plan import Plan, config_text
 from rollouts.runs.resume import RunState
 from rollouts.runs.sample_rows import EVAL_SAMPLES, held_out_rollouts
 from rollouts.runs.session import Player, Session, make_inference
@@ -33,6 +34,7 @@ from rollouts.training.batches import RankServer, TrainingBackend
 from rollouts.training.batching import make_batch
 from rollouts.training.rollout_gen.groups import GroupScorer
 from rollouts.training.rollout_gen.pool import Failures, Job
+from rollouts.training.weights.store import write_metric
 from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Episode, Sample, Task
 
@@ -48,6 +50,11 @@ class HeldOutTasks:
     player: Player
     score_groups: GroupScorer | None
     failures: Failures
+
+    @property
+    def plays(self) -> bool:
+        """Whether there is anything to evaluate."""
+        return bool(self.tasks and self.player.rewards)
 
     async def play(self, when: str, done: int, inference: InferenceBackend, *, shows: bool = True) -> dict[str, Any]:
         """The results of an evaluation after `done` steps, in the form of summary.json. The episodes are kept in
@@ -99,12 +106,10 @@ class HeldOutTasks:
 # --- while training goes on -------------------------------------------------------------------------------------------
 
 
-def make_engines(
-    plan: Plan, backend: TrainingBackend, folder: Path
-) -> tuple[InferenceBackend, InferenceBackend | None]:
-    """The run's engine, and that of `--eval-inference` (None: there is none), not entered. Raises UserError."""
+def make_engines(plan: Plan, backend: TrainingBackend, folder: Path) -> list[InferenceBackend]:
+    """The run's engine, and that of `--eval-inference` if there is one, not entered. Raises UserError."""
     environments, gets = plan.environments, plan.inference_arguments(backend, str(folder))
-    inference = make_inference(plan.one("inference"), gets, environments, must_train=plan.settings.samples)
+    engines = [make_inference(plan.one("inference"), gets, environments, must_train=plan.settings.samples)]
     for chosen in plan.chosen["eval_inference"]:
         gets = plan.inference_arguments(backend, str(folder / "eval_inference"), pinned=True)
         pinned = make_inference(chosen, gets, environments, must_train=True)
@@ -113,8 +118,8 @@ def make_engines(
                 f"--eval-inference {chosen.name}: it shares the weights of the trainer, which change while it "
                 "evaluates; an engine that names `pinned` in its factory can make a copy (docs/inference.md)"
             )
-        return inference, pinned
-    return inference, None
+        engines.append(pinned)
+    return engines
 
 
 class Finished(NamedTuple):
@@ -124,29 +129,44 @@ class Finished(NamedTuple):
     evaluation: dict[str, Any]
 
 
-Evaluate = Callable[[int, InferenceBackend], Awaitable[dict[str, Any]]]
-"""Evaluates after so many steps, with this engine."""
+class Evaluator:
+    """Evaluates a training run before its first step, between steps, and after its last one. With a second engine, the
+    evaluations between steps play while training goes on, one at a time. Use `entered` first.
 
-
-class PinnedEvaluations:
-    """Evaluations with an engine of their own, while training goes on. Use `entered` first.
-
-    `pending` is the number of steps of the evaluation that plays, or whose results were not taken yet; 0: there is
-    none.
+    `results` are those before and after. `late` are the metrics of evaluations beside training that ended after their
+    step was logged. `pending` is the number of steps of the one that plays, or whose results were not taken yet; 0:
+    there is none.
     """
 
-    def __init__(self, engine: InferenceBackend, evaluate: Evaluate, *, temperature: float) -> None:
-        self._engine, self._evaluate = engine, evaluate
-        self._syncing = WeightSyncManager([engine], temperature=temperature)
-        self._nursery: trio.Nursery | None = None
-        self._finished: list[Finished] = []
-        self._ended = trio.Event()
+    def __init__(
+        self, own: HeldOutTasks, loss: HeldOutLoss, backend: TrainingBackend, engines: Sequence[InferenceBackend]
+    ) -> None:
+        self.own, self.loss, self._backend = own, loss, backend
+        self._engine, *beside = engines
+        self._beside = next(iter(beside), None)
+        self._syncing = WeightSyncManager(beside, temperature=own.player.settings.temperature)
+        self.results: dict[str, dict[str, Any] | None] = {"before": None, "after": None}
+        self.late: dict[str, float] = {}
         self.pending = 0
+        self._last: Finished | None = None
+        self._finished: Finished | None = None
+        self._ended = trio.Event()
+        self._nursery: trio.Nursery | None = None
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether evaluations between steps play while training goes on."""
+        return self._beside is not None
 
     @contextlib.asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
-        """Start the engine. The end of the block waits for the evaluation that plays; an error ends it."""
-        async with self._engine:
+        """Start the second engine, if there is one. The end of the block waits for the evaluation that plays; an error
+        ends it.
+        """
+        if self._beside is None:
+            yield
+            return
+        async with self._beside:
             try:
                 async with trio.open_nursery() as self._nursery:
                     yield
@@ -154,65 +174,87 @@ class PinnedEvaluations:
                 cause = cause_of(group)
                 raise cause from cause.__cause__
 
-    async def start(self, backend: TrainingBackend, done: int) -> dict[str, float]:
-        """Give the engine the weights after `done` steps, and begin to evaluate them. No other evaluation may play.
-        Returns `time/` metrics. Raises InferenceError.
+    async def evaluate(self, when: str, done: int) -> dict[str, float]:
+        """Evaluate the held-out tasks after `done` steps, once per temperature. Returns the `eval/` metrics; empty if
+        there are no held-out tasks.
+        """
+        loss = await self.loss.measure(done, self.own.player.settings.prompts_per_step)
+        if not self.own.plays:
+            return loss
+        # These weights may have been evaluated just before the run stopped.
+        if when != "after" or not done or self._last is None or self._last.done != done:
+            self._last = Finished(done, await self.own.play(when, done, self._engine))
+        evaluation = self._last.evaluation
+        if when in self.results:
+            self.results[when] = evaluation
+        self.own.session.observer.evaluation(when, evaluation)
+        return loss | evaluation_metrics(evaluation)
+
+    async def between(self, done: int) -> dict[str, float]:
+        """Evaluate between two steps. Beside training, it begins after the evaluation before has ended, and only
+        metrics of this step are returned.
+        """
+        if self._beside is None:
+            return await self.evaluate(f"step {done}", done)
+        waited = await self.wait()
+        self.take()
+        loss = await self.loss.measure(done, self.own.player.settings.prompts_per_step)
+        return {**loss, "time/eval_wait": waited, **await self._start(done)} if self.own.plays else loss
+
+    async def _start(self, done: int) -> dict[str, float]:
+        """Give the second engine the weights after `done` steps, and begin to evaluate them. Returns `time/` metrics.
+        Raises InferenceError.
         """
         assert self._nursery is not None and not self.pending, f"the evaluation after step {self.pending} is pending"
-        synced = await self._syncing.sync(backend)
+        synced = await self._syncing.sync(self._backend)
         self.pending, self._ended = done, trio.Event()
-        self._nursery.start_soon(self._run, done)
+        self._nursery.start_soon(self._play_beside, done)
         return {"time/eval_sync": synced["sync/seconds"]}
 
+    async def _play_beside(self, done: int) -> None:
+        assert self._beside is not None, "started without a second engine"
+        self._finished = Finished(done, await self.own.play(f"step {done}", done, self._beside, shows=False))
+        self._ended.set()
+
     async def wait(self) -> float:
-        """Wait until the evaluation that plays has ended, if there is one. Returns the seconds."""
+        """Wait until the evaluation that plays beside training has ended, if there is one. Returns the seconds."""
         began = time.perf_counter()
         if self.pending:
             await self._ended.wait()
         return time.perf_counter() - began
 
-    def take(self) -> Finished | None:
-        """The results of the evaluation that has ended; None if there are no new ones."""
-        if not self._finished:
-            return None
-        self.pending = 0
-        return self._finished.pop()
+    def take(self) -> None:
+        """Log the results of an evaluation beside training that has ended under its step, and rank its checkpoint by
+        them.
+        """
+        if (found := self._finished) is None:
+            return
+        self._last, self._finished, self.pending = found, None, 0
+        metrics, session = evaluation_metrics(found.evaluation), self.own.session
+        self.late |= metrics
+        session.observer.evaluation(f"step {found.done}", found.evaluation)
+        session.loggers.add(metrics, found.done - 1)
+        path = session.folder.checkpoint_path(found.done)
+        ranked = ranking_of(self.own.player.settings, evaluates=True).value(metrics)
+        if ranked is not None and path.exists():
+            write_metric(path, ranked)
 
-    async def _run(self, done: int) -> None:
-        self._finished.append(Finished(done, await self._evaluate(done, self._engine)))
-        self._ended.set()
-
-
-async def resume_evaluation(
-    pinned: PinnedEvaluations | None, backend: TrainingBackend, state: RunState, folder: Path
-) -> str:
-    """Begin again with the evaluation that was pending when a checkpoint was written, if it has these weights. Returns
-    a note if the results are lost, else "". They are not lost if metrics.jsonl has them: the run went on before it
-    ended.
-    """
-    if not state.evaluating:
-        return ""
-    if pinned is not None and state.evaluating == state.step:
-        await pinned.start(backend, state.step)
-        return ""
-    lines = read_lines(folder / METRICS)
-    if any(step == state.evaluating - 1 and any(name.startswith("eval/") for name in line) for step, line, _ in lines):
-        return ""
-    return f"the evaluation after step {state.evaluating} was not finished, and is left out"
+    async def resume(self, state: RunState) -> None:
+        """Begin again with the evaluation that was pending when a checkpoint was written, if it has these weights. Else
+        note that the results are lost, unless metrics.jsonl has them, because the run went on before it ended.
+        """
+        self.results["before"], session = state.evaluation.get("before"), self.own.session
+        if not state.evaluating:
+            return
+        if self._beside is not None and state.evaluating == state.step:
+            await self._start(state.step)
+            return
+        lines = (line for step, line, _ in read_lines(session.folder.path / METRICS) if step == state.evaluating - 1)
+        if not any(name.startswith("eval/") for line in lines for name in line):
+            session.observer.note(f"the evaluation after step {state.evaluating} was not finished, and is left out")
 
 
 # --- supervised training ----------------------------------------------------------------------------------------------
-
-
-class ChatData(NamedTuple):
-    """The samples in the order in which the run trains on them, those of which it only computes the loss, notes for
-    the user, and after how many evaluations without a lower loss the run ends (0: it does not).
-    """
-
-    samples: Sequence[Sample]
-    held_out: Sequence[Sample]
-    notes: list[str]
-    patience: int = 0
 
 
 class HeldOutLoss:
@@ -259,7 +301,7 @@ def make_training(plan: Plan, watch: Callable[[str], None] = lambda name: None) 
     """
     settings, chosen = plan.settings, plan.one("training")
     watch(f"loading {Path(settings.model).name}")
-    available = plan.training_arguments() | {"config": plan.config_of_ranks}
+    available = plan.training_arguments() | {"config": config_text(plan.resolved, with_secrets=True)}
     backend: TrainingBackend | RankServer = make_component("training backend", chosen, available)
     if isinstance(backend, RankServer):
         return backend

@@ -1,19 +1,19 @@
 """Whether the steps of a run can teach the model anything, and the reason if they cannot.
 
-`why_nothing`, `broken_tools` and `failed_calls` look at one step and keep nothing. `LearningCheck` counts the steps
+`why_nothing` and `failing_calls` look at one step and keep nothing. `LearningCheck` counts the steps
 in a row in which the same thing is wrong: it warns once after `STEPS_MAX` of them. At the end of the run, it says what
 was wrong in the last steps.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollouts.config.settings import Settings
-from rollouts.models.loading import BUNDLED
 from rollouts.training.algorithms.advantages import SPREAD_MIN
 from rollouts.training.algorithms.algorithm import Algorithm, function_label, needs, requests
 from rollouts.training.algorithms.checks import ONE_SAMPLE, compares_groups
@@ -27,13 +27,13 @@ NOTHING = "nothing"
 """The topic of `LearningCheck` for the step as a whole. All other topics are names of tools, and `CALLS`."""
 
 CALLS = "all tool calls"
-"""The topic of `LearningCheck` for the tool calls of all tools together."""
+"""The topic of `LearningCheck` for tool calls that no tool answered."""
 
 ERROR = "Error: "
 """How the answer to a failed call begins."""
 
-ADVICE = "train on demonstrations first (--mode sft+rl), or give --model a model that can call tools"
-"""What to do if the model cannot call tools. `advice_after_sft` is for a run that begins with demonstrations."""
+ADVICE = "train on demonstrations first, or longer (--mode sft+rl), or give --model a model that can call tools"
+"""What to do if the model cannot call tools."""
 
 LOW, HIGH = 0.1, 0.98
 """Shares of the largest reward. A mean reward outside of them leaves reinforcement little to learn from."""
@@ -70,9 +70,8 @@ class LearningCheck:
         return [self._sentence(topic) for topic in self._lasting(least)]
 
     def _lasting(self, least: int) -> list[str]:
-        """The topics that were wrong in at least so many steps in a row. A tool says more than all calls together."""
-        topics = [topic for topic, streak in self._streaks.items() if streak >= least]
-        return [topic for topic in topics if topic != CALLS or set(topics) <= {NOTHING, CALLS}]
+        """The topics that were wrong in at least so many steps in a row."""
+        return [topic for topic, streak in self._streaks.items() if streak >= least]
 
     def _sentence(self, topic: str) -> str:
         count, words = self._streaks[topic], self._words[topic]
@@ -88,21 +87,11 @@ def findings(
     metrics: Mapping[str, float],
     algorithm: Algorithm,
     settings: Settings,
-    advice: str = ADVICE,
 ) -> dict[str, str]:
     """What is wrong with one step of mode rl, by topic, for `LearningCheck.see`. `advantages` [N] are the mean
-    advantages of the kept groups' rollouts. `advice` is what to do if the model cannot call tools.
+    advantages of the kept groups' rollouts.
     """
-    return {
-        NOTHING: why_nothing(groups, advantages, metrics, algorithm, settings),
-        **broken_tools(groups, advice),
-        **failed_calls(groups, advice),
-    }
-
-
-def advice_after_sft(sft: Settings) -> str:
-    """What to do if the model cannot call tools after a supervised phase with these settings."""
-    return f"train longer on demonstrations first ({_longer(sft)}), or give --model a model that can call tools"
+    return {NOTHING: why_nothing(groups, advantages, metrics, algorithm, settings), **failing_calls(groups)}
 
 
 def note_after_sft(evaluation: Mapping[str, Any], sft: Settings) -> str:
@@ -115,18 +104,11 @@ def note_after_sft(evaluation: Mapping[str, Any], sft: Settings) -> str:
         return ""
     after = f"after the supervised phase the sampled reward is {mean:.3f}"
     if abs(mean) < LOW * largest:
-        return f"{after}, and reinforcement needs about {LOW * largest:g} to learn from; train longer: {_longer(sft)}"
+        longer = f"--sft.steps {max(300, 2 * sft.steps)}"
+        return f"{after}, and reinforcement needs about {LOW * largest:g} to learn from; train longer: {longer}"
     if HIGH * largest <= mean <= largest:
         return f"{after}, so nothing is left to learn; give harder tasks, or fewer supervised steps (--sft.steps)"
     return ""
-
-
-def _longer(sft: Settings) -> str:
-    """Flags for a longer supervised phase."""
-    steps = f"--sft.steps {max(300, 2 * sft.steps)}"
-    if sft.model not in BUNDLED or sft.lora_rank:
-        return steps
-    return f"{steps} --sft.lr 1e-3 --sft.prompts-per-step {max(32, sft.prompts_per_step)}"
 
 
 def why_nothing_demonstrated(metrics: Mapping[str, float]) -> str:
@@ -159,26 +141,29 @@ def why_nothing(
     of_rewards = uses_advantages and "rewards" in requests(algorithm.advantage, "advantages")
     flat = why_flat(groups) if of_rewards or algorithm.pairs is not None else ""
     dropped = Counter(group.dropped for group in groups if group.dropped is not None)
-    if len(groups) == dropped.total():
-        filtered = f"the filters dropped every group ({', '.join(dropped)})"
-        return f"{flat}, and {filtered}" if flat else filtered
-    kept = [group for group in groups if group.dropped is None]
-    played = [each for group in kept for each in group.episodes if not each.status.is_infrastructure]
-    if played and all(episode.status is Status.TRUNCATED for episode in played):
-        return _why_truncated(played, settings)
-    if compares_groups(algorithm) and settings.samples_per_prompt == 1:
-        return ONE_SAMPLE
-    if flat:
-        return flat
-    if metrics.get("staleness/dropped") and metrics.get("optim/skipped") == 1:
-        return f"all tokens are older than --staleness {settings.staleness} allows: raise it"
-    if algorithm.select is not None and metrics.get("optim/skipped") == 1:
-        return f"--select {function_label(algorithm.select)} chose no rollout"
-    if algorithm.pairs is not None:
-        return f"--pairs {function_label(algorithm.pairs)} found nothing to compare"
-    if uses_advantages:
-        return f"all advantages of {function_label(algorithm.advantage)} are 0 for the tokens that are trained on"
-    return "the gradient is 0"
+    filtered = f"{flat and f'{flat}, and '}the filters dropped every group ({', '.join(dropped)})"
+    kept = [each for group in groups if group.dropped is None for each in group.episodes]
+    played = [each for each in kept if not each.status.is_infrastructure]
+    truncated = bool(played) and all(episode.status is Status.TRUNCATED for episode in played)
+    is_skipped = metrics.get("optim/skipped") == 1
+    reasons = (
+        (len(groups) == dropped.total(), filtered),
+        (truncated, _why_truncated(played, settings) if truncated else ""),
+        (settings.samples_per_prompt == 1 and compares_groups(algorithm), ONE_SAMPLE),
+        (bool(flat), flat),
+        (
+            is_skipped and bool(metrics.get("staleness/dropped")),
+            f"all tokens are older than --staleness {settings.staleness} allows: raise it",
+        ),
+        (is_skipped and algorithm.select is not None, f"--select {_label(algorithm.select)} chose no rollout"),
+        (algorithm.pairs is not None, f"--pairs {_label(algorithm.pairs)} found nothing to compare"),
+        (uses_advantages, f"all advantages of {_label(algorithm.advantage)} are 0 for the tokens that are trained on"),
+    )
+    return next((words for holds, words in reasons if holds), "the gradient is 0")
+
+
+def _label(function: Callable[..., Any] | None) -> str:
+    return "" if function is None else function_label(function)
 
 
 def why_flat(groups: Iterable[Group]) -> str:
@@ -199,25 +184,22 @@ def why_flat(groups: Iterable[Group]) -> str:
         )
     whys = Counter(episode.score.why.splitlines()[0] for episode in episodes if episode.score.why)
     why = f" ({whys.most_common(1)[0][0]})" if whys else ""
-    parts = _flat_parts(episodes)
+    scores = [episode.score.parts for episode in episodes]
+    parts = {name: _range([each.get(name) for each in scores]) for name in dict.fromkeys(itertools.chain(*scores))}
     if len(parts) == 1:
-        return f"the reward `{parts[0][0]}` is flat: it is {parts[0][1]} in every rollout{why}"
-    of_parts = "; ".join(f"`{name}` is {value}" for name, value in parts)
+        ((name, value),) = parts.items()
+        return f"the reward `{name}` is flat: it is {value} in every rollout{why}"
+    of_parts = "; ".join(f"`{name}` is {value}" for name, value in parts.items())
     return f"the reward is flat: it is {together[0]:.3f} in every rollout{of_parts and f' ({of_parts})'}{why}"
 
 
-def _flat_parts(episodes: Sequence[Episode]) -> list[tuple[str, str]]:
-    """Each part of the reward as (name, text): the text is its value, its range, or "not judged"."""
-    parts = []
-    for name in dict.fromkeys(name for episode in episodes for name in episode.score.parts):
-        values = [value for episode in episodes if (value := episode.score.parts.get(name)) is not None]
-        if not values:
-            parts.append((name, "not judged"))
-        elif _spread(values) > SPREAD_MIN:
-            parts.append((name, f"from {min(values):.3f} to {max(values):.3f}"))
-        else:
-            parts.append((name, f"{values[0]:.3f}"))
-    return parts
+def _range(values: Iterable[float | None]) -> str:
+    """The values of a part of the reward: one number, a range, or "not judged"."""
+    judged = [value for value in values if value is not None]
+    if not judged:
+        return "not judged"
+    low, high = min(judged), max(judged)
+    return f"from {low:.3f} to {high:.3f}" if high - low > SPREAD_MIN else f"{judged[0]:.3f}"
 
 
 def _why_truncated(played: Sequence[Episode], settings: Settings) -> str:
@@ -228,57 +210,35 @@ def _why_truncated(played: Sequence[Episode], settings: Settings) -> str:
     return f"all replies were cut off: {reasons.most_common(1)[0][0]}"
 
 
-def broken_tools(groups: Iterable[Group], advice: str = ADVICE) -> dict[str, str]:
-    """For each tool that was called: why it failed in every call, with the first error; empty if a call went well.
-    Calls that were malformed or of an unknown tool do not count: no tool ran.
+def failing_calls(groups: Iterable[Group]) -> dict[str, str]:
+    """For each tool that was called: why it failed in every call, with the first error; empty if a call went well. The
+    topic CALLS has the calls that no tool answered, because they were malformed or of an unknown tool.
     """
-    errors: dict[str, str] = {}
     found: dict[str, str] = {}
-    for trajectory in _trajectories(groups):
-        errors = trajectory.tool_errors | errors  # the first error of each tool
+    for trajectory in (each for group in groups for episode in group.episodes for each in episode.trajectories):
         known = {schema["function"]["name"] for schema in trajectory.tools}
         for call, text in _answers(trajectory):
-            if call.name in known and call.error is None and found.get(call.name) != "":
-                found.setdefault(call.name, _first_error(text))
-                if not text.startswith(ERROR):
-                    found[call.name] = ""
-    for name, words in found.items():
-        if words and name in errors:
-            found[name] = f"the tool `{name}` failed in every call: {errors[name]}"
-        elif words:
-            found[name] = f"the tool `{name}` got wrong arguments in every call: {words}; {advice}"
+            first_error = next(iter(text.removeprefix(ERROR).splitlines()), "")
+            if call.error or call.name not in known:
+                words = f"no tool ran, for every call was malformed or of an unknown tool: {first_error!r}; {ADVICE}"
+                found.setdefault(CALLS, words)
+            elif not text.startswith(ERROR):
+                found[call.name] = ""
+            elif call.name in trajectory.tool_errors:
+                words = f"the tool `{call.name}` failed in every call: {trajectory.tool_errors[call.name]}"
+                found.setdefault(call.name, words)
+            else:
+                words = f"the tool `{call.name}` got wrong arguments in every call: {first_error}; {ADVICE}"
+                found.setdefault(call.name, words)
+    if found.keys() - {CALLS}:  # a tool was called, and says more
+        found |= {CALLS: ""} if CALLS in found else {}
     return found
 
 
-def failed_calls(groups: Sequence[Group], advice: str = ADVICE) -> dict[str, str]:
-    """Why every tool call of the step failed, with the first error; empty if a call went well. Nothing if there was no
-    call.
-    """
-    trajectories = _trajectories(groups)
-    calls, failed, malformed, unknown = (
-        sum(each.metrics.get(name, 0.0) for each in trajectories)
-        for name in ("tool_calls", "tool_failures", "tool_failure/malformed", "tool_failure/unknown_tool")
-    )
-    if not calls or failed < calls:
-        return {CALLS: ""} if calls else {}
-    answered = (answer for each in trajectories for answer in _answers(each) if answer[1].startswith(ERROR))
-    # A program that plays an episode sees a call that cannot be read as text, and does not answer it.
-    made = (call for each in trajectories for message in each.messages for call in message.tool_calls)
-    unread = ((call, call.error) for call in made if call.error)
-    call, text = next(answered, None) or next(unread, (None, ""))
-    first = f"the first error{f' of `{call.name}`' if call and call.name else ''} is {_first_error(text)!r}"
-    if malformed + unknown < calls:
-        return {CALLS: f"every tool call failed: {first}"}
-    kind = "was malformed" if malformed == calls else "was malformed or of an unknown tool"
-    return {CALLS: f"every tool call {kind}, so no tool ran: {first}; {advice}"}
-
-
-def _trajectories(groups: Iterable[Group]) -> list[Trajectory]:
-    return [each for group in groups for episode in group.episodes for each in episode.trajectories]
-
-
 def _answers(trajectory: Trajectory) -> Iterator[tuple[ToolCall, str]]:
-    """Each tool call with the text that answers it. Some templates answer all calls of a reply in one user message."""
+    """Each tool call with the text that answers it. Some templates answer all calls of a reply in one user message. A
+    program that plays an episode sees a call that cannot be read as text, and does not answer it.
+    """
     waiting: list[ToolCall] = []
     for message in trajectory.messages:
         if message.role == "assistant":
@@ -286,13 +246,8 @@ def _answers(trajectory: Trajectory) -> Iterator[tuple[ToolCall, str]]:
         elif message.role == "tool":
             yield from [(waiting.pop(0), message.text)] if waiting else []
         else:
-            yield from ((call, message.text) for call in waiting)
+            yield from ((call, call.error or message.text) for call in waiting)
             waiting = []
-
-
-def _first_error(text: str) -> str:
-    """The first line of the answer to a failed call."""
-    return next(iter(text.removeprefix(ERROR).splitlines()), "")
 
 
 @dataclass

@@ -15,39 +15,46 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import trio
+
 from rollouts.config.settings import Settings
 from rollouts.config.stopping import Ranking, read_ranking
-from rollouts.errors import suggestion
+from rollouts.errors import CheckpointError, RolloutsError, suggestion
 from rollouts.models.folders import complete_checkpoints
 from rollouts.runs.folder import STEP, TOKENS, RunFolder, episode_records
 from rollouts.runs.manifest import update_manifest, with_revisions
 from rollouts.runs.sample_rows import step_rollouts
 from rollouts.runs.times import step_times
+from rollouts.training.batches import TrainingBackend
 from rollouts.training.loops.rl import StepReport
 from rollouts.training.loops.rl_batch import lag_of
 from rollouts.training.weights.store import prune_checkpoints, remove_checkpoint
 
 Occasion = Literal["", "steps", "clock"]
+SAVE_SECONDS = 1800.0
 
 
 @dataclass
-class Saving:
+class Saver:
     """Saves the checkpoints of one run. `bytes_each` is the size of a checkpoint, None while it is unknown. `by_clock`
-    is the last checkpoint if the next one replaces it. `evaluates`: the run also evaluates between steps. `warn` gets
-    notes for the user.
+    is the last checkpoint if the next one replaces it. `saved` steps are in a checkpoint. `evaluates`: the run also
+    evaluates between steps. `warn` gets notes for the user.
     """
 
     folder: RunFolder
     settings: Settings
-    bytes_each: int | None
+    backend: TrainingBackend
+    saved: int
     by_clock: Path | None
     evaluates: bool
     warn: Callable[[str], None]
     _saved_at: float = field(default_factory=time.monotonic)
-    _has_warned: bool = False
-    _has_warned_of_steps: bool = False
+    _full: set[str] = field(default_factory=set)  # what the disk has no room for, after the warning
     _steps: int = 0
     _step_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        self.bytes_each = self.backend.checkpoint_bytes
 
     def occasion(self, done: int) -> Occasion:
         """Whether to save after `done` steps, and by which rule. The end of the run always saves."""
@@ -60,105 +67,99 @@ class Saving:
             return ""
         return "clock" if self._has_room_by_clock() else ""
 
-    def begin(self, first: int) -> None:
-        """Warn if the disk has no room for the checkpoints that a run which begins after `first` steps will keep."""
-        settings, each = self.settings, self.bytes_each
-        if each is None:
-            return
-        count = settings.keep_checkpoints + 2 if settings.checkpoint_seconds else 1
-        if settings.checkpoint_every:
-            several = -(-(settings.steps - first) // settings.checkpoint_every)
-            count = min(several, settings.keep_checkpoints + 2) if settings.keep_checkpoints else several
-        if count * each > self._free():
-            what = "the checkpoint takes" if count == 1 else f"{count} checkpoints take"
-            self._has_warned = True
-            self.warn(
-                f"warning: {what} about {size_words(count * each)}, and the disk of {self.folder.shown} has "
-                f"{size_words(self._free())} free; make room, or keep fewer (--keep-checkpoints)"
-            )
+    async def save(self, done: int, state: dict[str, Any], occasion: Occasion, pending: int) -> bool:
+        """Write a checkpoint that transformers loads, tokenizer and template included, with everything that a resume
+        needs; then remove older checkpoints, as the settings say. The weights after `pending` steps are being
+        evaluated. Returns False if a checkpoint by the clock was not written because the disk has no room.
 
-    def watch(self, done: int) -> None:
-        """Call this after each step, when `done` are done. It warns once if the next checkpoint would not fit any more,
-        and once if the trajectories of the steps that are left would not.
+        The files to which it refers are flushed to the disk first, so that a crash of the machine loses none of them.
         """
-        self._watch_trajectories(done)
-        lacks = self.bytes_each is not None and self._free() < self.bytes_each
-        if lacks and not self._has_warned:
-            self.warn(
-                f"warning: the next checkpoint takes about {size_words(self.bytes_each or 0)}, and the disk of "
-                f"{self.folder.shown} has {size_words(self._free())} free; make room before it is written"
-            )
-        self._has_warned = lacks
+        path = self.folder.checkpoint_path(done)
+        await trio.to_thread.run_sync(self.folder.sync)
+        try:
+            with trio.fail_after(SAVE_SECONDS):
+                await self.backend.save(str(path), state)
+        except trio.TooSlowError as error:
+            words = f"the checkpoint {path} was not written in {SAVE_SECONDS:g} s; check the disk"
+            raise CheckpointError(words) from error
+        except CheckpointError as error:
+            if occasion != "clock" or not error.is_full:
+                raise
+            self._saved_at = time.monotonic()  # tries again after the next `checkpoint_seconds`
+            self.warn(f"warning: {error}; the run goes on, and tries again")
+            return False
+        await trio.to_thread.run_sync(self._record, done, occasion, pending)
+        return True
 
-    def _watch_trajectories(self, done: int) -> None:
-        """Warn if the trajectories of the steps that are left, as large as those of this process so far, and the last
-        checkpoint need more room than there is.
-        """
-        settings = self.settings
-        files = [self.folder.path / "trajectories" / f"{STEP}{done - 1:06d}{end}" for end in (".jsonl", TOKENS)]
-        self._step_bytes += sum(file.stat().st_size for file in files if file.exists())
-        self._steps += 1
-        kept = (
-            settings.steps if settings.keep_trajectories == "all" else min(settings.steps, settings.keep_trajectories)
-        )
-        left = kept - min(done, kept)  # a later step replaces an earlier one
-        need = left * self._step_bytes / self._steps
-        lacks = need > 0 and need + (self.bytes_each or 0) > self._free()
-        if lacks and not self._has_warned_of_steps:
-            self.warn(
-                f"warning: the trajectories of the {left} steps to come take about {size_words(need)}, and the disk of "
-                f"{self.folder.shown} has {size_words(self._free())} free; make room, or resume the run with "
-                "--keep-trajectories 10"
-            )
-        self._has_warned_of_steps = lacks
+    def save_now(self, done: int, state: dict[str, Any], pending: int) -> bool:
+        """Like `save`, after Ctrl-C: it blocks, reports errors, and returns whether it was written."""
+        self.warn(f"interrupted: saving step {done}")
+        try:
+            self.folder.sync()
+            self.backend.save(str(self.folder.checkpoint_path(done)), state).wait(SAVE_SECONDS)
+            self._record(done, "clock", pending)
+        except (RolloutsError, TimeoutError) as error:
+            self.warn(f"warning: the checkpoint was not written: {error}")
+            return False
+        return True
 
-    def saved(self, path: Path, occasion: Occasion, pending: Path | None = None) -> None:
-        """Record a written checkpoint in the run's manifest, then remove checkpoints that are not kept. The weights of
-        a `pending` one are being evaluated, so it may become the best. Raises OutputError, CheckpointError.
+    def _record(self, done: int, occasion: Occasion, pending: int) -> None:
+        """Record a written checkpoint in the run's manifest, then remove checkpoints that are not kept. The one whose
+        weights are being evaluated may become the best. Raises OutputError, CheckpointError.
         """
-        folder, keep = self.folder, self.settings.keep_checkpoints
+        folder, keep, path = self.folder, self.settings.keep_checkpoints, self.folder.checkpoint_path(done)
+        self.saved = done
         now = {"checkpoint": folder.relative(path)}
         for note in update_manifest(folder, lambda before: with_revisions(before) | now):
             self.warn(note)
         if keep:
-            prune_checkpoints(folder.checkpoints, keep, pending)
+            prune_checkpoints(folder.checkpoints, keep, folder.checkpoint_path(pending) if pending else None)
         elif self.by_clock is not None and self.by_clock != path and self.by_clock.exists():
             remove_checkpoint(self.by_clock)
         self.by_clock = path if occasion == "clock" else None
         self.bytes_each = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         self._saved_at = time.monotonic()
 
-    @property
-    def ranking(self) -> Ranking:
-        """What makes a checkpoint the best."""
-        if self.settings.keep_best:
-            return read_ranking(self.settings.keep_best)
-        is_supervised = self.settings.mode == "sft"
-        name = "policy/loss" if is_supervised else "eval/reward_mean" if self.evaluates else "reward/mean"
-        return Ranking(name, not is_supervised)
+    def begin(self, first: int) -> None:
+        """Warn if the disk has no room for the checkpoints that a run which begins after `first` steps will keep."""
+        settings = self.settings
+        count = settings.keep_checkpoints + 2 if settings.checkpoint_seconds else 1
+        if settings.checkpoint_every:
+            several = -(-(settings.steps - first) // settings.checkpoint_every)
+            count = min(several, settings.keep_checkpoints + 2) if settings.keep_checkpoints else several
+        what = "the checkpoint takes" if count == 1 else f"{count} checkpoints take"
+        advice = "make room, or keep fewer (--keep-checkpoints)"
+        self._warn_if_full("checkpoint", count * (self.bytes_each or 0), what, advice)
 
-    def metric(self, metrics: Mapping[str, float]) -> dict[str, Any] | None:
-        """The metric of a step that ranks its checkpoint; None if the step does not have it, or not yet."""
-        ranking = self.ranking
-        is_due = "eval/" not in ranking.metric or any(name.startswith("eval/") for name in metrics)
-        if self.settings.keep_best and is_due and ranking.metric not in metrics:
-            hint = suggestion(ranking.metric, metrics) or f"it has: {', '.join(sorted(metrics))}"
-            self.warn(f"warning: --keep-best {ranking.metric}: this step has no such metric; {hint}")
-        return ranking.value(metrics)
+    def watch(self, done: int) -> None:
+        """Call this after each step, when `done` are done. It warns once if the next checkpoint would not fit any more,
+        and once if it and the trajectories of the steps that are left, as large as those so far, would not.
+        """
+        settings = self.settings
+        files = [self.folder.path / "trajectories" / f"{STEP}{done - 1:06d}{end}" for end in (".jsonl", TOKENS)]
+        self._step_bytes += sum(file.stat().st_size for file in files if file.exists())
+        self._steps += 1
+        kept = settings.steps if settings.keep_trajectories == "all" else settings.keep_trajectories
+        left = max(0, min(kept, settings.steps) - done)  # a later step replaces an earlier one
+        need = left * self._step_bytes / self._steps
+        what, advice = (
+            f"the trajectories of the {left} steps to come take",
+            "resume the run with --keep-trajectories 10",
+        )
+        if need:
+            self._warn_if_full("trajectories", need, what, f"make room, or {advice}", beside=self.bytes_each or 0)
+        what, advice = "the next checkpoint takes", "make room before it is written"
+        self._warn_if_full("checkpoint", self.bytes_each or 0, what, advice)
 
-    def unsaved(self, saved: int, steps: int) -> str:
-        """The beginning of a message: of `steps` steps, only the first `saved` are in a checkpoint. "" if all are."""
-        if saved >= steps:
-            return ""
-        path = self.folder.checkpoint_path(saved)
-        last = f" ({self.folder.relative(path)})" if path.exists() else ""
-        lost = f"the steps since the last checkpoint{last} are not saved; "
-        return lost if saved else "no checkpoint was written, so these steps are not saved; "
-
-    def failed_by_clock(self, error: Exception) -> None:
-        """Handle a checkpoint by the clock that did not fit: warn, and wait for the next `checkpoint_seconds`."""
-        self._saved_at = time.monotonic()
-        self.warn(f"warning: {error}; the run goes on, and tries again")
+    def _warn_if_full(self, topic: str, need: float, what: str, advice: str, *, beside: int = 0) -> None:
+        """Warn, once until there is room again, if the disk lacks the bytes that are needed."""
+        free = self._free()
+        if need + beside <= free:
+            self._full.discard(topic)
+        elif topic not in self._full:
+            self._full.add(topic)
+            disk = f"the disk of {self.folder.shown} has {size_words(free)} free"
+            self.warn(f"warning: {what} about {size_words(need)}, and {disk}; {advice}")
 
     def _has_room_by_clock(self) -> bool:
         """Whether the disk has room for a checkpoint now and for the last one. If not, the next attempt is after
@@ -180,6 +181,33 @@ class Saving:
 
     def _free(self) -> int:
         return shutil.disk_usage(self.folder.path).free
+
+    def metric(self, metrics: Mapping[str, float]) -> dict[str, Any] | None:
+        """The metric of a step that ranks its checkpoint; None if the step does not have it, or not yet."""
+        ranking = ranking_of(self.settings, evaluates=self.evaluates)
+        is_due = "eval/" not in ranking.metric or any(name.startswith("eval/") for name in metrics)
+        if self.settings.keep_best and is_due and ranking.metric not in metrics:
+            hint = suggestion(ranking.metric, metrics) or f"it has: {', '.join(sorted(metrics))}"
+            self.warn(f"warning: --keep-best {ranking.metric}: this step has no such metric; {hint}")
+        return ranking.value(metrics)
+
+    def unsaved(self, steps: int) -> str:
+        """The beginning of a message if of `steps` steps only the first ones are in a checkpoint; "" if all are."""
+        if self.saved >= steps:
+            return ""
+        path = self.folder.checkpoint_path(self.saved)
+        last = f" ({self.folder.relative(path)})" if path.exists() else ""
+        lost = f"the steps since the last checkpoint{last} are not saved; "
+        return lost if self.saved else "no checkpoint was written, so these steps are not saved; "
+
+
+def ranking_of(settings: Settings, *, evaluates: bool) -> Ranking:
+    """What makes a checkpoint the best. `evaluates`: the run also evaluates between steps."""
+    if settings.keep_best:
+        return read_ranking(settings.keep_best)
+    is_supervised = settings.mode == "sft"
+    name = "policy/loss" if is_supervised else "eval/reward_mean" if evaluates else "reward/mean"
+    return Ranking(name, not is_supervised)
 
 
 def size_words(count: float) -> str:

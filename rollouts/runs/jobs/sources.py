@@ -1,6 +1,4 @@
-"""Where a training run gets its groups or its data: the manager that samples groups, the files of earlier runs, or rows
-and demonstrations (`chat_data`).
-"""
+"""What a training run draws: training tasks, groups of earlier runs, or rows (`chat_data`); and its held-out tasks."""
 
 from __future__ import annotations
 
@@ -8,72 +6,74 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.chat.format import ChatFormat
-from rollouts.config.settings import Settings
 from rollouts.inference.base import InferenceBackend
 from rollouts.runs.components import chosen_sampler
 from rollouts.runs.environments import HeldOutPrompts, few_held_out_notes, task_buffer
-from rollouts.runs.jobs.evaluating import ChatData
 from rollouts.runs.plan import Plan
-from rollouts.training.algorithms.algorithm import stage_at
+from rollouts.training.algorithms.algorithm import Algorithm, stage_at
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import advantage_rewards, why_untrained
 from rollouts.training.rollout_gen.groups import Group, GroupScorer
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.pool import Failures, Play
 from rollouts.training.rollout_gen.steps import RolloutConfig
-from rollouts.types import Task
+from rollouts.types import Sample, Task
 
 if TYPE_CHECKING:
     from rollouts.runs.saved import SavedRuns
     from rollouts.training.rollout_gen.saved import SavedGroups
 
 
-def training_data(
-    plan: Plan, held_out: Sequence[Task], chat: ChatFormat, watch: Callable[[int], None] = lambda count: None
-) -> ChatData:
-    """The data of a run of mode sft (`chat_data`); empty in mode rl."""
-    if plan.settings.mode != "sft":
-        return ChatData([], [], [])
-    from rollouts.runs.jobs import chat_data
+class RunData(NamedTuple):
+    """The data of a training run. `buffer` has training tasks, or with `--from` the positions of the `saved` groups.
+    It is empty in mode sft, which trains on `samples`, and computes only the loss of `held_out_samples`. The run ends
+    after `patience` evaluations without a lower loss (0: it does not).
+    """
 
-    return chat_data.training_data(plan, held_out, chat, watch)
-
-
-class TaskSource(NamedTuple):
-    """What a run draws: training tasks, or with `--from` the positions of the `saved` groups."""
-
+    held_out: Sequence[Task]
     buffer: DataBuffer
+    notes: Sequence[str]
     saved: SavedRuns | None = None
+    samples: Sequence[Sample] = ()
+    held_out_samples: Sequence[Sample] = ()
+    patience: int = 0
 
     @property
     def as_manifest(self) -> dict[str, Any]:
         """Which saved groups are read, for a manifest."""
         return {} if self.saved is None else self.saved.as_manifest
 
-    def notes(self, settings: Settings, tokenizer: Any) -> list[str]:
-        """Notes about saved groups. Raises ConfigError for token ids of another tokenizer."""
-        return [] if self.saved is None else self.saved.notes(settings, tokenizer)
 
-
-def task_source(plan: Plan, held_out: Sequence[Task]) -> TaskSource:
-    """The tasks of a run without held-out tasks; none in mode sft. Raises UserError."""
-    settings = plan.settings
+def run_data(
+    plan: Plan, held_out: Sequence[Task], also_held_out: Sequence[Task], chat: ChatFormat, watch: Callable[[int], None]
+) -> RunData:
+    """The data of a run without held-out tasks. `watch` is called with the number of rows that were read so far. Raises
+    UserError.
+    """
+    settings, notes = plan.settings, few_held_out_notes(plan.environments, held_out, plan.settings)
     if settings.from_run:
         from rollouts.runs.saved import open_runs
         from rollouts.training.rollout_gen.saved import positions_buffer
 
         saved = open_runs(settings, held_out)
-        return TaskSource(positions_buffer(len(saved.places), settings.seed), saved)
+        notes = [*saved.notes(settings, chat.tokenizer), *notes]
+        return RunData(held_out, positions_buffer(len(saved.places), settings.seed), notes, saved)
     if settings.mode == "rl":
-        return TaskSource(
-            task_buffer(plan.environments, held_out, settings.prompts_per_step, chosen_sampler(plan.chosen))
-        )
-    return TaskSource(DataBuffer([]))
+        buffer = task_buffer(plan.environments, held_out, settings.prompts_per_step, chosen_sampler(plan.chosen))
+        return RunData(held_out, buffer, notes)
+    from rollouts.runs.jobs.chat_data import training_rows
+
+    rows = training_rows(plan, [*held_out, *also_held_out], chat, watch)
+    shared = HeldOutPrompts([*held_out, *also_held_out]).shared
+    words = "held-out tasks have the same prompt as another task, so their demonstrations cannot be recognized"
+    notes += [f"{shared} {words}: demonstrations('train', rng) must not return any"] if shared else []
+    notes = [*rows.notes, *notes]
+    return RunData(held_out, DataBuffer([]), notes, None, rows.samples, rows.held_out, rows.patience)
 
 
 def group_source(
     plan: Plan,
-    tasks: TaskSource,
+    data: RunData,
     state: Mapping[str, Any],
     *,
     play: Play,
@@ -82,38 +82,40 @@ def group_source(
     failures: Failures,
 ) -> AsyncRolloutManager | SavedGroups:
     """The source of a run's groups, in its `state` of the checkpoint; empty for a run that begins."""
-    settings, (buffer, saved) = plan.settings, tasks
+    settings, saved = plan.settings, data.saved
+
+    def algorithm(step: int) -> Algorithm:
+        return stage_at(plan.schedule, step).algorithm
 
     def see_rewards(group: Group, step: int) -> list[float | None]:
-        return advantage_rewards(group, stage_at(plan.schedule, step).algorithm, step, max_tokens=settings.max_tokens)
+        return advantage_rewards(group, algorithm(step), step, max_tokens=settings.max_tokens)
 
     source: AsyncRolloutManager | SavedGroups
     if saved is not None:
         from rollouts.training.rollout_gen.saved import SavedGroups
 
         source = SavedGroups(
-            buffer,
+            data.buffer,
             len(saved.places),
             saved.group,
             RolloutConfig(settings.prompts_per_step),
-            why_untrained=lambda group, step: why_untrained(
-                group, stage_at(plan.schedule, step).algorithm, step, max_tokens=settings.max_tokens
-            ),
+            why_untrained=lambda g, step: why_untrained(g, algorithm(step), step, max_tokens=settings.max_tokens),
             filters=plan.filters,
             see_rewards=see_rewards,
         )
     else:
+        config = RolloutConfig(
+            settings.prompts_per_step,
+            settings.samples_per_prompt,
+            settings.over_sampling,
+            concurrency=settings.concurrency,
+            refill=settings.refill > 0,
+            refills_max=max(1, settings.refill),
+            staleness=settings.staleness,
+        )
         source = AsyncRolloutManager(
-            buffer,
-            RolloutConfig(
-                settings.prompts_per_step,
-                settings.samples_per_prompt,
-                settings.over_sampling,
-                concurrency=settings.concurrency,
-                refill=settings.refill > 0,
-                refills_max=max(1, settings.refill),
-                staleness=settings.staleness,
-            ),
+            data.buffer,
+            config,
             play=play,
             inference=inference,
             filters=plan.filters,
@@ -124,14 +126,3 @@ def group_source(
     if state:
         source.load_state_dict(dict(state))
     return source
-
-
-def task_notes(
-    plan: Plan, tasks: TaskSource, held_out: Sequence[Task], also_held_out: Sequence[Task], tokenizer: Any
-) -> list[str]:
-    """Notes about anything unusual in the tasks of a run. Raises like `TaskSource.notes`."""
-    settings = plan.settings
-    notes = few_held_out_notes(plan.environments, held_out, settings) + tasks.notes(settings, tokenizer)
-    shared = HeldOutPrompts([*held_out, *also_held_out]).shared if settings.mode == "sft" else 0
-    words = "held-out tasks have the same prompt as another task, so their demonstrations cannot be recognized"
-    return notes + ([f"{shared} {words}: demonstrations('train', rng) must not return any"] if shared else [])

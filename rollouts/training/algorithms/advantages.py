@@ -60,11 +60,7 @@ def rloo(rewards: Tensor | Sequence[float | None]) -> Tensor:
 
 
 def turn_return(
-    turn_rewards: Sequence[Sequence[float]],
-    *,
-    gamma: float = 1.0,
-    scale: bool = True,
-    eps: float = 1e-4,
+    turn_rewards: Sequence[Sequence[float]], *, gamma: float = 1.0, scale: bool = True, eps: float = 1e-4
 ) -> list[Tensor]:
     """Credit by turn: each turn gets the discounted rewards from it on, compared with the group at the same turn.
 
@@ -94,9 +90,8 @@ def turn_return(
     check_setting("eps", eps, 0 <= eps < float("inf"), "a number of 0 or more", "--advantage.eps 1e-4")
     most = max(map(len, turn_rewards), default=0)
     nothing = float("nan")
-    padded = torch.tensor(
-        [[*turns, *[nothing] * (most - len(turns))] for turns in turn_rewards], dtype=torch.float64
-    ).reshape(len(turn_rewards), most)
+    rows = [[*turns, *[nothing] * (most - len(turns))] for turns in turn_rewards]
+    padded = torch.tensor(rows, dtype=torch.float64).reshape(len(turn_rewards), most)
     returns = padded.clone()
     for turn in range(most - 2, -1, -1):
         returns[:, turn] += gamma * returns[:, turn + 1].nan_to_num(0.0)

@@ -83,10 +83,8 @@ def dr_grpo(
     """
     divisor = max_tokens if length is None else length
     if divisor is None or divisor <= 0:
-        raise ConfigError(
-            f"the aggregation dr_grpo divides by a fixed number of tokens, but its length is {divisor}; "
-            "type --aggregation.length with the longest allowed reply"
-        )
+        what = f"the aggregation dr_grpo divides by a fixed number of tokens, but its length is {divisor}"
+        raise ConfigError(f"{what}; type --aggregation.length with the longest allowed reply")
     weights = [[value / divisor for value in mask] for mask in masks]
     return TokenWeights(weights, float(len(_live_keys(masks, rollout_index))))
 
@@ -101,9 +99,8 @@ def per_rollout(masks: Sequence[Sequence[float]], rollout_index: Sequence[int]) 
 def pair_mean(masks: Sequence[Sequence[float]], pair_index: Sequence[int]) -> TokenWeights:
     """For losses with one value per pair: u = 1, D = live pairs. A pair is live if one of its rows is."""
     live = _live_keys(masks, pair_index) - {-1}
-    weights = [
-        [float(value > 0 and pair in live) for value in mask] for mask, pair in zip(masks, pair_index, strict=True)
-    ]
+    rows = zip(masks, pair_index, strict=True)
+    weights = [[float(value > 0 and pair in live) for value in mask] for mask, pair in rows]
     return TokenWeights(weights, float(len(live)), "pair")
 
 

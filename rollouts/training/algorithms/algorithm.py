@@ -128,10 +128,8 @@ def as_algorithm(component: Any) -> Algorithm:
         has_entropy = any(setting.name == "entropy_coef" for setting in own.settings)
         entropy = () if has_entropy else (Term(entropy_bonus, 0.0, "entropy"),)
         return Algorithm(group_norm, "token_mean", (Term(component), *entropy))
-    raise SignatureError(
-        f"a loss is a function of what it names (`def my_loss(logprobs, advantages)`), or an Algorithm of such "
-        f"functions; {function_label(component)} is neither"
-    )
+    what = "a loss is a function of what it names (`def my_loss(logprobs, advantages)`)"
+    raise SignatureError(f"{what}, or an Algorithm of such functions; {function_label(component)} is neither")
 
 
 def active_terms(algorithm: Algorithm) -> tuple[Term, ...]:
@@ -175,10 +173,8 @@ def refuse_unknown(label: str, given: Iterable[str], known: Sequence[str]) -> No
 
 def setting_of(algorithm: Algorithm, name: str) -> Any | None:
     """The value of a setting in the first term that has it, bound or default. None if no term has it."""
-    settings = (
-        setting for term in active_terms(algorithm) for setting in signature_of(term.function, "losses").settings
-    )
-    return next((setting.default for setting in settings if setting.name == name), None)
+    signatures = (signature_of(term.function, "losses") for term in active_terms(algorithm))
+    return next((each.default for signature in signatures for each in signature.settings if each.name == name), None)
 
 
 def bind_own(function: Function, kind: str, settings: Mapping[str, Any]) -> Function:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Function = Callable[..., Any]
 Rewards = Sequence[float | None]
+Parts = Mapping[str, float | None]
 
 
 def call_author(word: str, function: Function, available: Mapping[str, Any]) -> Any:
@@ -43,13 +44,6 @@ def call_author(word: str, function: Function, available: Mapping[str, Any]) -> 
 def wrong_result(word: str, function: Function, given: str, expected: str, but: str = "") -> TrainingError:
     """An error that says what a function returned and what it must return."""
     return TrainingError(f"the {word} {function_label(function)} {but}returned {given}; expected {expected}")
-
-
-def call_per_rollout(word: str, function: Function, available: Mapping[str, Any], count: int) -> list[float]:
-    """The `count` finite numbers that the function returned, one per rollout. Raises TrainingError, which names the
-    function.
-    """
-    return check_per_rollout(word, function, call_author(word, function, available), count)
 
 
 def check_per_rollout(word: str, function: Function, returned: Any, count: int) -> list[float]:
@@ -115,11 +109,7 @@ def check_advantages(function: Function, returned: Any, turn_rewards: Sequence[A
 
 
 def mixed_rewards(
-    function: Function,
-    parts: Sequence[Mapping[str, float | None] | None],
-    weights: Mapping[str, float],
-    *,
-    step: int = 0,
+    function: Function, parts: Sequence[Parts | None], weights: Mapping[str, float], *, step: int = 0
 ) -> list[float | None]:
     """The rewards [G] that a mixer computes from the parts. A rollout without parts (None) has no reward.
 
@@ -233,8 +223,10 @@ def _at_places(
     is empty.
     """
     spread: list[float | None] = [None] * count
-    values = call_per_rollout(word, function, available, len(places)) if places else []
-    for place, value in zip(places, values, strict=True):
+    if not places:
+        return spread
+    returned = call_author(word, function, available)
+    for place, value in zip(places, check_per_rollout(word, function, returned, len(places)), strict=True):
         spread[place] = value
     return spread
 

@@ -90,20 +90,17 @@ def forward_kl_loss(logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor
 def check_kl(name: str) -> None:
     """Raise ConfigError for k1 as a loss, with the reason and an alternative."""
     if name.rpartition("/")[2] in ("k1", "k1_loss"):
-        raise ConfigError(
-            f"--kl {name}: log(pi / ref) as a loss has an expected gradient of zero, so it would only add noise; "
-            "type --kl k1_reward (the same number as a reward), or --kl rk3_loss (recommended)"
-        )
+        what = f"--kl {name}: log(pi / ref) as a loss has an expected gradient of zero, so it would only add noise"
+        raise ConfigError(f"{what}; type --kl k1_reward (the same number as a reward), or --kl rk3_loss (recommended)")
 
 
 def warning_of(function: Callable[..., Any]) -> str:
     """A warning about this estimator; empty if there is none."""
     if unwrapped(function) is not k3_loss:
         return ""
-    return (
-        "--kl k3_loss: its value estimates KL(policy || reference), but its gradient is that of KL(reference || "
-        "policy), and only for on-policy samples; type --kl rk3_loss for the first, --kl forward_kl_loss for the second"
-    )
+    what = "its value estimates KL(policy || reference), but its gradient is that of KL(reference || policy)"
+    hint = "type --kl rk3_loss for the first, --kl forward_kl_loss for the second"
+    return f"--kl k3_loss: {what}, and only for on-policy samples; {hint}"
 
 
 def steer_coefficient(coefficient: float, kl: float, target: float, horizon: float) -> float:

@@ -25,93 +25,65 @@ _LOGPROB_MIN = -1e30
 # About what a CPU's cache holds: 2**20 fp32 numbers are 4 MiB.
 _SCRATCH_ELEMENTS_CPU = 1 << 20
 
-Divisor = float | Tensor
 Head = Callable[[Tensor], Tensor]
 
 
-def token_logprobs(logits: Tensor, targets: Tensor, temperature: Divisor = 1.0) -> tuple[Tensor, Tensor]:
-    """Logprobs [t] of `targets` [t] and the entropy [t] of the prediction, from `logits` [t, V].
-
-    `temperature` is one number, or one per token [t]. Both results carry gradients.
-    """
-    found = _TokenLogprobs.apply(logits, targets[:, None], _by_row(temperature))  # type: ignore[no-untyped-call]
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Logprobs [t] of `targets` [t] and the entropy [t] of the prediction, from `logits` [t, V], with gradients."""
+    found = _TokenLogprobs.apply(logits, targets[:, None], temperature)  # type: ignore[no-untyped-call]
     return found[0].squeeze(-1), found[1].squeeze(-1)
 
 
 def logprobs_and_entropy(
-    head: Head,
-    hidden: Tensor,
-    targets: Tensor,
-    *,
-    vocabulary_size: int,
-    temperature: Divisor = 1.0,
-    chunk_elements_max: int = CHUNK_ELEMENTS_MAX,
+    head: Head, hidden: Tensor, targets: Tensor, *, vocabulary_size: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Logprobs [T] of `targets` [T] and entropy [T], from the hidden states [T, H] that predict them.
-
-    `temperature` is one number, or one per token [T].
-    """
-    size = _rows_a_chunk(targets.shape[0], vocabulary_size, chunk_elements_max)
-    chosen, entropy = _score(head, hidden, targets[:, None], _by_row(temperature), size)
+    """Logprobs [T] of `targets` [T] and entropy [T], from the hidden states [T, H] that predict them."""
+    chosen, entropy = _score(head, hidden, targets[:, None], temperature, vocabulary_size)
     return chosen.squeeze(-1), entropy.squeeze(-1)
 
 
 def logprobs_with_alternatives(
-    head: Head,
-    hidden: Tensor,
-    targets: Tensor,
-    alternatives: Tensor,
-    *,
-    vocabulary_size: int,
-    temperature: Divisor = 1.0,
-    chunk_elements_max: int = CHUNK_ELEMENTS_MAX,
+    head: Head, hidden: Tensor, targets: Tensor, alternatives: Tensor, *, vocabulary_size: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Like `logprobs_and_entropy`, and the logprobs [T, K] of the ids `alternatives` [T, K], with gradient too."""
-    size = _rows_a_chunk(targets.shape[0], vocabulary_size, chunk_elements_max)
     ids = torch.cat([targets[:, None], alternatives], -1)
-    chosen, entropy = _score(head, hidden, ids, _by_row(temperature), size)
+    chosen, entropy = _score(head, hidden, ids, temperature, vocabulary_size)
     return chosen[:, 0], entropy.squeeze(-1), chosen[:, 1:]
 
 
 @torch.no_grad()
 def topk_logprobs(
-    head: Head,
-    features: Tensor,
-    k: int,
-    *,
-    vocabulary_size: int,
-    temperature: Divisor = 1.0,
-    chunk_elements_max: int = CHUNK_ELEMENTS_MAX,
+    head: Head, features: Tensor, k: int, *, vocabulary_size: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """The K most likely ids [T, K], in descending order, and their logprobs [T, K], without gradient."""
     assert 1 <= k <= vocabulary_size, f"the {k} likeliest of {vocabulary_size} tokens"
-    size = _rows_a_chunk(features.shape[0], vocabulary_size, chunk_elements_max)
     parts = []
-    for part in _parts(features.shape[0], size):
-        logits = _over(_wide(head(features[part])), _of_part(_by_row(temperature), part))
+    for part in _parts(features.shape[0], _rows_a_chunk(features.shape[0], vocabulary_size)):
+        logits = _over(_wide(head(features[part])), temperature)
         values, ids = logits.topk(k, -1)
         parts.append((ids, values - logits.logsumexp(-1, keepdim=True)))
     return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
-def _score(head: Head, hidden: Tensor, ids: Tensor, divisor: Divisor, size: int) -> tuple[Tensor, Tensor]:
-    """Logprobs [T, I] of `ids` [T, I] and entropy [T, 1], `size` rows at a time."""
+def _score(head: Head, hidden: Tensor, ids: Tensor, temperature: float, vocabulary_size: int) -> tuple[Tensor, Tensor]:
+    """Logprobs [T, I] of `ids` [T, I] and entropy [T, 1], some rows at a time."""
     count = ids.shape[0]
+    size = _rows_a_chunk(count, vocabulary_size)
     graded = torch.is_grad_enabled()
     if count and _is_plain_linear(head, hidden):
         assert isinstance(head, nn.Linear)
         found: tuple[Tensor, Tensor] = _LinearTokenLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden, head.weight, head.bias, ids, divisor, size, graded
+            hidden, head.weight, head.bias, ids, temperature, size, graded
         )
         return found
 
-    def one_chunk(states: Tensor, wanted: Tensor, divisor: Divisor) -> tuple[Tensor, Tensor]:
-        found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(head(states), wanted, divisor)  # type: ignore[no-untyped-call]
+    def one_chunk(states: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(head(states), wanted, temperature)  # type: ignore[no-untyped-call]
         return found
 
     pieces: list[tuple[Tensor, Tensor]] = []
     for part in _parts(count, size):
-        arguments = (hidden[part], ids[part], _of_part(divisor, part))
+        arguments = (hidden[part], ids[part])
         if graded and part.stop < count:  # the last chunk is kept, because the backward pass begins with it
             pieces.append(checkpoint(one_chunk, *arguments, use_reentrant=False, preserve_rng_state=False))
         else:
@@ -129,9 +101,9 @@ def _is_plain_linear(head: object, hidden: Tensor) -> bool:
     return not any(map(bool, hooks)) and "forward" not in vars(head)
 
 
-def _rows_a_chunk(count: int, vocabulary_size: int, elements_max: int) -> int:
+def _rows_a_chunk(count: int, vocabulary_size: int) -> int:
     """The number of rows of a chunk, so that chunks have about the same size."""
-    most = max(1, elements_max // max(1, vocabulary_size))
+    most = max(1, CHUNK_ELEMENTS_MAX // max(1, vocabulary_size))
     return max(1, -(-count // max(1, -(-count // most))))
 
 
@@ -141,24 +113,15 @@ def _parts(count: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, count))
 
 
-def _by_row(temperature: Divisor) -> Divisor:
-    """The divisor of logits [T, V]: one number, or one per row [T, 1]."""
-    return temperature[:, None] if isinstance(temperature, Tensor) else temperature
-
-
-def _of_part(divisor: Divisor, part: slice) -> Divisor:
-    return divisor[part] if isinstance(divisor, Tensor) else divisor
-
-
 def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _over(values: Tensor, divisor: Divisor) -> Tensor:
+def _over(values: Tensor, temperature: float) -> Tensor:
     """Divide logits, or the gradient of a result [t, ...]. Dividing the latter is cheaper than dividing the gradient of
     the logits [t, V].
     """
-    return values if not isinstance(divisor, Tensor) and divisor == 1.0 else values / divisor
+    return values if temperature == 1.0 else values / temperature
 
 
 def _logit_gradient_(
@@ -185,12 +148,12 @@ class _TokenLogprobs(torch.autograd.Function):
     """logits [t, V], ids [t, I] -> (logprobs [t, I], entropy [t, 1]). Stores one copy of the log-probabilities only."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, ids: Tensor, divisor: Divisor) -> tuple[Tensor, Tensor]:
-        logp = torch.log_softmax(_over(_wide(logits), divisor), dim=-1)
+    def forward(ctx: Any, logits: Tensor, ids: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logp = torch.log_softmax(_over(_wide(logits), temperature), dim=-1)
         logp.clamp_(min=_LOGPROB_MIN)
         entropy = -torch.linalg.vecdot(logp.exp(), logp)[:, None]
         ctx.save_for_backward(logp, ids, entropy)
-        ctx.divisor, ctx.dtype = divisor, logits.dtype
+        ctx.temperature, ctx.dtype = temperature, logits.dtype
         ctx.set_materialize_grads(False)
         return logp.gather(-1, ids), entropy
 
@@ -200,7 +163,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logp, ids, entropy = ctx.saved_tensors
         if grads[0] is None and grads[1] is None:
             return None, None, None
-        divided = [None if grad is None else _over(grad, ctx.divisor) for grad in grads]
+        divided = [None if grad is None else _over(grad, ctx.temperature) for grad in grads]
         gradient = logp.clone()  # the graph may be kept for another backward pass
         scratch = _scratch(gradient, len(gradient))
         for rows in _parts(len(gradient), max(1, len(scratch))):
@@ -221,7 +184,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         ids: Tensor,
-        divisor: Divisor,
+        temperature: float,
         size: int,
         keep: bool,
     ) -> tuple[Tensor, Tensor]:
@@ -231,7 +194,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         entropy, norm = chosen.new_empty(len(ids), 1), chosen.new_empty(len(ids), 1)
         logp = buffer
         for part in _parts(len(ids), size):
-            logp = _logits_into(buffer, part, hidden, weight, bias, divisor)
+            logp = _logits_into(buffer, part, hidden, weight, bias, temperature)
             for rows in _parts(len(logp), len(scratch)):
                 block, place = logp[rows], slice(part.start + rows.start, part.start + rows.stop)
                 top = block.amax(-1, keepdim=True)
@@ -244,7 +207,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
                 if keep and part.stop == len(ids):
                     block.sub_(log_total)
         ctx.save_for_backward(hidden, weight, bias, ids, entropy, norm)
-        ctx.divisor, ctx.size = divisor, size
+        ctx.temperature, ctx.size = temperature, size
         ctx.kept = logp if keep else None
         ctx.set_materialize_grads(False)
         return chosen, entropy
@@ -256,7 +219,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
             return (None,) * 7
         hidden, weight, bias, ids, entropy, norm = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None  # it is overwritten; another backward pass computes it again
-        divided = [None if grad is None else _over(grad, ctx.divisor) for grad in grads]
+        divided = [None if grad is None else _over(grad, ctx.temperature) for grad in grads]
         for_hidden, for_weight, for_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if for_hidden else None
         grad_bias = torch.zeros_like(bias) if for_bias and bias is not None else None
@@ -268,7 +231,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
                 buffer = logp if len(logp) == ctx.size else None
             else:
                 buffer = _chunk_buffer(hidden, weight, ctx.size) if buffer is None else buffer
-                logp = _logits_into(buffer, part, hidden, weight, bias, ctx.divisor).sub_(norm[part])
+                logp = _logits_into(buffer, part, hidden, weight, bias, ctx.temperature).sub_(norm[part])
             scratch = _scratch(logp, ctx.size) if scratch is None else scratch
             for rows in _parts(len(logp), len(scratch)):
                 place = slice(part.start + rows.start, part.start + rows.stop)
@@ -298,7 +261,7 @@ def _scratch(like: Tensor, size: int) -> Tensor:
 
 
 def _logits_into(
-    buffer: Tensor, part: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, divisor: Divisor
+    buffer: Tensor, part: slice, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float
 ) -> Tensor:
     """The divided logits of some rows, in the first rows of `buffer`."""
     logits = buffer[: part.stop - part.start]
@@ -308,8 +271,8 @@ def _logits_into(
             logits.add_(bias)
     else:
         logits.copy_(nn.functional.linear(hidden[part], weight, bias))
-    if isinstance(divisor, Tensor) or divisor != 1.0:
-        logits.div_(_of_part(divisor, part))
+    if temperature != 1.0:
+        logits.div_(temperature)
     if bias is not None:
         logits.clamp_(min=_LOGPROB_MIN)
     return logits

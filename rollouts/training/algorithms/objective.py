@@ -22,7 +22,7 @@ MetricKind = Literal["mean", "sum", "max", "min"]
 _KINDS = get_args(MetricKind)
 
 
-class Metric(NamedTuple):
+class MetricSum(NamedTuple):
     """A number that can be added up over microbatches and ranks; for `max` and `min`, the extreme is kept.
 
     A mean is `value / number`. The other kinds do not use `number`.
@@ -33,7 +33,7 @@ class Metric(NamedTuple):
     kind: MetricKind
 
 
-class Evaluation(NamedTuple):
+class Objective(NamedTuple):
     """The sum of the terms' values.
 
     `values` are [T], one per token (0 if masked), or [U], one per rollout or pair, in the order of their indices.
@@ -41,11 +41,11 @@ class Evaluation(NamedTuple):
     """
 
     values: Tensor
-    metrics: dict[str, Metric]
+    metrics: dict[str, MetricSum]
     nan: dict[str, Tensor]
 
 
-def evaluate(
+def evaluate_objective(
     algorithm: Algorithm,
     available: Mapping[str, Any],
     mask: Tensor,
@@ -53,7 +53,7 @@ def evaluate(
     unit: Unit = "token",
     kl_coefficient: float | None = None,
     weights: Tensor | None = None,
-) -> Evaluation:
+) -> Objective:
     """Call every term with its inputs, and add up coefficient * values.
 
     Values at masked positions are set to 0, also if they are NaN. The gradient may still be NaN if a term multiplies by
@@ -68,9 +68,13 @@ def evaluate(
         weights: [T] of an off-policy correction. They multiply the terms whose expectation is over sampled tokens:
             those that name `advantages` or `old_logprobs`
     """
-    live = _live(available, mask, unit)
+    import torch
+
+    # Which of the expected values are live: one per token, rollout or pair.
+    is_token = unit == "token"
+    live = mask > 0 if is_token else torch.ones_like(available[f"{unit}_index"].unique(), dtype=torch.bool)
     total: Tensor | None = None
-    metrics: dict[str, Metric] = {}
+    metrics: dict[str, MetricSum] = {}
     nan: dict[str, Tensor] = {}
     parts = [(term.function, term.coefficient, "losses") for term in active_terms(algorithm)]
     kl = algorithm.kl
@@ -91,7 +95,7 @@ def evaluate(
             values = values * weights
         total = values * coefficient if total is None else total + values * coefficient
     assert total is not None, "an algorithm has a term with a coefficient"
-    return Evaluation(total, metrics, nan)
+    return Objective(total, metrics, nan)
 
 
 def importance_weights(algorithm: Algorithm, available: Mapping[str, Any], mask: Tensor) -> Tensor | None:
@@ -112,24 +116,14 @@ def importance_weights(algorithm: Algorithm, available: Mapping[str, Any], mask:
     return weights.detach()
 
 
-def _live(available: Mapping[str, Any], mask: Tensor, unit: Unit) -> Tensor:
-    """Which of the expected values are live: one per token, rollout or pair."""
-    import torch
-
-    return mask > 0 if unit == "token" else torch.ones_like(available[f"{unit}_index"].unique(), dtype=torch.bool)
-
-
-def _expected_words(unit: Unit, count: int) -> str:
-    if unit == "token":
-        return f"one value per token, shape [{count}]: unreduced, because the engine masks, weighs and normalizes"
-    return f"one value per {unit}, shape [{count}], in the order of their numbers in `{unit}_index`"
-
-
 def check_loss_values(word: str, values: Any, function: Any, unit: Unit, count: int) -> None:
     """Raise TrainingError if a loss or a KL estimator (`word`) returned anything but `count` values, one per unit."""
     import torch
 
-    expected = _expected_words(unit, count)
+    how = ": unreduced, because the engine masks, weighs and normalizes"
+    if unit != "token":
+        how = f", in the order of their numbers in `{unit}_index`"
+    expected = f"one value per {unit}, shape [{count}]{how}"
     if not isinstance(values, torch.Tensor):
         raise wrong_result(word, function, type(values).__name__, expected)
     if values.dim() == 0:
@@ -138,7 +132,7 @@ def check_loss_values(word: str, values: Any, function: Any, unit: Unit, count: 
         raise wrong_result(word, function, f"shape {list(values.shape)}", expected)
 
 
-def _metric(given_name: Any, reported: Any, live: Tensor, whose: str) -> tuple[str, Metric]:
+def _metric(given_name: Any, reported: Any, live: Tensor, whose: str) -> tuple[str, MetricSum]:
     """A term's own metric: a value, or (value, kind). The value is a number, or has the shape of the loss's values."""
     import torch
 
@@ -157,9 +151,9 @@ def _metric(given_name: Any, reported: Any, live: Tensor, whose: str) -> tuple[s
         raise TrainingError(f"{reports} as {shown(value)}, which is no number: {words_of(error)}") from error
     count = live.sum().float()
     if metric.dim() == 0:
-        return name, Metric(metric * count if kind == "mean" else metric, count, kind)
+        return name, MetricSum(metric * count if kind == "mean" else metric, count, kind)
     if metric.shape != live.shape:
         shape = f"shape {list(metric.shape)}; a metric is one number, or has shape [{live.shape[0]}]"
         raise TrainingError(f"{reports} with {shape}")
     kept = metric.where(live, {"max": -math.inf, "min": math.inf}.get(kind, 0.0))
-    return name, Metric(kept.max() if kind == "max" else kept.min() if kind == "min" else kept.sum(), count, kind)
+    return name, MetricSum(kept.max() if kind == "max" else kept.min() if kind == "min" else kept.sum(), count, kind)

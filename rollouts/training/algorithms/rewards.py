@@ -36,15 +36,11 @@ def product(parts: Tensor, weights: Tensor) -> Tensor:
     Raises TrainingError for a negative reward, and for a reward of 0 with a weight below 0.
     """
     if bool((parts < 0).any()):
-        raise TrainingError(
-            f"the reward mixer product got a negative reward ({float(parts.min()):g}), which has no power; "
-            "type --mix weighted_sum, or make the reward 0 or more"
-        )
+        what = f"the reward mixer product got a negative reward ({float(parts.min()):g}), which has no power"
+        raise TrainingError(f"{what}; type --mix weighted_sum, or make the reward 0 or more")
     if bool(((parts == 0) & (weights < 0)).any()):
-        raise TrainingError(
-            "the reward mixer product got a reward of 0 with a weight below 0, and 0 to a negative power is infinite; "
-            "give that reward a positive weight, or type --mix weighted_sum"
-        )
+        what = "the reward mixer product got a reward of 0 with a weight below 0, and 0 to a negative power is infinite"
+        raise TrainingError(f"{what}; give that reward a positive weight, or type --mix weighted_sum")
     return (parts**weights).prod(1)
 
 
@@ -103,15 +99,12 @@ def overlong(
         factor: the penalty at L_max
     """
     if max_tokens is None:
-        raise ConfigError(
-            "the reward shaping overlong needs the longest allowed reply, and this run has no max_tokens; "
-            "type --max-tokens with a number of tokens"
-        )
+        what = "the reward shaping overlong needs the longest allowed reply, and this run has no max_tokens"
+        raise ConfigError(f"{what}; type --max-tokens with a number of tokens")
     width = max(1, max_tokens // 4) if buffer is None else buffer
     expected = f"a number from 1 to max_tokens ({max_tokens}), or none"
-    check_setting(
-        "buffer", buffer, 1 <= width <= max_tokens, expected, f"--shaping.overlong.buffer {max(1, max_tokens // 4)}"
-    )
+    example = f"--shaping.overlong.buffer {max(1, max_tokens // 4)}"
+    check_setting("buffer", buffer, 1 <= width <= max_tokens, expected, example)
     check_setting("factor", factor, 0 <= factor < float("inf"), "a number of 0 or more", "--shaping.overlong.factor 1")
     excess = lengths.to(rewards.dtype) - (max_tokens - width)
     return rewards - excess.clamp(min=0) / width * factor

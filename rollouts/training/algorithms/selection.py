@@ -58,7 +58,8 @@ def max_variance(rewards: Tensor, *, count: int = 4) -> Tensor:
         return torch.ones_like(rewards, dtype=torch.bool)
     order = rewards.argsort(stable=True)
     known = (rewards - rewards.mean())[order]
-    choices = [_ends(low, count, size) for low in range(count + 1)]
+    # The first `low` positions, and the rest from the end.
+    choices = [[*range(low), *range(size - (count - low), size)] for low in range(count + 1)]
     variances = [float(known[choice].var()) for choice in choices]
     # Choices that differ by rounding only are equally good.
     best = [low for low, variance in enumerate(variances) if variance >= max(variances) - SPREAD_MIN**2]
@@ -96,8 +97,3 @@ def all_pairs(rewards: Tensor, *, margin: float = 0.0, limit: int = 8) -> list[t
             if difference > SPREAD_MIN and difference >= margin - SPREAD_MIN:
                 found.append((-round(difference / SPREAD_MIN), chosen, rejected))
     return [(chosen, rejected) for _, chosen, rejected in sorted(found)[:limit]]
-
-
-def _ends(low: int, count: int, size: int) -> list[int]:
-    """`count` of the positions 0 to `size` - 1: the first `low`, and the rest from the end."""
-    return [*range(low), *range(size - (count - low), size)]

@@ -27,11 +27,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 WHITEN_EPS = 1e-8
+TurnRewards = Sequence[Sequence[float]]
 
 
 def gae(
     batch: None,
-    turn_rewards: Sequence[Sequence[float]],
+    turn_rewards: TurnRewards,
     values: Tensor,
     token_rewards: Tensor,
     mask: Tensor,
@@ -75,7 +76,7 @@ def gae(
 
 def reinforce_pp(
     batch: None,
-    turn_rewards: Sequence[Sequence[float]],
+    turn_rewards: TurnRewards,
     token_rewards: Tensor,
     mask: Tensor,
     rollout_index: Tensor,
@@ -161,12 +162,7 @@ class _Packing(NamedTuple):
 
 
 def _pack(
-    mask: Tensor,
-    rollout_index: Tensor,
-    turn_index: Tensor,
-    turn_rewards: Sequence[Sequence[float]],
-    *,
-    per_turn: bool = False,
+    mask: Tensor, rollout_index: Tensor, turn_index: Tensor, turn_rewards: TurnRewards, *, per_turn: bool = False
 ) -> _Packing:
     """The live tokens by rollout, turn and position. A turn beyond the last one with a reward counts as the last."""
     import torch
@@ -193,7 +189,7 @@ def _pack(
 
 
 def _rewards_of_steps(
-    packing: _Packing, turn_rewards: Sequence[Sequence[float]], token_rewards: Tensor, dtype: torch.dtype
+    packing: _Packing, turn_rewards: TurnRewards, token_rewards: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """The reward of each time step [N, C]: those of its tokens, and at the last token of a turn the turn's."""
     import torch

@@ -21,7 +21,7 @@ from rollouts.models.loading import load_hf_model, one_at_a_time
 from rollouts.training.algorithms.algorithm import function_label, requests
 from rollouts.training.algorithms.calls import call_author
 from rollouts.training.algorithms.logprobs import topk_logprobs
-from rollouts.training.backends.transformer import ModelPaths, Selection, inspect_model, run
+from rollouts.training.backends.transformer import ModelPaths, Selection, inspect_model, run_features
 from rollouts.training.batches import Row
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class _Scorer:
 
     def features(self, inputs: RowPositions, like: Selection) -> Tensor:
         """Features [T, F] in the order of `like`."""
-        features, own, _ = run(self.paths, *inputs)
+        features, own, _ = run_features(self.paths, *inputs)
         if own == like:
             return features
         place = {token: number for number, token in enumerate(own.tokens())}
@@ -61,19 +61,17 @@ class Teacher(_Scorer):
         super().__init__(causal.requires_grad_(False), bucket_saving_min=policy.bucket_saving_min)
         found = self.paths.vocabulary_size
         if found != policy.vocabulary_size:
-            raise ModelError(
-                f"--teacher {name} has {found} tokens and the policy {policy.vocabulary_size}; a teacher needs the "
-                "tokenizer of the policy"
-            )
+            what = f"--teacher {name} has {found} tokens and the policy {policy.vocabulary_size}"
+            raise ModelError(f"{what}; a teacher needs the tokenizer of the policy")
         self._top_k = min(top_k, found)
 
     @torch.no_grad()
-    def logprobs(self, inputs: RowPositions, like: Selection, targets: Tensor, temperature: float | Tensor) -> Tensor:
+    def logprobs(self, inputs: RowPositions, like: Selection, targets: Tensor, temperature: float) -> Tensor:
         """Logprobs [T] of `targets` [T]."""
         return self.paths.logprobs_and_entropy(self.features(inputs, like), targets, temperature)[0]
 
     @torch.no_grad()
-    def top(self, inputs: RowPositions, like: Selection, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+    def top(self, inputs: RowPositions, like: Selection, temperature: float) -> tuple[Tensor, Tensor]:
         """The K most likely ids [T, K] and their logprobs [T, K]."""
         features, paths = self.features(inputs, like), self.paths
         size = paths.vocabulary_size
@@ -166,19 +164,14 @@ class ReferencePolicy:
         self._rule = rule
         self._adapters = adapters
         if not adapters and "adapters" in requests(rule, "references"):
-            raise ConfigError(
-                f"--reference {function_label(rule)} needs adapters, and this run trains all weights; type --lora-rank "
-                "16, or --reference frozen"
-            )
+            what = f"--reference {function_label(rule)} needs adapters, and this run trains all weights"
+            raise ConfigError(f"{what}; type --lora-rank 16, or --reference frozen")
         self.follow(0)
 
     def follow(self, version: int) -> None:
         """Apply the rule. `version` is the number of optimizer steps of the policy."""
-        available: dict[str, Any] = {
-            "reference": self.tensors,
-            "policy": [parameter.detach() for parameter in self._parameters],
-            "version": version,
-        }
+        policy = [parameter.detach() for parameter in self._parameters]
+        available: dict[str, Any] = {"reference": self.tensors, "policy": policy, "version": version}
         if self._adapters:
             available["adapters"] = self.tensors
         with torch.no_grad():

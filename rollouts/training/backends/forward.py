@@ -20,7 +20,7 @@ from torch import Tensor
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, is_reward_placed, requests
 from rollouts.training.algorithms.logprobs import logprobs_with_alternatives, token_logprobs
 from rollouts.training.backends.auxiliary import Critic, RowPositions, Teacher
-from rollouts.training.backends.transformer import ModelPaths, Selection, run
+from rollouts.training.backends.transformer import ModelPaths, Selection, run_features
 from rollouts.training.batches import Row
 
 _T = TypeVar("_T")
@@ -51,42 +51,42 @@ class Models(NamedTuple):
         self, inputs: RowPositions, temperature: float, needs: Sequence[str]
     ) -> tuple[dict[str, Tensor], Selection]:
         """Compute each of `needs` [T] with the policy, the critic or the teacher."""
-        features, selection, _ = run(self.paths, *inputs)
-        targets, divisor = _targets(inputs[0], selection, temperature, features.device)
+        features, selection, _ = run_features(self.paths, *inputs)
+        targets = _targets(inputs[0], selection, features.device)
         tensors: dict[str, Tensor] = {}
         if {"logprobs", "entropy"} & set(needs):
-            tensors["logprobs"], tensors["entropy"] = self.paths.logprobs_and_entropy(features, targets, divisor)
+            tensors["logprobs"], tensors["entropy"] = self.paths.logprobs_and_entropy(features, targets, temperature)
         if self.critic is not None and "values" in needs:
             tensors["values"] = self.critic.values(inputs, selection, features)
         if self.teacher is not None and "teacher_logprobs" in needs:
-            tensors["teacher_logprobs"] = self.teacher.logprobs(inputs, selection, targets, divisor)
+            tensors["teacher_logprobs"] = self.teacher.logprobs(inputs, selection, targets, temperature)
         return {name: tensors[name] for name in needs}, selection
 
     def score(self, inputs: RowPositions, temperature: float, requested: frozenset[str]) -> Scored:
         """Run the rows with gradient. `extra` has the requested outputs beside logprobs, entropy and values: logits, or
         the teacher's most likely tokens.
         """
-        features, selection, tokens = run(self.paths, *inputs)
-        targets, divisor = _targets(inputs[0], selection, temperature, features.device)
+        features, selection, tokens = run_features(self.paths, *inputs)
+        targets = _targets(inputs[0], selection, features.device)
         extra: dict[str, Tensor] = {}
         if requested & {"topk_logprobs", "teacher_topk_ids", "teacher_topk_logprobs"}:
             assert self.teacher is not None, "check_needs saw to it"
-            ids, theirs = self.teacher.top(inputs, selection, divisor)
+            ids, theirs = self.teacher.top(inputs, selection, temperature)
             extra = {"teacher_topk_ids": ids, "teacher_topk_logprobs": theirs}
         if "logits" in requested:
             logits = self.paths.head(features)
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            logits = extra["logits"] = logits / (divisor[:, None] if isinstance(divisor, Tensor) else divisor)
+            logits = extra["logits"] = logits / temperature
             logprobs, entropy = token_logprobs(logits, targets)
             if "topk_logprobs" in requested:
                 extra["topk_logprobs"] = torch.log_softmax(logits, -1).gather(-1, extra["teacher_topk_ids"])
         elif "topk_logprobs" in requested:
             head, ids, size = self.paths.head, extra["teacher_topk_ids"], self.paths.vocabulary_size
             logprobs, entropy, extra["topk_logprobs"] = logprobs_with_alternatives(
-                head, features, targets, ids, vocabulary_size=size, temperature=divisor
+                head, features, targets, ids, vocabulary_size=size, temperature=temperature
             )
         else:
-            logprobs, entropy = self.paths.logprobs_and_entropy(features, targets, divisor)
+            logprobs, entropy = self.paths.logprobs_and_entropy(features, targets, temperature)
         values = None
         if self.critic is not None and "values" in requested:
             values = self.critic.values(inputs, selection, features)
@@ -110,11 +110,8 @@ def make_streams(
     floats = {
         name: [value for row, positions in chosen for value in _take(getattr(row, name), positions)] for name in names
     }
-    floats["rollout_logprobs"] = [
-        value
-        for row, positions in chosen
-        for value in (_take(row.rollout_logprobs, positions) if row.rollout_logprobs else [0.0] * len(positions))
-    ]
+    known = [(row.rollout_logprobs or [0.0] * len(row.tokens), positions) for row, positions in chosen]
+    floats["rollout_logprobs"] = [value for stream, positions in known for value in _take(stream, positions)]
     if "old_values" in floats and "returns" not in floats:
         floats["returns"] = [rewards[row.rollout_index] for row, positions in chosen for _ in positions]
     floats["mask"] = floats.pop("loss_mask")
@@ -145,18 +142,11 @@ def _take(stream: Sequence[_T], positions: Sequence[int]) -> Sequence[_T]:
     return [stream[t] for t in positions]
 
 
-def _targets(
-    rows: Sequence[Row], selection: Selection, default: float, device: torch.device
-) -> tuple[Tensor, float | Tensor]:
-    """The ids [T] of the selected tokens, and their temperature: one number if all rows have the same, else [T]."""
-    chosen = list(zip(selection.rows, selection.positions, strict=True))
+def _targets(rows: Sequence[Row], selection: Selection, device: torch.device) -> Tensor:
+    """The ids [T] of the selected tokens."""
+    chosen = zip(selection.rows, selection.positions, strict=True)
     ids = [token for row, positions in chosen for token in _take(rows[row].tokens, positions)]
-    targets = torch.from_numpy(np.array(ids, dtype=np.int64)).to(device)
-    own = [default if row.temperature is None else row.temperature for row in rows]
-    if len(set(own)) == 1:
-        return targets, own[0]
-    values = [own[row] for row, positions in chosen for _ in positions]
-    return targets, torch.tensor(values, dtype=torch.float32, device=device)
+    return torch.from_numpy(np.array(ids, dtype=np.int64)).to(device)
 
 
 # --- flat rows --------------------------------------------------------------------------------------------------------

@@ -16,15 +16,8 @@ from typing import Any
 import torch
 
 from rollouts.errors import ConfigError
+from rollouts.models import loading
 from rollouts.models.estimates import estimated_as
-from rollouts.models.loading import (
-    adapters_beneath,
-    build_hf_model,
-    load_config,
-    load_hf_model,
-    resolve_device,
-    resolve_model_name,
-)
 from rollouts.plugins.checks import check_bounds, checked_by
 from rollouts.training.algorithms.algorithm import Algorithm
 from rollouts.training.backends import sharding
@@ -98,7 +91,7 @@ def create_fsdp_backend(
         start_seconds: how long ranks may take to start
     """
     check_fsdp(locals())
-    kind = resolve_device(settings.device).partition(":")[0]
+    kind = loading.resolve_device(settings.device).partition(":")[0]
     world_size = _world_size(processes, kind)
     _check_replicas(replicas, world_size)
     chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=False)
@@ -123,7 +116,7 @@ def create_fsdp_backend(
             algorithms,
             dataclasses.replace(chosen, device=place),
             adapter=adapter,
-            source=resolve_model_name(model),
+            source=loading.resolve_model_name(model),
             auxiliary_models=auxiliary_models,
             shards=shards,
             rank=group.place.rank,
@@ -140,9 +133,9 @@ def create_fsdp_backend(
 def _find_commits(model: str, beside: AuxiliaryModels) -> None:
     """Note which commits of models of a hub are loaded. Rank 0 sends them to the other ranks, before those load any."""
     names = {model, beside.teacher, beside.critic} - {"", "head"}
-    for whole in (adapters_beneath(name)[0] for name in names):
+    for whole in (loading.adapters_beneath(name)[0] for name in names):
         if not Path(whole).is_dir():
-            load_config(whole)
+            loading.load_config(whole)
 
 
 def _without_addresses(text: str) -> str:
@@ -157,9 +150,9 @@ def _load(model: str, lora_rank: int, settings: TorchSettings, seed: int, *, is_
     # Adapters are always float32. The base model is only read.
     dtype = settings.dtype if lora_rank else "float32"
     if is_first:
-        causal = load_hf_model(model, dtype=dtype, device="cpu", attention=settings.attention)
+        causal = loading.load_hf_model(model, dtype=dtype, device="cpu", attention=settings.attention)
     else:
-        causal = build_hf_model(model, dtype=dtype, attention=settings.attention)
+        causal = loading.build_hf_model(model, dtype=dtype, attention=settings.attention)
     # With float32 weights the head needs no conversion; `Sharding` sets the dtype of computations.
     settings = dataclasses.replace(settings, fp32_head=settings.fp32_head and dtype == "bfloat16")
     return causal, put_in(causal, settings, lora_rank, seed)
@@ -172,10 +165,8 @@ def _world_size(processes: int, kind: str) -> int:
     place = place_of_this_process()
     if place is not None:
         if processes and place.launched and processes != place.world_size:
-            raise ConfigError(
-                f"--training.processes {processes}, but the launcher started {place.world_size} ranks; leave the "
-                "setting out under a launcher"
-            )
+            what = f"--training.processes {processes}, but the launcher started {place.world_size} ranks"
+            raise ConfigError(f"{what}; leave the setting out under a launcher")
         return place.world_size
     gpus = torch.cuda.device_count() if kind == "cuda" else 0
     if kind == "cuda" and processes > gpus:
@@ -196,7 +187,5 @@ def _device(kind: str, local_rank: int) -> str:
 
 def _check_replicas(replicas: int, world_size: int) -> None:
     if replicas < 1 or world_size % replicas:
-        raise ConfigError(
-            f"--training.replicas {replicas}: {world_size} ranks cannot be split into {replicas} equal groups; give a "
-            f"number that divides {world_size}"
-        )
+        what = f"--training.replicas {replicas}: {world_size} ranks cannot be split into {replicas} equal groups"
+        raise ConfigError(f"{what}; give a number that divides {world_size}")

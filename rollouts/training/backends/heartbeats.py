@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from rollouts.errors import RankError, first_line, words_of_exit
-from rollouts.training.backends.rendezvous import Channel
+from rollouts.training.backends.rendezvous import RankChannel
 
 BEAT_SECONDS = 1.0
 SYMPTOM_SECONDS = 3.0  # a failed collective is a symptom; wait this long for its cause, then compare lines of code
@@ -82,7 +82,7 @@ class Heartbeat:
     store is gone.
     """
 
-    channel: Channel
+    channel: RankChannel
     rank: int
     start_seconds: float
     on_silence: Callable[[], None] | None = None
@@ -154,7 +154,7 @@ class FailureDetector:
     error in time.
     """
 
-    channel: Channel
+    channel: RankChannel
     world_size: int
     processes: Mapping[int, subprocess.Popen[bytes]]
     own: RankStatus
@@ -222,10 +222,8 @@ class FailureDetector:
             if heard.failure is not None:
                 continue
             if heard.beat is None and silent > self.start_seconds:
-                return (
-                    f"rank {rank} did not start within {self.start_seconds:g} s; look at its output, or give it "
-                    "more time with --training.start-seconds"
-                )
+                late = f"rank {rank} did not start within {self.start_seconds:g} s; look at its output"
+                return f"{late}, or give it more time with --training.start-seconds"
             if heard.beat is not None and silent > SILENCE_SECONDS:
                 last = self.own.words() + heard.status.where()
                 return f"rank {rank} sent no heartbeat for {silent:.0f} s; its last command: {last}"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rollouts.errors import TrainingError
 from rollouts.training.algorithms.losses import log_ratio
-from rollouts.training.algorithms.objective import Evaluation, Metric
+from rollouts.training.algorithms.objective import MetricSum, Objective
 from rollouts.training.batches import Row, live_count
 
 _NAN, _BAD_MODEL = "nan: ", "the model's logprobs"
@@ -50,7 +50,7 @@ class Microbatch(NamedTuple):
 
     tensors: Mapping[str, Tensor]
     objective: Tensor
-    evaluation: Evaluation
+    evaluation: Objective
     clip: tuple[float, float] | None
     tokens: tuple[int, int]
     rows: Sequence[Row] = ()
@@ -83,7 +83,7 @@ class MetricSums:
 
     def __init__(self, record: TokenRecord | None = None) -> None:
         self._record = record
-        self._metrics: dict[str, Metric] = {}
+        self._metrics: dict[str, MetricSum] = {}
         self._count = 0
         self._tokens = (0, 0)
 
@@ -95,25 +95,29 @@ class MetricSums:
         if self._record is not None:
             self._record.add(part.rows, tensors, part.clip)
         self._tokens = (self._tokens[0] + part.tokens[0], self._tokens[1] + part.tokens[1])
-        means, maxima = {**_policy_metrics(tensors, part.clip), **_value_metrics(tensors)}, _maxima(tensors)
+        means = {**_policy_metrics(tensors, part.clip), **_value_metrics(tensors)}
         mismatch = _mismatch_metrics(tensors)
+        maxima = {
+            "policy/ratio_max": means["policy/ratio_mean"],
+            "mismatch/abs_logp_max": (_trainer(tensors) - tensors["rollout_logprobs"]).abs() * tensors["sampled"],
+        }
         for name, value in means.items():
-            self._add(name, Metric(value.sum(), torch.ones_like(value).sum(), "mean"))
+            self._add(name, MetricSum(value.sum(), torch.ones_like(value).sum(), "mean"))
         sampled, anchored = tensors["sampled"].float().sum(), tensors["anchored"].float().sum()
         for name, value in mismatch.items():
-            self._add(name, Metric(torch.where(tensors["sampled"], value, 0.0).sum(), sampled, "mean"))
+            self._add(name, MetricSum(torch.where(tensors["sampled"], value, 0.0).sum(), sampled, "mean"))
         for name, value in maxima.items():
-            self._add(name, Metric(value.max(), value.new_tensor(1.0), "max"))
-        self._add(_SAMPLED, Metric(sampled, sampled, "sum"))
-        self._add(_ANCHORED, Metric(anchored, anchored, "sum"))
-        self._add("policy/loss", Metric(part.objective.detach(), part.objective.new_tensor(1.0), "sum"))
+            self._add(name, MetricSum(value.max(), value.new_tensor(1.0), "max"))
+        self._add(_SAMPLED, MetricSum(sampled, sampled, "sum"))
+        self._add(_ANCHORED, MetricSum(anchored, anchored, "sum"))
+        self._add("policy/loss", MetricSum(part.objective.detach(), part.objective.new_tensor(1.0), "sum"))
         for name, metric in part.evaluation.metrics.items():
             placed = name if "/" in name else f"policy/{name}"
             is_taken = placed == "policy/loss" or placed in {**means, **mismatch, **maxima}
             is_taken |= placed.partition("/")[0] in _RUNS_OWN
             self._add(f"policy/reported/{name}" if is_taken else placed, metric)
         for label, broken in {**part.evaluation.nan, _BAD_MODEL: logprobs.isnan().any()}.items():
-            self._add(_NAN + label, Metric(broken.float(), broken.float(), "max"))
+            self._add(_NAN + label, MetricSum(broken.float(), broken.float(), "max"))
 
     def read(self) -> Reading:
         """Read the sums as plain numbers. Waits for the device once."""
@@ -125,12 +129,12 @@ class MetricSums:
         recorded = {} if self._record is None else self._record.read()
         return Reading(sums, self._count, self._tokens, recorded=recorded)
 
-    def _add(self, name: str, new: Metric) -> None:
+    def _add(self, name: str, new: MetricSum) -> None:
         have = self._metrics.get(name)
         pick = {"max": torch.maximum, "min": torch.minimum}.get(new.kind, torch.add)
         if have is not None:
             number = have.number if new.kind in _EXTREMES else have.number + new.number
-            new = Metric(pick(have.value, new.value), number, new.kind)
+            new = MetricSum(pick(have.value, new.value), number, new.kind)
         self._metrics[name] = new
 
 
@@ -142,8 +146,10 @@ def batch_metrics(readings: Sequence[Reading], denominator: float) -> dict[str, 
     total = functools.reduce(_joined_readings, readings)
     if not total.count:
         return {"policy/loss": 0.0}
-    broken = {name.removeprefix(_NAN): bool(value) for name, (value, *_) in total.sums.items() if name.startswith(_NAN)}
-    _check_nan(broken)
+    broken = [name.removeprefix(_NAN) for name, (value, *_) in total.sums.items() if name.startswith(_NAN) and value]
+    if broken and _BAD_MODEL not in broken:  # a broken model makes every loss NaN; the optimizer will skip the step
+        what = f"the loss {broken[0]} returned NaN at a trained token although the model's logprobs are numbers"
+        raise TrainingError(f"{what}; look for 0 / 0, inf - inf, or the logarithm of a negative number")
     found = {
         name: value / number if kind == "mean" and number else value
         for name, (value, number, kind) in total.sums.items()
@@ -168,17 +174,6 @@ def _joined_readings(one: Reading, other: Reading) -> Reading:
         sums[name] = (value, number if kind in _EXTREMES else counted + number, kind)
     tokens = (one.tokens[0] + other.tokens[0], one.tokens[1] + other.tokens[1])
     return Reading(sums, one.count + other.count, tokens)
-
-
-def _check_nan(broken: dict[str, bool]) -> None:
-    if broken.pop(_BAD_MODEL):  # a broken model makes every loss NaN; the optimizer will skip the step
-        return
-    for label, flag in broken.items():
-        if flag:
-            raise TrainingError(
-                f"the loss {label} returned NaN at a trained token although the model's logprobs are numbers; "
-                "look for 0 / 0, inf - inf, or the logarithm of a negative number"
-            )
 
 
 def _policy_metrics(tensors: Mapping[str, Tensor], clip: tuple[float, float] | None) -> dict[str, Tensor]:
@@ -231,13 +226,6 @@ def _value_metrics(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         "value/error_square": error**2,
         "value/return_mean": returns,
         "value/return_square": returns**2,
-    }
-
-
-def _maxima(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        "policy/ratio_max": log_ratio(tensors["logprobs"], tensors["old_logprobs"]).exp(),
-        "mismatch/abs_logp_max": (_trainer(tensors) - tensors["rollout_logprobs"]).abs() * tensors["sampled"],
     }
 
 

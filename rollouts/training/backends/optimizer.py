@@ -66,10 +66,8 @@ class TorchSettings:
 
     def of_run(self, *, lr: float, steps: int, tokens_per_microbatch: int, share_prefix: bool) -> TrainerSettings:
         """Add the settings of the run. The warm-up is never longer than the run."""
-        own = vars(self) | {"warmup_steps": min(self.warmup_steps, max(1, steps))}
-        return TrainerSettings(
-            **own, lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=share_prefix
-        )
+        own = vars(self) | {"warmup_steps": min(self.warmup_steps, max(1, steps)), "share_prefix": share_prefix}
+        return TrainerSettings(**own, lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,15 +103,12 @@ def check_settings(settings: TrainerSettings) -> None:
         one_of("--training.lr-schedule", settings.lr_schedule, get_args(ScheduleName)),
     )
     if settings.lr_schedule != "constant" and settings.steps == 0:
-        raise ConfigError(
-            f"--training.lr-schedule {settings.lr_schedule}: it falls until the last optimizer step, and the number of "
-            "steps is not known; give --steps, or type --training.lr-schedule constant"
-        )
+        what = f"--training.lr-schedule {settings.lr_schedule}: it falls until the last optimizer step"
+        hint = "give --steps, or type --training.lr-schedule constant"
+        raise ConfigError(f"{what}, and the number of steps is not known; {hint}")
     if settings.lr_schedule == "constant" and settings.lr_final:
-        raise ConfigError(
-            f"--training.lr-final {settings.lr_final}: a constant learning rate has no final value; type "
-            "--training.lr-schedule cosine or linear, or leave --training.lr-final out"
-        )
+        what = f"--training.lr-final {settings.lr_final}: a constant learning rate has no final value"
+        raise ConfigError(f"{what}; type --training.lr-schedule cosine or linear, or leave --training.lr-final out")
 
 
 def check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str, critic: str = "") -> None:
@@ -126,27 +121,20 @@ def check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str, 
         ("--training.lora-alpha", lora_alpha, is_alpha, "a number above 0"),
     )
     if not lora_rank and dtype in ("bfloat16", "float16"):
-        raise ConfigError(
-            f"--training.dtype {dtype}: all weights would be trained in {dtype}, where small steps round to nothing "
-            "and training stalls or diverges; type --training fsdp, which computes in bfloat16 and keeps float32 "
-            "weights to add the steps to (with one process too), or --lora-rank 16, whose adapters are float32, or "
-            "--training.dtype float32"
-        )
+        what = f"--training.dtype {dtype}: all weights would be trained in {dtype}, where small steps round to nothing"
+        fsdp = "type --training fsdp, which computes in bfloat16 and keeps float32 weights (with one process too)"
+        raise ConfigError(f"{what}; {fsdp}, or --lora-rank 16, whose adapters are float32, or --training.dtype float32")
     if critic not in ("", "head") and dtype in ("bfloat16", "float16"):
-        raise ConfigError(
-            f"--critic {critic}: all of its weights would be trained in {dtype}, where small steps round to nothing; "
-            "type --critic head, or --training.dtype float32"
-        )
+        what = f"--critic {critic}: all of its weights would be trained in {dtype}, where small steps round to nothing"
+        raise ConfigError(f"{what}; type --critic head, or --training.dtype float32")
 
 
 def check_sharded(settings: TorchSettings, make: MakeOptimizer | None = None) -> None:
     """Refuse optimizers that cannot step sharded weights (DTensors), on any number of ranks. Raises ConfigError."""
     if settings.optimizer == "adafactor" or unwrapped(make) is optimizers.adafactor:
         flag = "--training.optimizer" if make is None else "--optimizer"
-        raise ConfigError(
-            f"{flag} adafactor: torch's Adafactor cannot step sharded weights (it takes norms of rows in "
-            f"place, which DTensor refuses); type {flag} adamw or sgd, or --training torch"
-        )
+        what = f"{flag} adafactor: torch's Adafactor cannot step sharded weights (it takes norms of rows in place"
+        raise ConfigError(f"{what}, which DTensor refuses); type {flag} adamw or sgd, or --training torch")
 
 
 def check_chosen(settings: TorchSettings, make: MakeOptimizer | None) -> None:
@@ -247,10 +235,8 @@ def check_optimizer(make_optimizer: MakeOptimizer, label: str) -> None:
     except Exception as error:
         raise ConfigError(f"{label}: a step failed: {words_of(error)}") from error
     if not all(bool(parameter.isfinite().all()) for parameter in parameters):
-        raise ConfigError(
-            f"{label}: a step with a gradient of 0, which is usual, makes weights NaN or infinite\n"
-            "if its eps is 0, type --optimizer.eps 1e-8"
-        )
+        what = f"{label}: a step with a gradient of 0, which is usual, makes weights NaN or infinite"
+        raise ConfigError(f"{what}\nif its eps is 0, type --optimizer.eps 1e-8")
     values = [(key, each) for state in made.state.values() for key, each in state.items()]
     values += [(key, each) for group in made.param_groups for key, each in group.items() if isinstance(each, Tensor)]
     for key, value in values:
@@ -322,9 +308,8 @@ def load_plain_state(
 
 def group_values(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """The numbers and texts of each parameter group."""
-    return [
-        {key: value for key, value in group.items() if isinstance(value, _PLAIN)} for group in optimizer.param_groups
-    ]
+    groups = optimizer.param_groups
+    return [{key: value for key, value in group.items() if isinstance(value, _PLAIN)} for group in groups]
 
 
 def check_class(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], path: str) -> None:
@@ -333,10 +318,8 @@ def check_class(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], path
     """
     own = type(optimizer).__qualname__
     if saved and saved["class"] != own:
-        raise ConfigError(
-            f"the checkpoint {path} has the state of the optimizer {saved['class']}, and this run uses {own}; give the "
-            "--optimizer or --training.optimizer of the run that wrote it"
-        )
+        what = f"the checkpoint {path} has the state of the optimizer {saved['class']}, and this run uses {own}"
+        raise ConfigError(f"{what}; give the --optimizer or --training.optimizer of the run that wrote it")
 
 
 def _empty(group: dict[str, Any], parameter: nn.Parameter, saved: Tensor) -> Tensor:

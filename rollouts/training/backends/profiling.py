@@ -41,11 +41,6 @@ class Profile:
         self._thread: threading.Thread | None = None
         self._device = torch.device("cpu")
 
-    @property
-    def running(self) -> bool:
-        """Whether it was started, and neither finished nor discarded."""
-        return self._profiler is not None
-
     def start(self, device: torch.device | str) -> None:
         """Record what this thread runs, on the CPU and on `device`.
 
@@ -89,10 +84,8 @@ class Profile:
             folder.mkdir(parents=True, exist_ok=True)
             return self._write_files(folder, rank)
         except OSError as error:
-            raise OutputError(
-                f"the profile cannot be written to {folder}: {error.strerror or error}; make room there, give another "
-                "--out, or leave --profile out"
-            ) from error
+            what = f"the profile cannot be written to {folder}: {error.strerror or error}"
+            raise OutputError(f"{what}; make room there, give another --out, or leave --profile out") from error
         finally:
             self._release()
 

@@ -31,7 +31,7 @@ from rollouts.models import revisions
 from rollouts.training.backends import rendezvous
 from rollouts.training.backends.heartbeats import FailureDetector, Heartbeat, RankFailure
 from rollouts.training.backends.metric_sums import Reading
-from rollouts.training.backends.rendezvous import SECRET, Channel, RankPlace
+from rollouts.training.backends.rendezvous import SECRET, RankChannel, RankPlace
 from rollouts.training.backends.sharding import BatchShard
 from rollouts.training.backends.torch import Command, CommandName, Executor
 from rollouts.training.backends.trainer import Trainer
@@ -54,7 +54,7 @@ class RankGroup:
     """All ranks of a run, as one of them sees them: its own `place`, and the `processes` that it started."""
 
     place: RankPlace
-    channel: Channel
+    channel: RankChannel
     processes: Mapping[int, subprocess.Popen[bytes]]
     stall_seconds: float
     start_seconds: float
@@ -103,21 +103,15 @@ class RankGroup:
         self.meet("composed", agreement)
         first = (self.channel.read("composed/0") or b"").decode()
         if first != agreement:
-            raise ConfigError(
-                f"rank {rank} has other settings than rank 0; start all ranks with the same command\n"
-                f"  rank 0: {first}\n  rank {rank}: {agreement}"
-            )
+            what = f"rank {rank} has other settings than rank 0; start all ranks with the same command"
+            raise ConfigError(f"{what}\n  rank 0: {first}\n  rank {rank}: {agreement}")
         revisions.adopt(json.loads(self.channel.read("revisions") or b"{}"))
         # On GPUs the failure detector must be first, because torch ends the process without a message there.
         seconds = self.stall_seconds * (1 if backend == "gloo" else 4)
         with self.failures():
-            distributed.init_process_group(
-                backend,
-                store=self.channel.group_store(),
-                rank=rank,
-                world_size=self.place.world_size,
-                timeout=datetime.timedelta(seconds=seconds),
-            )
+            store, timeout = self.channel.group_store(), datetime.timedelta(seconds=seconds)
+            size = self.place.world_size
+            distributed.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
             # For reading and writing files, where one rank may be much slower than the others.
             self.files_group = distributed.new_group(backend="gloo", timeout=datetime.timedelta(seconds=FILES_SECONDS))
 
@@ -132,10 +126,8 @@ class RankGroup:
             while not self.channel.is_there(f"{name}/{rank}"):
                 self.check()
                 if time.monotonic() > deadline:
-                    raise RankError(
-                        f"rank {rank} was not {name} within {self.start_seconds:g} s; read the output of "
-                        "that rank, or raise --training.start-seconds"
-                    )
+                    what = f"rank {rank} was not {name} within {self.start_seconds:g} s"
+                    raise RankError(f"{what}; read the output of that rank, or raise --training.start-seconds")
                 time.sleep(0.05)
             if self.channel.read(f"{name}/{rank}") is None:
                 raise ConfigError(
@@ -211,17 +203,14 @@ def _start_others(processes: int, config: str, variables: Mapping[str, str]) -> 
     if "OMP_NUM_THREADS" not in os.environ:
         shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // processes))
     started: dict[int, subprocess.Popen[bytes]] = {}
+    output = sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL
     for rank in range(1, processes):
         environment = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with tempfile.TemporaryFile() as settings:  # not through the store, which other users can read
             settings.write(config.encode())
             settings.seek(0)
-            started[rank] = subprocess.Popen(
-                [sys.executable, "-m", "rollouts.runs.rank"],
-                env=environment,
-                stdin=settings,
-                stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else subprocess.DEVNULL,
-            )
+            command = [sys.executable, "-m", "rollouts.runs.rank"]
+            started[rank] = subprocess.Popen(command, env=environment, stdin=settings, stdout=output)
     return started
 
 
@@ -328,13 +317,12 @@ class RankWorker:
                     raise
 
 
-def report_failure(channel: Channel, rank: int, error: BaseException, activity: str) -> None:
+def report_failure(channel: RankChannel, rank: int, error: BaseException, activity: str) -> None:
     """Report to rank 0 why this rank ends: its command, and the error. The first report is kept."""
     known = isinstance(error, RolloutsError)
     symptom = isinstance(error, RuntimeError) and not known and _is_collective(error)
-    failure = RankFailure(
-        f"{activity}: {error if known else words_of(error, innermost_place)}", symptom=symptom, known=known
-    )
+    words = str(error) if known else words_of(error, innermost_place)
+    failure = RankFailure(f"{activity}: {words}", symptom=symptom, known=known)
     with contextlib.suppress(Exception):  # if rank 0 is gone, that is the cause
         if channel.read(f"failed/{rank}") is None:
             channel.post(f"failed/{rank}", msgspec.msgpack.encode(failure))

@@ -71,24 +71,22 @@ def secret_of(place: RankPlace) -> bytes:
     secret = os.environ.get(SECRET, "")
     make = f"type `export {SECRET}=$(openssl rand -hex 32)` on one host, and give all ranks the same value"
     if not secret and not _all_here(place):
-        raise ConfigError(
-            f"the {place.world_size} ranks are on several hosts, and {SECRET} is not set: commands to ranks are signed "
-            f"with it; {make}"
-        )
+        what = f"the {place.world_size} ranks are on several hosts, and {SECRET} is not set"
+        raise ConfigError(f"{what}: commands to ranks are signed with it; {make}")
     if secret and len(secret) < _SECRET_LENGTH_MIN:
         raise ConfigError(f"{SECRET} has {len(secret)} characters: expected {_SECRET_LENGTH_MIN} or more; {make}")
     return secret.encode()
 
 
-def open_here(world_size: int) -> tuple[Channel, dict[str, str]]:
+def open_here(world_size: int) -> tuple[RankChannel, dict[str, str]]:
     """Rank 0: open a store on loopback with a new secret. Also returns the variables for ranks that it starts."""
     store, port = _listen(world_size, 0)
     secret = secrets.token_hex(32)
     variables = {"MASTER_ADDR": _LOOPBACK, "MASTER_PORT": str(port), SECRET: secret} | _stay_on_loopback()
-    return Channel(PrefixStore("rollouts/0", store), secret.encode(), "/0"), variables
+    return RankChannel(PrefixStore("rollouts/0", store), secret.encode(), "/0"), variables
 
 
-def join_ranks(place: RankPlace) -> Channel:
+def join_ranks(place: RankPlace) -> RankChannel:
     """The channel of rank 0, or of a rank that a launcher started. Raises ConfigError if the secret is missing."""
     secret, size, is_first = secret_of(place), place.world_size, place.rank == 0
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -109,7 +107,7 @@ def join_ranks(place: RankPlace) -> Channel:
         else:
             store = _listen(size, port)[0] if is_first else _connect(_LOOPBACK, port, size)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    return Channel(PrefixStore(f"rollouts/{attempt}", store), secret, f"{run}/{attempt}")
+    return RankChannel(PrefixStore(f"rollouts/{attempt}", store), secret, f"{run}/{attempt}")
 
 
 def _all_here(place: RankPlace) -> bool:
@@ -137,13 +135,12 @@ def _listen(world_size: int, port: int) -> tuple[Any, int]:
 
 
 def _connect(address: str, port: int, world_size: int, *, is_master: bool = False, **settings: Any) -> Any:
-    return TCPStore(
-        address, port, world_size, is_master=is_master, wait_for_workers=False, timeout=_TIMEOUT, **settings
-    )
+    settings |= {"is_master": is_master, "wait_for_workers": False, "timeout": _TIMEOUT}
+    return TCPStore(address, port, world_size, **settings)
 
 
 @dataclass(frozen=True, eq=False)
-class Channel:
+class RankChannel:
     """One rank's connection to the store. Use it in one thread; a second thread needs a `clone`.
 
     `run` is part of every signature, so a message of one run is invalid in another.
@@ -153,9 +150,9 @@ class Channel:
     secret: bytes = field(repr=False)
     run: str = ""
 
-    def clone(self) -> Channel:
+    def clone(self) -> RankChannel:
         """Another connection to the same store."""
-        return Channel(self.store.clone(), self.secret, self.run)
+        return RankChannel(self.store.clone(), self.secret, self.run)
 
     def group_store(self) -> Any:
         """The store in which torch makes a process group of the ranks. torch signs nothing."""
@@ -212,7 +209,5 @@ def is_timeout(error: Exception) -> bool:
 
 
 def _unsigned(key: str) -> RankError:
-    return RankError(
-        f"the message {key} in the ranks' store is not signed with the secret of this run: something else writes "
-        "there; let nothing but the ranks reach MASTER_ADDR and MASTER_PORT"
-    )
+    what = f"the message {key} in the ranks' store is not signed with the secret of this run"
+    return RankError(f"{what}: something else writes there; let only the ranks reach MASTER_ADDR and MASTER_PORT")

@@ -1,8 +1,14 @@
-"""The training backend: returns futures, and runs all torch work in one thread, in order.
+"""The training backend: returns futures, and runs all torch work in one thread, in order. A step of a loop:
+
+1. `forward` (if the loss needs it): logprobs of a reference or a teacher, and values, without gradient
+2. `forward_backward`: splits the batch into microbatches for each rank, adds up gradients and the denominator D, and
+   reads the metrics from the device once
+3. `optim_step`: divides by D, clips, steps, and increases the version of the weights
 
 An executor runs commands, in this process or on all ranks (`ranks`). A command is the name of a method of `Trainer`,
-and plain data, never a function, so that any rank can run it. Not here: what a rank does (`trainer`), and how ranks
-start (`fsdp`).
+and plain data, never a function, so that any rank can run it. If a microbatch needs too much memory, the batch runs
+once more in smaller ones. Left out: tensor, context and pipeline parallelism, dropout, a scaler for float16. Not here:
+what a rank does (`trainer`), and how ranks start (`fsdp`).
 """
 
 from __future__ import annotations
@@ -23,14 +29,9 @@ from rollouts.models.loading import load_hf_model, resolve_model_name
 from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
+from rollouts.training.backends import optimizer
 from rollouts.training.backends.metric_sums import Reading, batch_metrics, join_records
-from rollouts.training.backends.optimizer import (
-    MakeOptimizer,
-    TorchSettings,
-    check_chosen,
-    check_settings,
-    check_trained_weights,
-)
+from rollouts.training.backends.optimizer import MakeOptimizer, TorchSettings
 from rollouts.training.backends.profiling import peak_gib
 from rollouts.training.backends.sharding import BatchShard, gather_outputs, shard_batch
 from rollouts.training.backends.trainer import Trainer
@@ -45,14 +46,12 @@ def check_torch(values: Mapping[str, Any]) -> None:
     auxiliary_models: AuxiliaryModels = values["auxiliary_models"] or AuxiliaryModels()
     settings: TorchSettings = values["settings"]
     for algorithm in values["algorithms"].values():
-        given = available_names(
-            critic=bool(auxiliary_models.critic), teacher=bool(auxiliary_models.teacher), pairs=True
-        )
-        check_needs(algorithm, given)
+        critic, teacher = bool(auxiliary_models.critic), bool(auxiliary_models.teacher)
+        check_needs(algorithm, available_names(critic=critic, teacher=teacher, pairs=True))
     names = ("lr", "steps", "tokens_per_microbatch", "share_prefix")
-    check_settings(settings.of_run(**{name: values[name] for name in names}))
-    check_chosen(settings, values["make_optimizer"])
-    check_trained_weights(values["lora_rank"], settings.lora_alpha, settings.dtype, auxiliary_models.critic)
+    optimizer.check_settings(settings.of_run(**{name: values[name] for name in names}))
+    optimizer.check_chosen(settings, values["make_optimizer"])
+    optimizer.check_trained_weights(values["lora_rank"], settings.lora_alpha, settings.dtype, auxiliary_models.critic)
 
 
 @estimated_as("whole")
@@ -111,19 +110,9 @@ def put_in(causal: Any, settings: TorchSettings, lora_rank: int, seed: int, role
 # --- executors --------------------------------------------------------------------------------------------------------
 
 
-CommandName = Literal[
-    "forward",
-    "forward_backward",
-    "forget_gradients",
-    "optim_step",
-    "get_weights",
-    "load_weights",
-    "save",
-    "load",
-    "start_profile",
-    "stop_profile",
-    "close",
-]
+_Computing = Literal["forward", "forward_backward", "forget_gradients", "optim_step"]
+_Moving = Literal["get_weights", "load_weights", "save", "load", "start_profile", "stop_profile", "close"]
+CommandName = Literal[_Computing, _Moving]
 
 
 class Command(msgspec.Struct):
@@ -135,10 +124,10 @@ class Command(msgspec.Struct):
 
     def run(self, trainer: Trainer) -> Any:
         """Run it on this rank. Raises what the trainer raises, and OutOfMemoryError."""
-        return run_command(trainer, self.name, *([] if self.shard is None else [self.shard]), **self.settings)
+        return run_on_trainer(trainer, self.name, *([] if self.shard is None else [self.shard]), **self.settings)
 
 
-def run_command(trainer: Trainer, name: CommandName, *shards: BatchShard, **settings: Any) -> Any:
+def run_on_trainer(trainer: Trainer, name: CommandName, *shards: BatchShard, **settings: Any) -> Any:
     """Call a method of the trainer. Raises what it raises; OutOfMemoryError if the device has too little memory, with
     `can_halve` if the trainer is as it was before.
     """
@@ -150,7 +139,7 @@ def run_command(trainer: Trainer, name: CommandName, *shards: BatchShard, **sett
         if not why:
             raise
     free_memory(trainer.device)
-    rows, checkpoints = trainer.microbatch, trainer.checkpoints_activations
+    rows, checkpoints = trainer.microbatch, trainer.settings.gradient_checkpointing
     tokens = trainer.microbatch_tokens(rows)
     smaller = _smaller(trainer, shards[0].batch, tokens) if shards else 0
     lengths = [len(row.tokens) for row in rows]
@@ -189,11 +178,11 @@ class Executor:
 
         Raises what rank 0 raises, or RankError.
         """
-        return run_command(self.trainer, name, **settings)
+        return run_on_trainer(self.trainer, name, **settings)
 
     def each(self, name: CommandName, shards: Sequence[BatchShard] = (), **settings: Any) -> list[Any]:
         """Like `call`, with a shard of a batch for each rank. Returns all results, rank 0 first."""
-        return [run_command(self.trainer, name, *shards, **settings)]
+        return [run_on_trainer(self.trainer, name, *shards, **settings)]
 
     def close(self) -> None:
         """Stop the other ranks. Called once, when no command is running."""
@@ -207,9 +196,9 @@ class TorchBackend:
 
     can_profile = True
 
-    def __init__(self, executor: Executor, thread: TorchThread | None = None) -> None:
+    def __init__(self, executor: Executor) -> None:
         trainer = executor.trainer
-        self.thread = thread or TorchThread("rollouts-torch")
+        self.thread = TorchThread("rollouts-torch")
         self.world_size = executor.size
         self.device = str(trainer.device)
         self.compute_dtype = trainer.compute_dtype
@@ -230,11 +219,6 @@ class TorchBackend:
     def algorithms(self) -> Mapping[str, Algorithm]:
         """The algorithms that a batch may name."""
         return self._trainer.algorithms
-
-    @property
-    def shares_prefix(self) -> bool:
-        """Whether shared prompts run once."""
-        return self._trainer.shares_prefix
 
     @on_thread
     def forward(
@@ -257,10 +241,8 @@ class TorchBackend:
         trainer = self._trainer
         algorithm = trainer.algorithms.get(batch.algorithm)
         if algorithm is None:
-            raise TrainingError(
-                f"the batch names the algorithm {batch.algorithm!r}; this backend has: "
-                f"{', '.join(sorted(trainer.algorithms))}"
-            )
+            what = f"the batch names the algorithm {batch.algorithm!r}"
+            raise TrainingError(f"{what}; this backend has: {', '.join(sorted(trainer.algorithms))}")
         keep = _kept_together(algorithm)
         start = time.perf_counter()
         shard = functools.partial(self._shard, batch, keep, only_live=True, trained=True)
@@ -270,11 +252,9 @@ class TorchBackend:
         try:
             if learned and not any(learned):
                 labels = " + ".join(function_label(term.function) for term in active_terms(algorithm))
-                raise TrainingError(
-                    f"the loss {labels} returned values that carry no gradient, so nothing can be learned; compute "
-                    "them from `logprobs` or `entropy`, without .detach(), torch.no_grad() or a conversion to whole "
-                    "numbers"
-                )
+                what = f"the loss {labels} returned values that carry no gradient, so nothing can be learned"
+                without = "without .detach(), torch.no_grad() or a conversion to whole numbers"
+                raise TrainingError(f"{what}; compute them from `logprobs` or `entropy`, {without}")
             metrics = batch_metrics(readings, batch.denominator)
         except TrainingError:
             self._executor.call("forget_gradients")
@@ -396,11 +376,9 @@ def training_speed(
     for shard, reading in zip(shards, readings, strict=True):
         for number, part in enumerate(shard.microbatches()):
             (forward_only if number in reading.forward_only else trained).extend(part)
+    flops = _flops(trainer.size, trained, lora=trainer.adapter is not None)
     # Full training has the cost of three forward passes; two of them are the backward pass.
-    flops = (
-        _flops(trainer.size, trained, lora=trainer.adapter is not None)
-        + _flops(trainer.size, forward_only, lora=False) / 3
-    )
+    flops += _flops(trainer.size, forward_only, lora=False) / 3
     if not flops:
         return found
     rate = flops / max(seconds, 1e-9) / len(shards)

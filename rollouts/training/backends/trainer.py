@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,9 @@ from rollouts.errors import ConfigError, TrainingError, words_of
 from rollouts.models import lora
 from rollouts.models.estimates import model_size_of, moments_of
 from rollouts.models.loading import prepare_gradient_checkpointing
+from rollouts.training import batching
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, needs, requests, setting_of
-from rollouts.training.algorithms.objective import evaluate, importance_weights
+from rollouts.training.algorithms.objective import evaluate_objective, importance_weights
 from rollouts.training.backends import forward, optimizer, sharding
 from rollouts.training.backends.auxiliary import Critic, Networks, ReferencePolicy, Teacher
 from rollouts.training.backends.forward import Models, Scored
@@ -36,14 +37,7 @@ from rollouts.training.backends.profiling import Profile
 from rollouts.training.backends.sharding import BatchShard, Sharding
 from rollouts.training.backends.transformer import ModelPaths, inspect_model, prefers_packing
 from rollouts.training.batches import AuxiliaryModels, Row, StepResult, TrainBatch
-from rollouts.training.batching import (
-    BUCKET_SAVING_MIN,
-    MICROBATCH_SAVING_MIN,
-    Keep,
-    microbatch_tokens,
-    split_by_role,
-    split_microbatches,
-)
+from rollouts.training.batching import Keep, microbatch_tokens
 from rollouts.training.weights import checkpoint, files, store
 
 # On a GPU, a pass through a small model mostly costs kernel launches, as much as some thousand tokens.
@@ -52,14 +46,6 @@ _GPU_BUCKET_SAVING_MIN = 4096
 _NOT_FINITE_MAX = 3
 # The inputs of an empty microbatch: one row of two tokens.
 _EMPTY_INPUTS = ([Row([0, 0], [0.0] * 2, [0.0] * 2, [0.0] * 2, [0.0] * 2, 0, 0)], [[1]])
-
-
-class _Work(NamedTuple):
-    """Data that all microbatches of a batch shard use."""
-
-    batch: TrainBatch
-    algorithm: Algorithm
-    requested: frozenset[str]
 
 
 class Trainer:
@@ -105,7 +91,7 @@ class Trainer:
         self.is_sharded = shards is not None
         # Absolute, because every save reads it, and the working directory may have changed.
         self._source = str(Path(source).absolute()) if source is not None and Path(source).is_dir() else source
-        self._settings, self.lr, self.tokens_max = settings, settings.lr, settings.tokens_per_microbatch
+        self.settings, self.lr, self.tokens_max = settings, settings.lr, settings.tokens_per_microbatch
         self._shards = shards
         self._denominator, self._skipped = 0.0, 0
         self._not_finite = 0  # steps in a row that were skipped because of a non-finite gradient
@@ -114,8 +100,8 @@ class Trainer:
         kind = causal.get_input_embeddings().weight.device.type if shards is None else shards.mesh.device_type
         self._files_group = None if shards is None else shards.files_group
         self._progressed: Callable[[], object] = (lambda: None) if shards is None else shards.progressed
-        self._microbatch_saving_min = MICROBATCH_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
-        saving = BUCKET_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
+        self._microbatch_saving_min = batching.MICROBATCH_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
+        saving = batching.BUCKET_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
         saving = saving if shards is None else sys.maxsize  # ranks meet in each pass, so it is one per microbatch
         apart = settings.gradient_checkpointing or settings.layout == "packed" or shards is not None
         share_prompts = settings.share_prefix and not apart
@@ -169,7 +155,7 @@ class Trainer:
         paths: ModelPaths = self._run_networks(functools.partial(inspect_model, self.causal, **how))
         if critic is not None:
             self._run_networks(critic.check, wanted.critic, paths)
-        settings, teacher = self._settings, None
+        settings, teacher = self.settings, None
         if wanted.teacher:
             top_k, dtype, device = wanted.teacher_top_k, settings.dtype, settings.device
             teacher = Teacher(wanted.teacher, paths, dtype=dtype, device=device, top_k=top_k)
@@ -178,15 +164,14 @@ class Trainer:
             raise ConfigError(
                 f"--training.layout packed: {reasons or 'this model cannot'}; type --training.layout buckets"
             )
-        packed = settings.layout == "packed" or (
-            settings.layout == "auto" and paths.packs and prefers_packing(self.causal)
-        )
+        is_faster = settings.layout == "auto" and paths.packs and prefers_packing(self.causal)
+        packed = settings.layout == "packed" or is_faster
         return Models(paths._replace(share_prefix=paths.share_prefix and not packed, packed=packed), critic, teacher)
 
     def split(self, batch: TrainBatch, keep: Keep, only_live: bool, *, trained: bool = False) -> list[list[Row]]:
         """Split the rows into microbatches. If `trained`, flat rows may get microbatches of their own."""
         split = functools.partial(
-            split_microbatches,
+            batching.split_microbatches,
             tokens_max=self.lower_limits.get("forward_backward" if trained else "forward", self.tokens_max),
             together_max=self.tokens_max,
             share_prefix=self.shares_prefix,
@@ -196,7 +181,7 @@ class Trainer:
             saving_min=self._microbatch_saving_min,
             flat_apart=trained and self._tries_flat(batch.algorithm),
         )
-        return split_by_role(batch, self.roles, split) if self.roles else split(batch)
+        return batching.split_by_role(batch, self.roles, split) if self.roles else split(batch)
 
     def _tries_flat(self, name: str) -> bool:
         """Whether flat rows may skip the backward pass. Never with several ranks, which wait for each other in every
@@ -250,25 +235,24 @@ class Trainer:
 
     def forward_backward(self, shard: BatchShard) -> Reading:
         """Accumulate gradients and D. Returns the sums of metrics."""
-        algorithm = self.algorithms[shard.batch.algorithm]
-        work = _Work(shard.batch, algorithm, needs(algorithm))
-        sums = MetricSums(TokenRecord(shard.batch.rows) if shard.batch.record else None)
+        batch = shard.batch
+        sums = MetricSums(TokenRecord(batch.rows) if batch.record else None)
         learned: list[bool] = []  # for each microbatch with a backward pass and rows: whether it had a gradient
         flat: list[int] = []
         still, moved = set[str](), set[str]()  # the adapters of flat rows, and of rows with a gradient
         try:
             # transformers checkpoints activations in training mode only. All dropout is 0.
-            self.causal.train(self._settings.gradient_checkpointing)
+            self.causal.train(self.settings.gradient_checkpointing)
             for number, rows in enumerate(shard.microbatches()):
-                if self._forward_only(rows, work, sums):
+                if self._forward_only(rows, batch, sums):
                     flat.append(number)
                     still.add(self._adapter_of(rows))
                     continue
-                learned += self._microbatch(rows, work, sums)
+                learned += self._microbatch(rows, batch, sums)
                 moved |= {self._adapter_of(rows)} if rows and learned[-1] else set()
             for role in sorted(still - moved):  # momentum still moves weights with a gradient of 0, but not without one
                 self._use_adapter(role)
-                self.networks(self._zero_objective, work.requested).backward()
+                self.networks(self._zero_objective, batch).backward()
             reading = sums.read()
         except BaseException:
             self.forget_gradients()
@@ -277,7 +261,7 @@ class Trainer:
             self.causal.eval()
         reading.learned = any(learned) or bool(flat) if learned or flat else None
         reading.forward_only = flat
-        self._denominator += shard.batch.denominator
+        self._denominator += batch.denominator
         return reading
 
     def microbatch_tokens(self, rows: Sequence[Row]) -> int:
@@ -288,11 +272,6 @@ class Trainer:
     def has_gradients(self) -> bool:
         """Whether there are gradients, or a part of D, that no optimizer step has used."""
         return self._denominator > 0 or any(parameter.grad is not None for parameter in self._names)
-
-    @property
-    def checkpoints_activations(self) -> bool:
-        """Whether the backward pass computes activations again."""
-        return self._settings.gradient_checkpointing
 
     def forget_gradients(self) -> None:
         """Discard accumulated gradients and D."""
@@ -305,11 +284,12 @@ class Trainer:
         Raises TrainingError when the third step in a row is skipped because of non-finite gradients.
         """
         denominator, self._denominator = self._denominator, 0.0
-        settings = self._settings
+        settings = self.settings
         factor = optimizer.lr_factor(settings, self.version)
         gradients = [[p.grad for p in chosen if p.grad is not None] for chosen, _ in self._sets]
         has_tokens = denominator > 0
-        norms = [_norm(each) / denominator if each and has_tokens else 0.0 for each in gradients]
+        totals = [sharding.whole_tensor(nn.utils.get_total_norm(each)) if each else 0.0 for each in gradients]
+        norms = [float(total) / denominator if has_tokens else 0.0 for total in totals]
         policies = len(self.roles) or 1
         metrics = {"optim/lr": settings.lr * factor, "optim/grad_norm": math.hypot(*norms[:policies])}
         if len(norms) > policies:
@@ -320,10 +300,8 @@ class Trainer:
             self.forget_gradients()
             self._not_finite += not finite  # with D = 0 the norms are 0.0, which is finite
             if self._not_finite >= _NOT_FINITE_MAX:
-                raise TrainingError(
-                    f"the weights or gradients were not finite in {self._not_finite} steps in a row, so training has "
-                    f"diverged; try a smaller --lr than {settings.lr:g}"
-                )
+                what = f"the weights or gradients were not finite in {self._not_finite} steps in a row"
+                raise TrainingError(f"{what}, so training has diverged; try a smaller --lr than {settings.lr:g}")
             return StepResult(metrics | {"optim/skipped": 1.0}, self.version)
         with torch.no_grad():
             for norm, each in zip(norms, gradients, strict=True):
@@ -489,13 +467,13 @@ class Trainer:
         self._reshard()
         return found
 
-    def _microbatch(self, part: list[Row], work: _Work, sums: MetricSums) -> list[bool]:
+    def _microbatch(self, part: list[Row], batch: TrainBatch, sums: MetricSums) -> list[bool]:
         """Run one microbatch and accumulate. Returns whether the objective had a gradient; [] if the part is empty."""
         self._begin(part)
         if not part:
-            self.networks(self._zero_objective, work.requested).backward()
+            self.networks(self._zero_objective, batch).backward()
             return []
-        measured, zero = self.networks(self._measure, part, work)
+        measured, zero = self.networks(self._measure, part, batch)
         learned = bool(measured.objective.requires_grad)  # a loss may be constant in some microbatches
         if self._shards is not None:
             (measured.objective + zero).backward()  # ranks wait for each other in the backward pass of every module
@@ -505,42 +483,44 @@ class Trainer:
             sums.add(measured)
         return [learned]
 
-    def _forward_only(self, part: list[Row], work: _Work, sums: MetricSums) -> bool:
+    def _forward_only(self, part: list[Row], batch: TrainBatch, sums: MetricSums) -> bool:
         """Run a microbatch of flat rows forward only. Returns False, and adds nothing, if it has a gradient."""
-        if not forward.is_flat(part) or not self._tries_flat(work.batch.algorithm):
+        if not forward.is_flat(part) or not self._tries_flat(batch.algorithm):
             return False
         self._begin(part)
-        scored, ends = forward.cut_off(self._run_networks(self._score, part, work))
-        measured = self._evaluate(part, work, scored)
+        scored, ends = forward.cut_off(self._run_networks(self._score, part, batch))
+        measured = self._evaluate(part, batch, scored)
         size = forward.gradient_size(measured.objective, ends)
         if size != 0.0:
-            self._never_flat |= {work.batch.algorithm} if math.isfinite(size) else set()
+            self._never_flat |= {batch.algorithm} if math.isfinite(size) else set()
             return False
         with torch.no_grad():
             sums.add(measured)
         return True
 
-    def _zero_objective(self, requested: frozenset[str]) -> Tensor:
+    def _zero_objective(self, batch: TrainBatch) -> Tensor:
         """A 0 that depends on all trained weights. A rank with an empty microbatch needs it for its backward pass, in
         which ranks wait for each other.
         """
-        return _zero_of(self._models.score(_EMPTY_INPUTS, 1.0, requested - {"logits"}))
+        requested = needs(self.algorithms[batch.algorithm]) - {"logits"}
+        return _zero_of(self._models.score(_EMPTY_INPUTS, 1.0, requested))
 
-    def _measure(self, rows: list[Row], work: _Work) -> tuple[Microbatch, Tensor]:
+    def _measure(self, rows: list[Row], batch: TrainBatch) -> tuple[Microbatch, Tensor]:
         """The measurements of a microbatch, and a 0 that depends on every output of the networks."""
-        scored = self._score(rows, work)
+        scored = self._score(rows, batch)
         zero = _zero_of(scored)
-        return self._evaluate(rows, work, scored), zero
+        return self._evaluate(rows, batch, scored), zero
 
-    def _score(self, rows: list[Row], work: _Work) -> Scored:
+    def _score(self, rows: list[Row], batch: TrainBatch) -> Scored:
         """Run the networks for the live tokens of the rows."""
         self._use_adapter(self._adapter_of(rows))
         wanted = [[t for t, weight in enumerate(row.loss_mask) if weight > 0] for row in rows]
-        return self._models.score((rows, wanted), work.batch.temperature, work.requested)
+        return self._models.score((rows, wanted), batch.temperature, needs(self.algorithms[batch.algorithm]))
 
-    def _evaluate(self, rows: list[Row], work: _Work, scored: Scored) -> Microbatch:
+    def _evaluate(self, rows: list[Row], batch: TrainBatch, scored: Scored) -> Microbatch:
         """Compute sum(u * loss) and the inputs of metrics from the networks' outputs."""
-        batch, algorithm, requested = work
+        algorithm = self.algorithms[batch.algorithm]
+        requested = needs(algorithm)
         device = scored.logprobs.device
         tensors = forward.make_streams(rows, scored.selection, batch.rewards, device) | scored.extra
         sampled = tensors.pop("sampled") > 0
@@ -559,7 +539,7 @@ class Trainer:
         mask = tensors["mask"]
         # The importance weight counts once: in the ratio to the sampler, or here.
         weights = importance_weights(algorithm, available, mask) if batch.anchor == "current" else None
-        evaluation = evaluate(
+        evaluation = evaluate_objective(
             algorithm, available, mask, unit=batch.unit, kl_coefficient=batch.kl_coefficient, weights=weights
         )
         objective = (evaluation.values * forward.unit_weights(tensors, batch.unit)).sum()
@@ -569,10 +549,6 @@ class Trainer:
             seen["importance"] = weights.detach()
         of_tokens = [rows[row] for row in scored.selection.rows]
         return Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.tokens, of_tokens)
-
-
-def _norm(gradients: list[Tensor]) -> float:
-    return float(sharding.whole_tensor(nn.utils.get_total_norm(gradients)))
 
 
 def _zero_of(scored: Scored) -> Tensor:

@@ -57,9 +57,7 @@ class ModelPaths(NamedTuple):
     packed: bool = False
     bucket_saving_min: int = 0
 
-    def logprobs_and_entropy(
-        self, features: Tensor, targets: Tensor, temperature: float | Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def logprobs_and_entropy(self, features: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """Logprobs and entropy of `targets` [T], each [T]. The logits are computed in chunks."""
         size = self.vocabulary_size
         return logprobs_and_entropy(self.head, features, targets, vocabulary_size=size, temperature=temperature)
@@ -107,7 +105,7 @@ def inspect_model(causal: Any, *, share_prefix: bool = True, bucket_saving_min: 
     notes: list[str] = []
     with torch.no_grad():
         own = causal(input_ids=_padded([row.tokens for row in rows], _device_of(causal)), use_cache=False).logits
-        full = _full_logits(causal, own.shape[-1])
+        full = ModelPaths(causal, _body(causal, "logits"), lambda logits: logits, own.shape[-1], share_prefix=False)
         expected = _probe_logits(full, rows, "plain")
         paths, reason = _separate_head(causal), "it does not show its output embeddings"
         if paths is not None:
@@ -129,7 +127,7 @@ def prefers_packing(causal: Any) -> bool:
     return _attention(causal) in _SKIPPING
 
 
-def run(
+def run_features(
     paths: ModelPaths, rows: Sequence[Row], wanted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Selection, tuple[int, int]]:
     """Run rows, packed or in buckets. Returns the features [T, F] that predict the tokens at the `wanted` positions
@@ -146,7 +144,7 @@ def run(
 def run_rows(
     paths: ModelPaths, rows: Sequence[Row], layout: Layout, wanted: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Selection]:
-    """Compute the features of the `wanted` positions (see `run`), with rows padded as the layout says."""
+    """Compute the features of the `wanted` positions (see `run_features`), with rows padded as the layout says."""
     device = _device_of(paths.causal)
     cache = None
     picked = _Picked()
@@ -188,10 +186,8 @@ def use_float32_head(causal: Any) -> None:
     """
     outer = causal.get_output_embeddings()
     if outer is None:
-        raise ConfigError(
-            f"the float32 head: {type(causal).__name__} does not show its output embeddings; leave the setting out, or "
-            "load the whole model with --training.dtype float32"
-        )
+        what = f"the float32 head: {type(causal).__name__} does not show its output embeddings"
+        raise ConfigError(f"{what}; leave the setting out, or load the whole model with --training.dtype float32")
     head, embedding = _base_layer(outer), _base_layer(causal.get_input_embeddings())
     assert isinstance(head.weight, Tensor), f"the head {head} has no weight"
     dtype = head.weight.dtype
@@ -278,10 +274,6 @@ def _separate_head(causal: Any) -> ModelPaths | None:
     is_plain = scale == 1.0 and not cap  # a plain layer has a faster path
     body, size = _body(base, "last_hidden_state"), embeddings.weight.shape[0]
     return ModelPaths(causal, body, embeddings if is_plain else head, size, share_prefix=False)
-
-
-def _full_logits(causal: Any, vocabulary_size: int) -> ModelPaths:
-    return ModelPaths(causal, _body(causal, "logits"), lambda logits: logits, vocabulary_size, share_prefix=False)
 
 
 def _body(module: Any, features: str) -> Callable[..., tuple[Tensor, Any]]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rollouts.author_code import why_no_list
 from rollouts.env.methods import as_task
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted
-from rollouts.training.datasets.samplers import TASKS_MAX, Sampling, Uniform
+from rollouts.training.datasets.samplers import TASKS_MAX, SampledTasks, Uniform
 from rollouts.types import Task
 
 if TYPE_CHECKING:
@@ -91,13 +91,12 @@ class DataBuffer:
 
     def __post_init__(self) -> None:
         if not callable(self.prompts) and (reason := why_no_list(self.prompts)):
-            raise ConfigError(
-                f"DataBuffer: the prompts are a {type(self.prompts).__name__}, {reason}; expected a list of tasks or "
-                "prompts, or a function of the epoch that returns one"
-            )
+            expected = "a list of tasks or prompts, or a function of the epoch that returns one"
+            given = f"DataBuffer: the prompts are a {type(self.prompts).__name__}, {reason}"
+            raise ConfigError(f"{given}; expected {expected}")
         self.epoch_id = self.sample_offset = 0
         self._iterator: Iterator[Any] | None = None
-        self._sampling = None if self.sampler is None else Sampling(self.sampler, self._read_tasks, self.seed)
+        self._sampling = None if self.sampler is None else SampledTasks(self.sampler, self._read_tasks, self.seed)
 
     @property
     def epochs(self) -> dict[str, int]:
@@ -180,7 +179,7 @@ class DataBuffer:
 
     def _chosen_before(self, key: str) -> Task:
         """The task that a sampler chose; this run may have no sampler any more."""
-        return (self._sampling or Sampling(Uniform, self._read_tasks, self.seed)).task(key)
+        return (self._sampling or SampledTasks(Uniform, self._read_tasks, self.seed)).task(key)
 
     def _read_tasks(self) -> list[Task]:
         """The tasks among which a sampler chooses, in the order of the first epoch."""
@@ -228,9 +227,7 @@ class DataBuffer:
         given = "gave nothing; yield tasks for the split 'train' too"
         if skipped:
             fewer = 0 if len(seen) == 1 else max(1, len(seen) // HELD_OUT_PART)
-            given = (
-                f"gave only held-out tasks: {skipped} in a row, with {counted(len(seen), 'different task')}\n"
-                f"yield more different tasks, or hold out fewer: --eval-tasks {fewer}; or let tasks(split, rng) look "
-                "at `split`, and yield other tasks for 'train' than for 'eval'"
-            )
+            given = f"gave only held-out tasks: {skipped} in a row, with {counted(len(seen), 'different task')}"
+            given += f"\nyield more different tasks, or hold out fewer: --eval-tasks {fewer}; or let tasks(split, rng) "
+            given += "look at `split`, and yield other tasks for 'train' than for 'eval'"
         raise EnvironmentDefinitionError(f"the environment has no training task: tasks('train', rng) {given}")

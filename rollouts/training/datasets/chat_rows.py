@@ -13,19 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from rollouts.chat import masks
 from rollouts.chat.format import ChatFormat
-from rollouts.chat.masks import (
-    RowText,
-    SupervisedRow,
-    TurnsRow,
-    check_masks,
-    encode_rows,
-    supervised_texts,
-    thoughts_apart,
-    trained_turns,
-)
-from rollouts.data.conversations import BadRowError, Conversation
-from rollouts.data.messages import THOUGHT
+from rollouts.chat.masks import RowText, SupervisedRow, TurnsRow
+from rollouts.data.conversations import THOUGHT, BadRowError, WeightedConversation
 from rollouts.errors import ModelError
 from rollouts.types import Message
 
@@ -52,6 +43,10 @@ class Cut(NamedTuple):
     left_out: int = 0
     tokens: int = 0
 
+    def plus(self, other: Cut) -> Cut:
+        """Both together."""
+        return Cut(*map(sum, zip(self, other, strict=True)))
+
 
 class Planned(NamedTuple):
     """A conversation before it is encoded: its messages, the weight of each, its tools, and the texts of its rows."""
@@ -63,12 +58,12 @@ class Planned(NamedTuple):
 
     def check(self, rows: Sequence[TurnsRow], chat: ChatFormat) -> list[str]:
         """The fields that are in none of the encoded rows. Raises ModelError if the masks are not shown to be right."""
-        trained = trained_turns(self.messages, self.weights)
-        return check_masks(self.messages, self.tools, chat, trained, self.texts, rows)
+        trained = masks.trained_turns(self.messages, self.weights)
+        return masks.check_masks(self.messages, self.tools, chat, trained, self.texts, rows)
 
 
 def supervised_rows(
-    conversation: Conversation, chat: ChatFormat, options: ChatOptions = _USUAL
+    conversation: WeightedConversation, chat: ChatFormat, options: ChatOptions = _USUAL
 ) -> tuple[list[SupervisedRow], Cut, list[str]]:
     """The rows of a conversation with their weights [L], what was cut, and the fields of messages that are in no row.
     The list of rows is empty if all was cut.
@@ -80,20 +75,20 @@ def supervised_rows(
     Raises BadRowError for a conversation without a trained turn, and ModelError if the template refuses it.
     """
     planned = plan_rows(conversation, chat, options)
-    encoded = encode_rows(planned.texts, chat)
+    encoded = masks.encode_rows(planned.texts, chat)
     lost = planned.check(encoded, chat)
     rows, cut = cut_rows(planned, encoded, options.max_length)
     return [row.masked(planned.weights) for row in rows], cut, lost
 
 
-def plan_rows(conversation: Conversation, chat: ChatFormat, options: ChatOptions = _USUAL) -> Planned:
+def plan_rows(conversation: WeightedConversation, chat: ChatFormat, options: ChatOptions = _USUAL) -> Planned:
     """The texts of a conversation's rows, and the weights of its messages. Raises as `supervised_rows` does."""
     messages, given = conversation.messages, conversation.weights
     if options.system and messages[0].role != "system":
         messages, given = [Message("system", options.system), *messages], [None, *given]
     if options.thinking == "drop":
         messages = [_without_thinking(message) for message in messages]
-    messages = thoughts_apart(messages, chat)
+    messages = masks.thoughts_apart(messages, chat)
     spoken = [place for place, message in enumerate(messages) if message.role == "assistant"]
     begun = next((place for place, message in enumerate(messages) if message.role != "assistant"), len(messages))
     weights = [0.0] * len(messages)
@@ -113,7 +108,7 @@ def plan_rows(conversation: Conversation, chat: ChatFormat, options: ChatOptions
         )
     tools = conversation.tools or [dict(tool) for tool in options.tools]
     try:
-        texts = supervised_texts(messages, tools, chat, trained_turns(messages, weights))
+        texts = masks.supervised_texts(messages, tools, chat, masks.trained_turns(messages, weights))
     except ModelError as error:
         if any(message.role != "system" for message in messages[: spoken[0]]):
             raise
@@ -131,10 +126,7 @@ def cut_rows(planned: Planned, rows: Sequence[TurnsRow], max_length: int | None)
             row = TurnsRow(row.tokens[:kept], turns)
         trains = any(planned.weights[place] for _, _, place in row.turns)
         if kept < size:
-            is_left_out = not trains
-            cut = Cut(
-                cut.rows + (not is_left_out), cut.left_out + is_left_out, cut.tokens + size - kept * (not is_left_out)
-            )
+            cut = cut.plus(Cut(trains, not trains, size - kept * trains))
         if trains:  # a segment of turns that are not trained teaches nothing
             found.append(row)
     return found, cut

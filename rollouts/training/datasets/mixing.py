@@ -70,16 +70,10 @@ class MixedBuffer(DataBuffer):
         self._weights = {source.name: source.weight for source in sources}
         self._tasks_per_step = tasks_per_step
         self._drawn = dict.fromkeys(names, 0)
-        self._parts = {
-            source.name: DataBuffer(
-                source.prompts,
-                seed=_number(f"{seed}/{source.name}"),
-                shuffle=shuffle,
-                exclude=source.exclude,
-                sampler=source.sampler,
-            )
-            for source in sources
-        }
+        self._parts: dict[str, DataBuffer] = {}
+        for name, prompts, _, exclude, sampler in sources:
+            own_seed = _number(f"{seed}/{name}")
+            self._parts[name] = DataBuffer(prompts, seed=own_seed, shuffle=shuffle, exclude=exclude, sampler=sampler)
         shares_at(self._weights, 0)
 
     @property

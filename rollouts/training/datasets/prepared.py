@@ -16,17 +16,18 @@ import itertools
 import json
 import os
 import pickle
+import queue
 import random
 import subprocess
 import sys
-import threading
 from array import array
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import msgspec
 
@@ -34,21 +35,23 @@ from rollouts.chat.format import ChatFormat, load_chat_format
 from rollouts.chat.masks import TurnsRow, encode_rows
 from rollouts.chat.shown import lost_words
 from rollouts.chat.template_style import probe_call
-from rollouts.chat.tool_parsers import ToolParser
+from rollouts.chat.tool_parsers import ChosenParser
 from rollouts.data.conversations import (
     BadRowError,
-    Conversation,
+    WeightedConversation,
     add_unread,
     described,
     read_conversation,
     unread_words,
 )
 from rollouts.data.loaders import NotARow
-from rollouts.data.source import Row
+from rollouts.data.source import DataRow
 from rollouts.disk import partial_name
 from rollouts.errors import ConfigError, ModelError, RunError, counted, first_line, in_lines
 from rollouts.training.datasets.chat_rows import ChatOptions, Cut, Planned, cut_rows, plan_rows
 from rollouts.types import Sample
+
+T = TypeVar("T")
 
 PIECE_ROWS, PIECE_BYTES = 2048, 16_000_000
 _BATCH_BYTES = 200_000
@@ -63,7 +66,7 @@ class PieceReport(msgspec.Struct):
 
     forms: dict[str, int] = {}
     bad: list[tuple[int, str, str]] = []
-    cut: tuple[int, int, int] = (0, 0, 0)
+    cut: Cut = Cut()
     unread: set[str] = set()
     lost: dict[str, int] = {}
 
@@ -84,7 +87,7 @@ class Preparer:
     arguments: dict[str, Any]
     options: ChatOptions
     chat: ChatFormat | None = None
-    parser: ToolParser | None = None
+    parser: ChosenParser | None = None
 
     def key(self) -> str:
         """A hash of everything but the rows that decides the tokens."""
@@ -102,14 +105,15 @@ class Preparer:
 
         if self.chat is None:
             self.chat = load_chat_format(self.tokenizer, self.arguments, self.parser)
-        report, cut = PieceReport(), Cut()
+        report = PieceReport()
         tokens, weights = [numpy.empty(0, numpy.int32)], [numpy.empty(0, numpy.float32)]
         lengths, owners, places = array("q"), array("i"), array("d")
         numbered = enumerate(msgspec.json.decode(content, type=list[msgspec.Raw]))
-        for batch in _batches(numbered):
+        # The rows of a piece are encoded in parts. A token takes about a hundred bytes while it is new.
+        for batch in _parts(numbered, lambda pair: len(bytes(pair[1])), _BATCH_BYTES):
             for planned, rows, raw in self._encoded(batch, report):
-                kept, cut_here = cut_rows(planned, rows, self.options.max_length)
-                cut = Cut(*map(sum, zip(cut, cut_here, strict=True)))
+                kept, cut = cut_rows(planned, rows, self.options.max_length)
+                report.cut = report.cut.plus(cut)
                 if not kept:
                     continue
                 for row in kept:
@@ -120,7 +124,6 @@ class Preparer:
                     lengths.append(len(row.tokens))
                     owners.append(len(places))
                 places.append(int.from_bytes(hashlib.blake2b(raw, digest_size=8).digest()) / 2**64)
-        report.cut = (cut.rows, cut.left_out, cut.tokens)
         whole = {
             "tokens": numpy.concatenate(tokens),
             "weights": numpy.concatenate(weights),
@@ -137,7 +140,7 @@ class Preparer:
     ) -> Iterator[tuple[Planned, list[TurnsRow], msgspec.Raw]]:
         """The conversations of a batch with their rows, encoded at once. Bad rows are added to the report."""
         assert self.chat is not None
-        found: list[tuple[int, Planned, Conversation, msgspec.Raw]] = []
+        found: list[tuple[int, Planned, WeightedConversation, msgspec.Raw]] = []
 
         def bad(number: int, error: Exception, raw: msgspec.Raw) -> None:
             report.bad.append((number, str(error), bytes(raw)[:_SAMPLE_CHARACTERS].decode(errors="replace")))
@@ -163,14 +166,16 @@ class Preparer:
             yield planned, rows, raw
 
 
-def _batches(rows: Iterable[tuple[int, msgspec.Raw]]) -> Iterator[list[tuple[int, msgspec.Raw]]]:
-    """The rows of a piece in parts that are encoded together. A token takes about a hundred bytes while it is new."""
-    held: list[tuple[int, msgspec.Raw]] = []
+def _parts(
+    items: Iterable[T], size_of: Callable[[T], int], size_max: int, count_max: int = sys.maxsize
+) -> Iterator[list[T]]:
+    """The items in lists. A list ends with the item that exceeds `size_max`, and has at most `count_max`."""
+    held: list[T] = []
     size = 0
-    for number, raw in rows:
-        held.append((number, raw))
-        size += len(bytes(raw))
-        if size > _BATCH_BYTES:
+    for item in items:
+        held.append(item)
+        size += size_of(item)
+        if size > size_max or len(held) == count_max:
             yield held
             held, size = [], 0
     if held:
@@ -184,27 +189,21 @@ class Piece(NamedTuple):
     places: list[str]
 
 
-def pieces(rows: Iterable[Row], bad: list[tuple[str, str, str]]) -> Iterator[Piece]:
+def pieces(rows: Iterable[DataRow], bad: list[tuple[str, str, str]]) -> Iterator[Piece]:
     """The rows in pieces. Rows that are none are added to `bad`: place, reason, sample."""
-    held: list[bytes] = []
-    places: list[str] = []
-    size = 0
+    for held in _parts(_plain(rows, bad), lambda pair: len(pair[1]), PIECE_BYTES, PIECE_ROWS):
+        yield Piece(b"[" + b",".join(encoded for _, encoded in held) + b"]", [place for place, _ in held])
+
+
+def _plain(rows: Iterable[DataRow], bad: list[tuple[str, str, str]]) -> Iterator[tuple[str, bytes]]:
+    """The place and the JSON of each row."""
     for place, value in rows:
         try:
             if isinstance(value, NotARow):
                 raise BadRowError(value.why)
-            encoded = msgspec.json.encode(value)
+            yield place, msgspec.json.encode(value)
         except (BadRowError, TypeError, ValueError) as error:
             bad.append((place, str(error), ""))
-            continue
-        held.append(encoded)
-        places.append(place)
-        size += len(encoded)
-        if len(held) == PIECE_ROWS or size > PIECE_BYTES:
-            yield Piece(b"[" + b",".join(held) + b"]", places)
-            held, places, size = [], [], 0
-    if held:
-        yield Piece(b"[" + b",".join(held) + b"]", places)
 
 
 @dataclass
@@ -236,7 +235,7 @@ class Prepared:
         file: Any = safe_open(path, "np")
         report = msgspec.json.decode(file.metadata()["report"], type=PieceReport)
         self.forms.update(report.forms)
-        self.cut = Cut(*map(sum, zip(self.cut, report.cut, strict=True)))
+        self.cut = self.cut.plus(report.cut)
         add_unread(self.unread, report.unread)
         self.lost.update(report.lost)
         self.bad += [(places[number], why, sample) for number, why, sample in report.bad]
@@ -252,10 +251,8 @@ class Prepared:
 
     def rows_of(self, conversation: int) -> range:
         """The numbers of the rows of a conversation."""
-        following = conversation + 1
-        return range(
-            self.first_rows[conversation], self.first_rows[following] if following < len(self) else len(self.ends)
-        )
+        end = self.first_rows[conversation + 1] if conversation + 1 < len(self) else len(self.ends)
+        return range(self.first_rows[conversation], end)
 
     def sample(self, row: int, rollout_index: int) -> Sample:
         """One row, read from its file."""
@@ -269,10 +266,8 @@ class Prepared:
         lines += [f"{name}: {words}" for words in (unread_words(self.unread), lost_words(self.lost)) if words]
         if any(self.cut):
             rows, left_out, tokens = self.cut
-            lines.append(
-                f"{name}: max_length cut {counted(rows, 'row')} and left out {counted(left_out, 'row')}, "
-                f"{counted(tokens, 'token')} in all"
-            )
+            lost = f"cut {counted(rows, 'row')} and left out {counted(left_out, 'row')}"
+            lines.append(f"{name}: max_length {lost}, {counted(tokens, 'token')} in all")
         if self.bad:
             lines.append(f"{name}: skipped {counted(len(self.bad), 'row')}, such as {bad_words(self.bad[0])}")
         return lines
@@ -285,7 +280,7 @@ def bad_words(bad: tuple[str, str, str]) -> str:
 
 
 def prepare(
-    rows: Iterable[Row],
+    rows: Iterable[DataRow],
     preparer: Preparer,
     *,
     processes: int = 0,
@@ -321,13 +316,12 @@ def prepare(
     prepared.bad[:0] = own
     _refuse_bad(prepared.bad, skips)
     if not len(prepared):
-        why = f"no row is a conversation to train on: {bad_words(prepared.bad[0])}" if prepared.bad else ""
-        if not why:
-            cut = (
-                f"max_length {preparer.options.max_length} leaves nothing of any conversation; type a larger one (for "
-                f"their lengths, type: rollouts data inspect {name})"
-            )
-            why = cut if any(prepared.cut) else "it holds no rows"
+        why = "it holds no rows"
+        if prepared.bad:
+            why = f"no row is a conversation to train on: {bad_words(prepared.bad[0])}"
+        elif any(prepared.cut):
+            nothing = f"max_length {preparer.options.max_length} leaves nothing of any conversation"
+            why = f"{nothing}; type a larger one (for their lengths, type: rollouts data inspect {name})"
         raise ConfigError(f"{name}: {why}")
     return prepared
 
@@ -353,9 +347,8 @@ class _Workers:
         self.count = count
         self._preparer = preparer
         self._begun = 0
-        self._local = threading.local()
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._starting, self._is_closed = threading.Lock(), False
+        self._idle: queue.SimpleQueue[tuple[Any, bool]] = queue.SimpleQueue()  # a process, and whether it is new
         self._threads = ThreadPoolExecutor(count)
 
     def __enter__(self) -> _Workers:
@@ -363,8 +356,6 @@ class _Workers:
 
     def __exit__(self, *_: object) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        with self._starting:
-            self._is_closed = True
         for process in self._processes:
             process.kill()
             process.communicate()
@@ -375,13 +366,20 @@ class _Workers:
         if self._begun == 1 or self.count == 1:
             self._preparer.prepare(content, path)
             return None
+        if len(self._processes) < self.count:
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+            command = [sys.executable, "-m", "rollouts.training.datasets.prepared"]
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+            self._processes.append(process)
+            self._idle.put((process, True))
         return self._threads.submit(self._ask, content, path)
 
     def _ask(self, content: bytes, path: str) -> None:
-        process: Any = getattr(self._local, "process", None)
-        if process is None:
-            process = self._local.process = self._start()
+        process, is_new = self._idle.get()
         try:
+            if is_new:
+                preparer = self._preparer
+                pickle.dump((preparer.tokenizer, preparer.arguments, tuple(preparer.options)), process.stdin)
             pickle.dump((content, path), process.stdin)
             process.stdin.flush()
             error = pickle.load(process.stdout)
@@ -389,20 +387,10 @@ class _Workers:
             raise RunError(
                 "a process that tokenizes ended; type --data.processes 1 to tokenize in the process of the run"
             ) from lost
+        finally:
+            self._idle.put((process, False))
         if error is not None:
             raise error
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command = [sys.executable, "-m", "rollouts.training.datasets.prepared"]
-        with self._starting:
-            if self._is_closed:  # another piece failed meanwhile, so nothing would end this process
-                raise RunError("the preparation of conversations has ended")
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
-            self._processes.append(process)
-        assert process.stdin is not None
-        pickle.dump((self._preparer.tokenizer, self._preparer.arguments, tuple(self._preparer.options)), process.stdin)
-        return process
 
 
 class ShuffledSamples(Sequence[Sample]):
@@ -435,7 +423,7 @@ class ShuffledSamples(Sequence[Sample]):
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._order_of(epoch)
         row = self._order[place]
-        owner = _owner(self.prepared.first_rows, row)
+        owner = bisect_right(self.prepared.first_rows, row) - 1
         return self.prepared.sample(row, epoch * len(self.prepared) + owner)
 
     def _order_of(self, epoch: int) -> array[int]:
@@ -445,25 +433,17 @@ class ShuffledSamples(Sequence[Sample]):
         return array("q", (row for conversation in order for row in self.prepared.rows_of(conversation)))
 
 
-def _owner(first_rows: Sequence[int], row: int) -> int:
-    from bisect import bisect_right
-
-    return bisect_right(first_rows, row) - 1
-
-
 def divided(prepared: Prepared, fraction: float) -> tuple[list[int], list[int]]:
     """The conversations to train on, and those to hold out, by a hash of their content: equal rows stay together."""
     held_out = [number for number, at in enumerate(prepared.positions) if at < fraction]
     trained = [number for number, at in enumerate(prepared.positions) if at >= fraction]
     if not trained or (fraction and not held_out):
-        raise ConfigError(
-            f"--data.held-out {fraction}: of {counted(len(prepared), 'conversation')}, {len(held_out)} would be held "
-            "out; type another fraction, or 0"
-        )
+        what = f"--data.held-out {fraction}: of {counted(len(prepared), 'conversation')}"
+        raise ConfigError(f"{what}, {len(held_out)} would be held out; type another fraction, or 0")
     return trained, held_out
 
 
-def serve() -> None:
+def _serve() -> None:
     """Prepare the pieces that standard input sends, until it ends: the program of a worker."""
     given, taken = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr
@@ -482,4 +462,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    _serve()

@@ -1,23 +1,24 @@
 """Samplers: which task is next, by what the groups of earlier tasks earned. `uniform` keeps the order of the source.
 
 A sampler is an object with the methods of `rollouts.plugins.protocols.TaskSampler`. Each environment of a run has one
-of its own. `Sampling` asks it for the next task of one source, and checks what it returns. It refers to tasks by their
-keys (`Task.key`), and chooses among all tasks of a sequence, or among the first TASKS_MAX different ones of any other
-source. Every draw has random numbers of its own, which depend on the seed and on the number of draws, so the state in a
-checkpoint is that number and the sampler's own state.
+of its own. `SampledTasks` asks it for the next task of one source, and checks what it returns. It refers to tasks by
+their keys (`Task.key`), and chooses among all tasks of a sequence, or among the first TASKS_MAX different ones of any
+other source. Every draw has random numbers of its own, which depend on the seed and on the number of draws, so the
+state in a checkpoint is that number and the sampler's own state.
 """
 
 from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
 from rollouts.author_code import authors_code, shown
 from rollouts.errors import ConfigError, RolloutsError, RunError, SignatureError, counted, suggestion, words_of
+from rollouts.lazy import LazyValues
 from rollouts.plugins.signature import make
 from rollouts.types import Task
 
@@ -132,7 +133,7 @@ TASKS_MAX = 10_000  # of a source that is no sequence, because it may be endless
 METHODS = ("choose", "finished", "metrics", "state", "restore")
 
 
-class Sampling:
+class SampledTasks:
     """One source with its sampler.
 
     `factory` makes the sampler, and may name `tasks`. `read_tasks` gives the tasks among which it chooses; it is called
@@ -146,12 +147,11 @@ class Sampling:
         self._read_tasks, self._seed = read_tasks, seed
         self._tasks: dict[str, Task] | None = None
         self._drawn = 0
-        self._sampler = make("sampler", self._name, factory, _Available(self), {})
+        available = LazyValues(tasks=lambda: list(self.tasks))  # tasks are only read for a sampler that names them
+        self._sampler = make("sampler", self._name, factory, available, {})
         if missing := [name for name in METHODS if not callable(getattr(self._sampler, name, None))]:
-            raise SignatureError(
-                f"the sampler {self._name} has no method {' and no '.join(missing)}\n"
-                f"a sampler has the methods {', '.join(METHODS)}"
-            )
+            what = f"the sampler {self._name} has no method {' and no '.join(missing)}"
+            raise SignatureError(f"{what}\na sampler has the methods {', '.join(METHODS)}")
 
     @property
     def tasks(self) -> dict[str, Task]:
@@ -219,21 +219,3 @@ class Sampling:
             raise
         except Exception as error:  # a sampler may raise anything
             raise RunError(f"`{method}` of the sampler {self._name} raised {words_of(error)}") from error
-
-
-class _Available(Mapping[str, Any]):
-    """The inputs of a factory. The tasks are only read for a sampler that names them."""
-
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
-
-    def __getitem__(self, name: str) -> Any:
-        if name != "tasks":
-            raise KeyError(name)
-        return list(self._sampling.tasks)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(("tasks",))
-
-    def __len__(self) -> int:
-        return 1

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face
 
 if TYPE_CHECKING:
-    from rollouts_notes.rl import run_rl_training as run_rl_training
-    from rollouts_notes.sft import run_sft_training as run_sft_training
+    from rollouts_notes.loops import run_rl_training as run_rl_training
+    from rollouts_notes.loops import run_sft_training as run_sft_training
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -1,9 +1,18 @@
-"""The reinforcement learning loop: generate, train, sync. Read it from top to bottom.
+"""The reinforcement learning loop. Read it from top to bottom. A step of `train_rl`:
 
-`train_rl` is a function: it returns the metrics. Of its arguments, it changes only the weights of the backend and the
-`policy_version` of the manager. rl_batch.py makes batches of rollouts. If the manager prefetches steps, it samples
-while the loop trains. It pauses only while the loop changes weights, logs, evaluates and saves. Not here: how
-prefetching works (`rollout_gen.manager`).
+1. takes the groups of the step from the manager, which plays them now or has prefetched them
+2. makes a batch of the kept groups (`rl_batch`): masks stale tokens, mixes and shapes rewards, computes advantages
+3. computes what the loss needs beside the policy: logprobs of a reference or a teacher, values
+4. runs `forward_backward` and `optim_step` for each minibatch
+5. pauses the manager, and gives the engines the new weights
+6. calls the observers, which evaluate, log and save
+
+It leaves out: training of two steps at the same time; recovery from an error, which ends the loop; and evaluations and
+checkpoints, which observers do inside the step, so that a checkpoint is never newer than the logs.
+
+`train_rl` returns the metrics. Of its arguments, it changes only the weights of the backend and the `policy_version` of
+the manager. Not here: how rollouts are played and prefetched (`rollout_gen.manager`), losses and gradients (the
+backend), when to evaluate and to save (`rollouts.runs.jobs`).
 """
 
 from __future__ import annotations
@@ -205,10 +214,8 @@ def _training_metrics(
 ) -> dict[str, float]:
     """The metrics and the speed of a batch's optimizer steps. NaN values are left out: JSON has none."""
     tokens = sum(len(row.tokens) for row in batch.rows)
-    metrics = _joined_metrics(reports) | {
-        "time/forward_backward": seconds,
-        "perf/train_tok_s": tokens / max(seconds, 1e-9),
-    }
+    speed = tokens / max(seconds, 1e-9)
+    metrics = _joined_metrics(reports) | {"time/forward_backward": seconds, "perf/train_tok_s": speed}
     if kl is not None:
         metrics["policy/kl_coef"] = kl.coefficient if batch.kl_coefficient is None else batch.kl_coefficient
     return {name: value for name, value in metrics.items() if not math.isnan(value)}

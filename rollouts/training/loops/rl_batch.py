@@ -144,8 +144,9 @@ def prepare_rl_batch(
         rewards=rewards,
         trained=trained if algorithm.select is not None else None,
         pairs=pairs if algorithm.pairs is not None else None,
-        turn_rewards=by_turn if is_batch_advantage(algorithm.advantage) else (),
     )
+    if is_batch_advantage(algorithm.advantage):
+        batch.turn_rewards = by_turn
     # A correction weighs tokens of another engine by the current policy, so the ratio starts at 1. It has one weight
     # per token. A loss with one value per rollout keeps the sampler as its anchor, so that its ratio corrects.
     if algorithm.correction is not None and batch.unit == "token":

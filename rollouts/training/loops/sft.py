@@ -62,13 +62,9 @@ async def train_sft(
         start = time.perf_counter()
         batch_samples = _renumbered(take_batch(samples, config.batch_size, step))
         stage = stage_at(schedule, step) if schedule else None
-        batch = make_batch(
-            batch_samples,
-            [0.0] * len(batch_samples),
-            aggregation=stage.algorithm.aggregation if stage else config.aggregation,
-            step=step,
-            algorithm=stage.name if stage else "main",
-        )
+        aggregation = stage.algorithm.aggregation if stage else config.aggregation
+        name, advantages = stage.name if stage else "main", [0.0] * len(batch_samples)
+        batch = make_batch(batch_samples, advantages, aggregation=aggregation, step=step, algorithm=name)
         forward_backward, optim_step = backend.forward_backward(batch), backend.optim_step()
         metrics = dict(await forward_backward)
         metrics |= step_metrics(await optim_step)

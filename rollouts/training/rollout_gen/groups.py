@@ -3,7 +3,7 @@
 In an environment with roles, each role of a prompt is a group of its own (`role_groups`): what a role earns is compared
 with what the same role earned in the other episodes. Then come the rewards that see the whole group (`group_scorer`),
 the filters (`filter_group`), and numbered samples for the batch (`group_samples`). Not here: rewards of single
-rollouts, which run while the environment is open (`rollouts.agent.episode`), and metrics (`metrics`).
+rollouts, which run while the environment is open (`rollouts.agent.episode`), and metrics (`steps`).
 
 A `LiveGroup` has begun, but no step has returned it. Its state in a checkpoint is the group's number and step, the
 place of its task in the data buffer, its finished episodes, and the suspended episodes whose environment has `state()`
@@ -25,23 +25,13 @@ import msgspec
 import trio
 
 from rollouts.author_code import authors_code, printable, shown, why_no_list, with_place
-from rollouts.env import calls
-from rollouts.env.mixing import (
-    FORGOTTEN,
-    RETURNED_NONE,
-    InvalidPolicy,
-    RewardTerm,
-    Verdict,
-    check_turns,
-    mix,
-    read_verdict,
-    turn_rewards,
-    with_reason,
-)
+from rollouts.env import calls, mixing
+from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, turn_rewards
 from rollouts.error_log import report
 from rollouts.errors import RewardError, RolloutsError, RunError, words_of
 from rollouts.inference.base import GenerateRequest, Generation
 from rollouts.inference.suspend import SuspendedEpisode
+from rollouts.lazy import LazyValues
 from rollouts.plugins.signature import bind, call_with
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.pool import Job
@@ -134,23 +124,21 @@ def check_judged(episodes: Sequence[Episode], what: str) -> None:
     """
     if not episodes or any(episode.score.value is not None for episode in episodes):
         return
-    reasons = Counter(
-        f"{episode.status.value}: {episode.trajectory.error or episode.score.why or 'its reward is None'}"
-        for episode in episodes
-    )
+    whys = [episode.trajectory.error or episode.score.why or "its reward is None" for episode in episodes]
+    reasons = Counter(f"{episode.status.value}: {why}" for episode, why in zip(episodes, whys, strict=True))
     tally = "\n".join(f"  {count} x {reason}" for reason, count in reasons.most_common(3))
     none = f"not one of the {len(episodes)} rollouts of {what} could be judged:\n{tally}"
     if len(episodes) == 1:
         none = f"the only rollout of {what} could not be judged:\n{tally}"
-    if any(RETURNED_NONE in reason for reason in reasons):
-        raise RewardError(f"{none}\n{FORGOTTEN}\nto count such rollouts as 0: --on-invalid-reward zero")
+    if any(mixing.RETURNED_NONE in reason for reason in reasons):
+        raise RewardError(f"{none}\n{mixing.FORGOTTEN}\nto count such rollouts as 0: --on-invalid-reward zero")
     raise RunError(none)
 
 
 # --- filters ----------------------------------------------------------------------------------------------------------
 
 
-class Filter(NamedTuple):
+class NamedFilter(NamedTuple):
     """A named group filter and its settings. It returns True to keep the group, or False or a reason to drop it."""
 
     name: str
@@ -158,20 +146,15 @@ class Filter(NamedTuple):
     settings: dict[str, object]
 
 
-class _Lazy(dict[str, Any]):
-    """The values that a filter may name. Each is computed on first use, because samples copy every token."""
-
-    def __getitem__(self, name: str) -> Any:
-        return super().__getitem__(name)()
+SeeRewards = Callable[[Group, int], list[float | None]]
+"""Computes the rewards [G] that the advantage will get, from a group and a step."""
 
 
-def filter_group(
-    group: Group, filters: Sequence[Filter], *, step: int, see: Callable[[Group, int], list[float | None]] | None = None
-) -> Group:
+def filter_group(group: Group, filters: Sequence[NamedFilter], *, step: int, see: SeeRewards | None = None) -> Group:
     """Return the group, with `dropped` set by the first filter that drops it, or if no reward could judge any of its
     rollouts.
 
-    `see` computes the rewards [G] that the advantage will get, from group and step. None: the group's own rewards.
+    `see` None: filters get the group's own rewards.
     """
     if all(reward is None for reward in group.rewards):
         return group._replace(dropped="no_reward")
@@ -186,11 +169,11 @@ def filter_group(
             for each in group_samples([group])
         ]
 
-    available = _Lazy(
+    available = LazyValues(
         rewards=lambda: rewards,
         scores=lambda: group.rewards,
         parts=lambda: [episode.score.parts for episode in group.episodes],
-        samples=samples,
+        samples=samples,  # made on first use, because samples copy every token
         trajectories=lambda: [episode.trajectory for episode in group.episodes],
         step=lambda: step,
     )
@@ -236,6 +219,8 @@ def group_scorer(
     `raise`.
     """
     own = [term for term in terms if term.is_group]
+    if not own:
+        return None
 
     async def score_units(units: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
         played = [[episode for episode in unit if not episode.status.is_infrastructure] for unit in units]
@@ -244,7 +229,7 @@ def group_scorer(
         scored: list[list[Episode]] = []
         for unit, known in zip(units, played, strict=True):
             rows = zip(*(next(column) for column in columns), strict=True) if known else ()
-            scores = iter([mix(row, on_invalid, base=e.score) for e, row in zip(known, rows, strict=True)])
+            scores = iter([mixing.mix(row, on_invalid, base=e.score) for e, row in zip(known, rows, strict=True)])
             scored.append([e if e.status.is_infrastructure else e._replace(score=next(scores)) for e in unit])
         return scored
 
@@ -256,7 +241,7 @@ def group_scorer(
             for episodes, units in zip(groups, split, strict=True)
         ]
 
-    return score if own else None
+    return score
 
 
 def _role_units(episodes: Sequence[Episode]) -> list[dict[int, Episode]]:
@@ -307,9 +292,10 @@ async def _ask_group(term: RewardTerm, episodes: Sequence[Episode], seconds: flo
 
 def _read_group(term: RewardTerm, episodes: Sequence[Episode], returned: Any) -> list[Verdict]:
     values = _one_each(term.alias, returned, len(episodes))
-    verdicts = [read_verdict(term.alias, term.weight, value) for value in values]
+    verdicts = [mixing.read_verdict(term.alias, term.weight, value) for value in values]
     counts = [episode.trajectory.turns for episode in episodes]
-    return [with_reason(check_turns(v, count), term.function) for v, count in zip(verdicts, counts, strict=True)]
+    checked = map(mixing.check_turns, verdicts, counts)
+    return [mixing.with_reason(verdict, term.function) for verdict in checked]
 
 
 async def _ask(term: RewardTerm, arguments: Sequence[Any], seconds: float, read: Callable[[Any], Any]) -> Any:
@@ -396,12 +382,6 @@ class LiveGroup:
         """The unfinished jobs."""
         left = (index for index in range(self.size) if index not in self.outcomes)
         return [Job(self.task, (self.number, index), self.suspended.get(index)) for index in left]
-
-
-def begin_group(data_buffer: DataBuffer, number: int, size: int, step: int) -> LiveGroup:
-    """Begin a group with the buffer's next task."""
-    task, position = data_buffer.draw(step)
-    return LiveGroup(number, task, size, step, position)
 
 
 def pending_sample(prompt: Any, request: GenerateRequest, reply: Generation) -> Sample:

@@ -35,11 +35,11 @@ from rollouts.inference.base import Capabilities, InferenceBackend
 from rollouts.inference.suspend import SuspendableEngine
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import (
-    Filter,
     Group,
     GroupScorer,
     LiveGroup,
-    begin_group,
+    NamedFilter,
+    SeeRewards,
     check_judged,
     drop_all_but_best,
     filter_group,
@@ -163,8 +163,8 @@ class AsyncRolloutManager:
         filter_fn: Callable[..., Any] | None = None,
         play: Play | None = None,
         inference: InferenceBackend | None = None,
-        filters: Sequence[Filter] = (),
-        see_rewards: Callable[[Group, int], list[float | None]] | None = None,
+        filters: Sequence[NamedFilter] = (),
+        see_rewards: SeeRewards | None = None,
         score_groups: GroupScorer | None = None,
         failures: Failures | None = None,
     ) -> None:
@@ -323,9 +323,8 @@ class AsyncRolloutManager:
         samples = [episode_samples(each, 0, 0) if isinstance(each, Episode) else list(each) for each in outcomes]
         waiting = self._pool.waiting if self._pool is not None else {}
         tasks = {order: self._live[order[0]].task for order in sorted(waiting)}
-        return [sample for some in samples for sample in some] + [
-            pending_sample(task.prompt, *waiting[order]) for order, task in tasks.items()
-        ]
+        pending = [pending_sample(task.prompt, *waiting[order]) for order, task in tasks.items()]
+        return [*(sample for some in samples for sample in some), *pending]
 
     def state_dict(self) -> dict[str, Any]:
         """The manager's state for a checkpoint, as plain data. Call it between steps, in `pause`."""
@@ -396,7 +395,8 @@ class AsyncRolloutManager:
         """Begin `count` groups. All of their sessions are open before any episode starts."""
         jobs: list[Job] = []
         for _ in range(count):
-            group = begin_group(self.data_buffer, self._begun, self._jobs_per_group, self._steps)
+            task, position = self.data_buffer.draw(self._steps)
+            group = LiveGroup(self._begun, task, self._jobs_per_group, self._steps, position)
             self._live[group.number] = group
             self._begun += 1
             jobs += group.jobs
@@ -433,9 +433,9 @@ class AsyncRolloutManager:
 
     def _generate(self, job: Job, session: str, inference: SuspendableEngine) -> Awaitable[list[Sample]]:
         """A group of the configuration's `generate_fn`."""
-        from rollouts.training.rollout_gen.user_functions import generate
+        from rollouts.training.rollout_gen.user_functions import generate_group
 
-        return generate(self.config, job.task, self.policy_version)
+        return generate_group(self.config, job.task, self.policy_version)
 
     def _played(self, live: LiveGroup) -> Group:
         """A complete group, with all roles of its episodes."""

@@ -11,11 +11,12 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from rollouts.errors import ConfigError, RunError, counted
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.groups import Filter, Group, filter_group
+from rollouts.training.rollout_gen.groups import Group, NamedFilter, SeeRewards, filter_group
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStep
 from rollouts.types import Task
 
@@ -25,6 +26,7 @@ def positions_buffer(count: int, seed: int) -> DataBuffer:
     return DataBuffer([Task("", id=str(place)) for place in range(count)], seed=seed)
 
 
+@dataclass
 class SavedGroups:
     """Groups from files, step by step.
 
@@ -38,21 +40,17 @@ class SavedGroups:
         see_rewards: as in AsyncRolloutManager
     """
 
-    def __init__(
-        self,
-        buffer: DataBuffer,
-        count: int,
-        read: Callable[[int], Group],
-        config: RolloutConfig,
-        *,
-        why_untrained: Callable[[Group, int], str | None],
-        filters: Sequence[Filter] = (),
-        see_rewards: Callable[[Group, int], list[float | None]] | None = None,
-    ) -> None:
-        self.config = config
+    buffer: DataBuffer
+    count: int
+    read: Callable[[int], Group]
+    config: RolloutConfig
+    _: KW_ONLY
+    why_untrained: Callable[[Group, int], str | None]
+    filters: Sequence[NamedFilter] = ()
+    see_rewards: SeeRewards | None = None
+
+    def __post_init__(self) -> None:
         self.policy_version: int | None = None
-        self._buffer, self._count, self._read = buffer, count, read
-        self._filters, self._see, self._why_untrained = filters, see_rewards, why_untrained
         self._steps = self._begun = 0
 
     async def __aenter__(self) -> SavedGroups:
@@ -74,36 +72,36 @@ class SavedGroups:
         assert reward_fn is None, "saved groups have their rewards"
         began, groups = time.perf_counter(), list[Group]()
         kept = 0
-        while kept < self.config.batch_size and len(groups) < self._count:
+        while kept < self.config.batch_size and len(groups) < self.count:
             group = self._next()
             kept += group.dropped is None
             groups.append(group)
         if not kept:
             raise RunError(_nothing_left(groups))
         number, self._steps = self._steps, self._steps + 1
-        return RolloutStep(groups, time.perf_counter() - began, epoch_id=self._buffer.epoch_id, step_id=number)
+        return RolloutStep(groups, time.perf_counter() - began, epoch_id=self.buffer.epoch_id, step_id=number)
 
     def _next(self) -> Group:
         """The next group, with a number of its own: groups of several runs, or of several epochs, have the same one."""
-        (task,) = self._buffer.get_prompts(1)
+        (task,) = self.buffer.get_prompts(1)
         assert task.id is not None, "the id is the position"
-        group = self._read(int(task.id))
-        group = filter_group(group, self._filters, step=self._steps, see=self._see)
+        group = self.read(int(task.id))
+        group = filter_group(group, self.filters, step=self._steps, see=self.see_rewards)
         if group.dropped is None:
-            group = group._replace(dropped=self._why_untrained(group, self._steps))
+            group = group._replace(dropped=self.why_untrained(group, self._steps))
         number, self._begun = self._begun, self._begun + 1
         episodes = tuple(each._replace(order=(number, each.order[1])) for each in group.episodes)
         return group._replace(number=number, episodes=episodes)
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, beside that of the buffer."""
-        return {"steps": self._steps, "begun": self._begun, "saved_groups": self._count}
+        return {"steps": self._steps, "begun": self._begun, "saved_groups": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint. Raises ConfigError if there were other groups."""
         before = state.get("saved_groups")
-        if before != self._count:
-            there = f"{counted(self._count, 'group')} to train on now, and the checkpoint was made with {before}"
+        if before != self.count:
+            there = f"{counted(self.count, 'group')} to train on now, and the checkpoint was made with {before}"
             raise ConfigError(f"--from: there are {there}; give the same runs again, or begin a new run")
         self._steps, self._begun = state["steps"], state["begun"]
 

@@ -10,15 +10,13 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from rollouts.errors import ConfigError
+from rollouts.training.filters import nonzero_std
 from rollouts.training.rollout_gen.groups import Group, group_samples
 from rollouts.training.samples import with_tensors
 from rollouts.types import Episode, Sample, Status
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -244,7 +242,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "rollout/tool_fail_frac": failures / calls if calls else 0.0,
         "rollout/latency_p50": latencies[len(latencies) // 2],
         "rollout/latency_p95": latencies[math.ceil(0.95 * len(latencies)) - 1],
-        "group/zero_std_frac": statistics.fmean(_is_flat(group.rewards) for group in groups),
+        "group/zero_std_frac": statistics.fmean(nonzero_std(group.rewards) is not True for group in groups),
         "group/kept_frac": statistics.fmean(group.dropped is None for group in groups),
     }
     metrics |= failure_metrics(episodes) | role_metrics(groups)
@@ -275,7 +273,7 @@ def role_metrics(groups: Sequence[Group]) -> dict[str, float]:
         episodes = [episode for group in own for episode in group.episodes]
         values = _by_name(episodes) | {
             "kept_frac": sum(group.dropped is None for group in own) / len(own),
-            "zero_std_frac": statistics.fmean(_is_flat(group.rewards) for group in own),
+            "zero_std_frac": statistics.fmean(nonzero_std(group.rewards) is not True for group in own),
             "tokens": sum(sum(group.lengths) for group in own) / len(episodes),
             "turns": sum(episode.metrics.get("turns", 0.0) for episode in episodes) / len(episodes),
         }
@@ -309,8 +307,3 @@ def environment_metrics(groups: Sequence[Group], epochs: Mapping[str, int]) -> d
         }
         metrics |= {f"env/{alias}/{name}": value for name, value in values.items()}
     return metrics
-
-
-def _is_flat(rewards: Sequence[float | None]) -> bool:
-    judged = [reward for reward in rewards if reward is not None]
-    return not judged or max(judged) - min(judged) <= 1e-6

@@ -18,13 +18,14 @@ from rollouts.env import calls
 from rollouts.env.mixing import mix, read_verdict
 from rollouts.error_log import report
 from rollouts.errors import RolloutsError, RunError, words_of
+from rollouts.training.algorithms.algorithm import function_label
 from rollouts.training.rollout_gen.groups import Group, drop_reason, group_samples
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.training.samples import episode_samples, with_grade, with_lists
 from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Task, Trajectory
 
 
-async def generate(config: RolloutConfig, task: Task, version: int | None) -> list[Sample]:
+async def generate_group(config: RolloutConfig, task: Task, version: int | None) -> list[Sample]:
     """Make one group with `generate_fn`. Samples with logprobs and without versions get `version` (None: unknown).
 
     If the function raises or takes too long, the returned samples have a failed status. Raises RunError if it returns
@@ -125,7 +126,7 @@ async def reward_group(group: Group, reward_fn: Callable[..., Any]) -> Group:
 
 async def filter_group_by(filter_fn: Callable[..., Any], group: Group) -> Group:
     """Return the group, with `dropped` set if `filter_fn` drops it. Raises RunError if the function raises."""
-    name = name_of(filter_fn)
+    name = function_label(filter_fn)
     try:
         returned = await calls.call(filter_fn, group_samples([group]))
     except RolloutsError:
@@ -133,8 +134,3 @@ async def filter_group_by(filter_fn: Callable[..., Any], group: Group) -> Group:
     except Exception as error:  # filter_fn may raise anything
         raise RunError(f"the filter {name} raised {words_of(error)}") from error
     return group._replace(dropped=drop_reason(name, returned))
-
-
-def name_of(function: Any) -> str:
-    """A function's name, for messages."""
-    return getattr(function, "__name__", None) or type(function).__name__

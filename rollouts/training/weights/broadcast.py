@@ -4,7 +4,7 @@ The group is independent of torch's default group, in which ranks may shard the 
 this process, at the address by which the servers reach this machine: loopback if all servers are on it. Tensors are
 broadcast in the order of the manifest, with gloo between CPUs and NCCL between GPUs. If a server does not answer in
 time, the broadcast's thread is abandoned, and the update fails. Each update has a new group, because servers may come
-and go. Not here: requests to servers (`inference.servers.sglang_wire`), and whether the weights have arrived (`sync`).
+and go. Not here: requests to servers (`inference.servers.sglang`), and whether the weights have arrived (`sync`).
 """
 
 from __future__ import annotations
@@ -30,18 +30,12 @@ LOOK_SECONDS = 1.0  # how often to check that servers are still alive
 
 
 async def send_over_group(
-    engines: Sequence[InferenceBackend],
-    update: WeightUpdate,
-    tensors: Mapping[str, Any],
-    *,
-    device: str = "cpu",
-    join_seconds: float = JOIN_SECONDS,
-    send_seconds: float | None = None,
+    engines: Sequence[InferenceBackend], update: WeightUpdate, tensors: Mapping[str, Any], *, device: str = "cpu"
 ) -> None:
     """Send the tensors of `update.manifest` to all these engines at once: with NCCL if `device` is a GPU, else with
     gloo.
 
-    `send_seconds` None: the longest `load_seconds` of the engines. Raises InferenceError; the engines' weights are then
+    Sending has the longest `load_seconds` of the engines. Raises InferenceError; the engines' weights are then
     undefined.
     """
     members = [member for engine in engines for member in members_of(engine)]
@@ -49,11 +43,11 @@ async def send_over_group(
     if len(takers) < len(members) or not takers:
         what = f"{engines[0]!r} takes no weights over torch.distributed, or none of its servers is there"
         raise InferenceError(f"{what}; type --inference.transport disk", is_transient=False)
-    seconds = send_seconds or max(member.capabilities.load_seconds for member in takers)
+    seconds = max(member.capabilities.load_seconds for member in takers)
     ranks = [await member.group_ranks() for member in takers]
     world_size = 1 + sum(ranks)
     address = _own_address([member.url for member in takers])
-    store = await trio.to_thread.run_sync(_open_store, address, world_size, join_seconds)
+    store = await trio.to_thread.run_sync(_open_store, address, world_size, JOIN_SECONDS)
     name = f"rollouts-{update.version}-{secrets.token_hex(4)}"
     place = GroupPlace(address, store.port, world_size, name, "nccl" if device.startswith("cuda") else "gloo")
     received = [trio.Event() for _ in takers]
@@ -61,7 +55,7 @@ async def send_over_group(
 
     async def join() -> None:
         nonlocal group
-        group = await _in_thread(_join, store, place, device, join_seconds, seconds, seconds=join_seconds)
+        group = await _in_thread(_join, store, place, device, seconds, seconds=JOIN_SECONDS)
 
     async def broadcast() -> None:
         for member, event in zip(takers, received, strict=True):
@@ -73,10 +67,9 @@ async def send_over_group(
         ordered = [tensors[info.name] for info in update.manifest]
         await _in_thread(_broadcast, group, ordered, device, seconds, seconds=seconds)
 
-    joins = [
-        functools.partial(member.join_group, place, 1 + sum(ranks[:index]), received[index].set)
-        for index, member in enumerate(takers)
-    ]
+    firsts = [1 + sum(ranks[:index]) for index in range(len(takers))]
+    each_one = zip(takers, firsts, received, strict=True)
+    joins = [functools.partial(member.join_group, place, first, event.set) for member, first, event in each_one]
     try:
         await _together([join, *joins], f"no group for the weights of version {update.version} came about")
         updates = [functools.partial(engine.update_weights, update) for engine in engines]
@@ -148,7 +141,7 @@ def _open_store(address: str, world_size: int, seconds: float) -> Any:
     return distributed.TCPStore(address, port, world_size, timeout=timeout, **settings)
 
 
-def _join(store: Any, place: GroupPlace, device: str, seconds: float, send_seconds: float) -> Any:
+def _join(store: Any, place: GroupPlace, device: str, seconds: float) -> Any:
     """Join the group as rank 0, and wait for all. Servers join by a helper of torch, which uses these key prefixes."""
     import torch
 
@@ -157,10 +150,10 @@ def _join(store: Any, place: GroupPlace, device: str, seconds: float, send_secon
     for prefix in (place.name, f"{place.name}/", "cuda/" if is_cuda else "cpu/"):
         store = distributed.PrefixStore(prefix, store)
     if not is_cuda:
-        return distributed.ProcessGroupGloo(store, 0, place.world_size, timedelta(seconds=seconds))
+        return distributed.ProcessGroupGloo(store, 0, place.world_size, timedelta(seconds=JOIN_SECONDS))
     torch.cuda.set_device(device)
     options = distributed.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=seconds + send_seconds)  # also applies to each broadcast
+    options._timeout = timedelta(seconds=JOIN_SECONDS + seconds)  # also applies to each broadcast
     return distributed.ProcessGroupNCCL(store, 0, place.world_size, options)
 
 

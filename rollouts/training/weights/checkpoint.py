@@ -99,11 +99,6 @@ def read_trainer_tensors(path: str | Path, template: dict[str, Any], *, group: A
         load(template, storage_reader=_Reader(Path(path) / TRAINER), process_group=group, no_dist=alone)
 
 
-def saved_keys(path: str | Path) -> set[str]:
-    """The names of the tensors in a checkpoint, like "optimizer.causal.lm_head.weight.exp_avg". Raises ConfigError."""
-    return set(saved_tensors(path))
-
-
 def flat(tensors: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Flatten a nested dict of tensors, with the names of torch.distributed.checkpoint."""
     found: dict[str, Tensor] = {}

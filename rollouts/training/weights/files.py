@@ -125,11 +125,6 @@ def _os_errors(*kinds: type[Exception]) -> Iterator[None]:
 # --- the manifest -----------------------------------------------------------------------------------------------------
 
 
-def tied_weights(causal: Any) -> Mapping[str, str]:
-    """The tied weights of a model: name -> the name of the weight that it is tied to."""
-    return getattr(causal, "all_tied_weights_keys", None) or {}
-
-
 def file_tensors(weights: Mapping[str, Any], kind: Kind, causal: Any) -> dict[str, Any]:
     """The tensors of a folder, by the names in transformers' or peft's files; of tied ones, only the first.
 
@@ -141,7 +136,7 @@ def file_tensors(weights: Mapping[str, Any], kind: Kind, causal: Any) -> dict[st
     from transformers.core_model_loading import revert_weight_conversion
 
     tensors = _without_tied(weights, causal)
-    for name, source in tied_weights(causal).items():
+    for name, source in (getattr(causal, "all_tied_weights_keys", None) or {}).items():
         if name in tensors and source in tensors:
             what = f"the model ties {name} to {source}, but here they differ, so a server cannot load them"
             own = "take an engine that shares the trainer's weights (--inference hf)"
@@ -188,7 +183,7 @@ def _without_tied(weights: Mapping[str, Any], causal: Any) -> dict[str, Any]:
     """The weights without those that are tied to another one and equal to it."""
     import torch
 
-    tied = tied_weights(causal)
+    tied: Mapping[str, str] = getattr(causal, "all_tied_weights_keys", None) or {}
     return {
         name: value
         for name, value in weights.items()
@@ -205,13 +200,7 @@ def version_folder(parent: str | Path, version: int) -> Path:
 
 
 def write_folder(
-    parent: str | Path,
-    version: int,
-    kind: Kind,
-    weights: Mapping[str, Any],
-    files: ModelFiles,
-    *,
-    like: str | Path | None = None,
+    parent: str, version: int, kind: Kind, weights: Mapping[str, Any], files: ModelFiles, *, like: str | None = None
 ) -> Path:
     """Write `parent`/v000012, which replaces an older folder, with one rename. Returns its path. Files other than
     weights that are missing, such as the tokenizer, come from `like`, an earlier folder of the same run.

@@ -1,13 +1,12 @@
 """Tests that an engine serves the trainer's weights: both must compute the same numbers for the same tokens.
 
 Two computations with the same weights agree up to rounding, in any engine. If they differ, the numbers often show why:
-the engine's numbers are those of an earlier version, or of the new weights with one old tensor. Not here: how weights
-are sent, and when engines are tested (`sync`).
+the engine's numbers are those of an earlier version. Not here: how weights are sent, and when engines are tested
+(`sync`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import trio
 
-from rollouts.errors import ConfigError, InferenceError, TrainingError
+from rollouts.errors import InferenceError
 from rollouts.inference.base import (
     TOLERANCE_HALF,
     Apart,
@@ -26,9 +25,8 @@ from rollouts.inference.base import (
     members_of,
 )
 from rollouts.inference.servers.http import HTTPFailure
-from rollouts.models.folders import Kind, read_tensors
+from rollouts.models.folders import Kind
 from rollouts.training.batches import Row, TrainBatch, TrainingBackend
-from rollouts.training.weights.files import manifest_of, read_manifest, tied_weights
 
 E = TypeVar("E")
 T = TypeVar("T")
@@ -40,7 +38,6 @@ TOLERANCE = 1e-3  # nats per token, in float32 and float64, for engines that com
 TOLERANCE_SERVER = 1e-4  # for servers in float32; measured: 7e-6
 NOISE_SHARE = 0.1  # fraction of the tolerance by which two computations with the same weights differ
 MOVED_NOISES = 20.0  # if the trainer's numbers moved by this many times the noise, its weights have changed
-FIND_SECONDS = 60.0
 COPY_TOKENS = 32  # the length of the sequence for engines in this process
 
 
@@ -131,13 +128,12 @@ def has_not_moved(
 class Memory(NamedTuple):
     """The results of earlier syncs, with which the next sync compares.
 
-    `numbers` are the trainer's logprobs of `tokens`, by version. `weights` are the last weights of each kind, unless
-    they are in one of the `folders`.
+    `numbers` are the trainer's logprobs of `tokens`, by version. `folders` have the last weights of a kind, if
+    they were sent in a folder.
     """
 
     tokens: Sequence[int] = ()
     numbers: Mapping[int, list[float]] = {}
-    weights: Mapping[Kind, Mapping[str, Any]] = {}
     folders: Mapping[Kind, str] = {}
 
     @property
@@ -206,7 +202,7 @@ class Proof:
         scored = await member.score(self.sequences.scored, 1.0)
         worst = furthest_apart(self.numbers, scored, self.tolerance)
         if not worst.agrees:
-            why = await self._diagnose(member, scored)
+            why = self._diagnose(member, scored)
             raise _not_served(member, self.version, f"{worst.words('a test sequence')}; {why}")
         served = self.memory.version
         last, before = self.known.get(served, []), self.before.get(repr(member), [])
@@ -244,7 +240,7 @@ class Proof:
         ours = await trainer_logprobs(self.backend, prompt + reply.tokens, temperature)
         return furthest_apart(ours[len(prompt) :], reply.logprobs, self.tolerance, first=0)
 
-    async def _diagnose(self, member: InferenceBackend, scored: list[float]) -> str:
+    def _diagnose(self, member: InferenceBackend, scored: list[float]) -> str:
         """Guess the cause of wrong scores, as text."""
         if any(map(math.isnan, scored)):
             return "some of its numbers are NaN: it has weights that nothing was written into"
@@ -262,76 +258,21 @@ class Proof:
             bare = kind == "adapter" and not min(old)
             base = " (the model without an adapter, if the run began there)" if bare else ""
             return f"its numbers are those of version {max(old)}{base}: it serves an older version"
-        names = await self._find_tensors(kind, scored)
-        if names:
-            more = f" (or {', '.join(names[1:3])})" if names[1:] else ""
-            kept = f"{names[0]}{more} of version {last}"
-            return f"its numbers are those of version {self.version} with {kept}: that tensor did not arrive"
-        return (
-            "they are no earlier version's either: some tensor did not arrive whole, or it has another model or "
-            "precision than the trainer (see the server's own --dtype)"
-        )
-
-    async def _find_tensors(self, kind: Kind, theirs: Sequence[float]) -> list[str]:
-        """The tensors that an engine seems to have kept from the version before: with the old value of one of them (and
-        of tensors tied to it), the trainer computes the engine's numbers. Empty if there is none, or if the search
-        takes more than a minute. The search changes the trainer's weights, and restores them.
-        """
-        new = self.weights[kind]
-        found: list[tuple[float, str]] = []
-        try:
-            old, changed = await trio.to_thread.run_sync(self._changed, kind)  # checksums of all weights take time
-        except ConfigError:
-            return []  # the folder of the last weights is unreadable; the engine's error is more important
-        if not changed:
-            return []
-        try:
-            with trio.move_on_after(FIND_SECONDS):
-                for names in changed:
-                    await self.backend.load_weights({**new, **{name: old[name] for name in names}})
-                    ours = await trainer_logprobs(self.backend, self.sequences.scored)
-                    apart = furthest_apart(ours, theirs, self.tolerance)
-                    if apart.agrees:
-                        found.append((apart.apart, names[0]))
-        except TrainingError:
-            return []  # the trainer has an adapter, and these are merged weights: nothing was loaded
-        finally:
-            with trio.CancelScope(shield=True), contextlib.suppress(TrainingError):  # as above: nothing was loaded
-                await self.backend.load_weights(dict(new))
-        return [name for _, name in sorted(found)]
-
-    def _changed(self, kind: Kind) -> tuple[Mapping[str, Any], list[list[str]]]:
-        """The last weights, and the names of those that have changed; tied ones (equal before and after) are together.
-        Empty if the last weights are unknown, or of another model.
-        """
-        new, path = self.weights[kind], self.memory.folders.get(kind)
-        old = dict(read_tensors(path) if path else self.memory.weights.get(kind, {}))
-        before = {info.name: info.crc32 for info in (read_manifest(path) if path else manifest_of(old))}
-        for name, source in tied_weights(self.backend.model_files.causal).items():
-            if path and source in old:
-                old[name], before[name] = old[source], before[source]
-        groups: dict[tuple[Any, ...], list[str]] = {}
-        if old.keys() == new.keys() and all(old[name].shape == new[name].shape for name in new):
-            for info in manifest_of(new):
-                if info.crc32 != before[info.name]:
-                    groups.setdefault((info.shape, before[info.name], info.crc32), []).append(info.name)
-        return old, list(groups.values())
+        what = "they are no earlier version's either: some tensor did not arrive whole"
+        return f"{what}, or it has another model or precision than the trainer (see the server's own --dtype)"
 
     async def _diagnose_sampling(self, member: InferenceBackend, reply: Generation, temperature: float) -> str:
         """Guess the cause of wrong log-probabilities of sampled tokens, if the scores are right."""
         if temperature != 1.0 and (await self._apart(self.sequences.prompt, reply, 1.0)).agrees:
-            return (
-                "they are those of temperature 1: start the server so that it gives the log-probabilities of what "
-                "it samples from (vLLM: --logprobs-mode processed_logprobs), or type --temperature 1"
-            )
+            how = "so that it gives the log-probabilities of what it samples from"
+            vllm = "vLLM: --logprobs-mode processed_logprobs"
+            return f"they are those of temperature 1: start the server {how} ({vllm}), or type --temperature 1"
         _, other = await self._sample(member, self.sequences.other, temperature)
         if other.agrees:
             before = f"of version {self.memory.version}" if self.memory.version >= 0 else "of the weights before"
             right = "with a prompt that it had not seen before it is right"
             return f"{right}, so its prefix cache still holds what is {before}: the cache was not flushed"
-        return (
-            "see which log-probabilities the server returns, and whether it samples with the model that it scores with"
-        )
+        return "see which log-probabilities the server returns, and whether it samples and scores with the same model"
 
 
 async def probe_parity(backend: TrainingBackend, engine: InferenceBackend, tolerance: float = TOLERANCE) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import trio
@@ -19,16 +20,17 @@ from rollouts.models.folders import Kind
 from rollouts.training.batches import TrainingBackend
 from rollouts.training.weights import broadcast, files, probe
 
+_NOTHING = probe.Memory()
 REMEMBERED = 8  # the numbers of this many versions are kept
-KEEP_BYTES_MAX = 2 * 2**30  # keep old weights in memory up to this size
 
 
+@dataclass
 class Sender:
     """Sends weights to engines that have a copy of them, and remembers earlier syncs. See `WeightSyncManager`."""
 
-    def __init__(self, *, temperature: float, tolerance: float | None) -> None:
-        self._temperature, self._tolerance = temperature, tolerance
-        self._memory = probe.Memory()
+    temperature: float
+    tolerance: float | None
+    memory: probe.Memory = _NOTHING
 
     async def send(self, backend: TrainingBackend, owners: Sequence[InferenceBackend]) -> dict[str, float]:
         """Make all these engines serve the backend's weights. Returns metrics. Raises InferenceError."""
@@ -39,13 +41,13 @@ class Sender:
         await proof.look_before(servers)
         sends = [send for each in sent for send in each.sends(backend.device)]
         labels, calls = zip(*sends, strict=True)
-        before = f" after version {self._memory.version}" if self._memory.version >= 0 else ""
+        before = f" after version {self.memory.version}" if self.memory.version >= 0 else ""
         results = await probe.gather(lambda call: call(), calls)
         raise_first(f"take the weights of version {version}{before}", labels, results, is_final=True)
         apart = [await probe.probe_parity(backend, each, bound) for each in owners if each not in servers]
         apart += [each for engine in servers for each in await proof.prove(engine)]
         assert backend.version == version, f"the trainer went from {version} to {backend.version} during a sync"
-        self._memory = _remembered(proof, sent) if servers else self._memory
+        self.memory = _remembered(proof, sent) if servers else self.memory
         return {"sync/bytes": float(sum(each.bytes for each in sent)), "sync/probe": max(apart)}
 
     async def _begin(
@@ -58,13 +60,12 @@ class Sender:
         sequences, numbers = probe.Sequences([], [], [], 0), list[float]()
         if servers:
             members = [member for engine in servers for member in members_of(engine)] or servers
-            sequences = probe.probe_sequences(
-                min(member.context_tokens_max for member in members),
-                min(member.vocabulary_size or probe.COPY_TOKENS for member in members),
-            )
+            context_tokens = min(member.context_tokens_max for member in members)
+            vocabulary_size = min(member.vocabulary_size or probe.COPY_TOKENS for member in members)
+            sequences = probe.probe_sequences(context_tokens, vocabulary_size)
             numbers = await probe.trainer_logprobs(backend, sequences.scored)
         weights: dict[Kind, Mapping[str, Any]] = {kind: await future for kind, future in wanted.items()}
-        given = self._tolerance
+        given = self.tolerance
         if given is None:
             given = max(engine.capabilities.tolerance for engine in owners) or None
         every = {name: tensor for of_kind in weights.values() for name, tensor in of_kind.items()}
@@ -72,7 +73,7 @@ class Sender:
             probe.parity_tolerance(every, backend.compute_dtype, full=full) if given is None else given
             for full in (probe.TOLERANCE_SERVER, probe.TOLERANCE)
         )
-        memory, temperature = self._memory, self._temperature
+        memory, temperature = self.memory, self.temperature
         return probe.Proof(backend, backend.version, weights, sequences, numbers, own, temperature, memory), bound
 
 
@@ -160,12 +161,10 @@ def _remembered(proof: probe.Proof, sent: Sequence[_Sent]) -> probe.Memory:
     # The first weights of an adapter are usually those of the model without it.
     kept = dict.fromkeys(versions[:1] + versions[-REMEMBERED:])
     numbers = {version: {**proof.known, proof.version: proof.numbers}[version] for version in kept}
-    weights, folders = {}, {}
-    for (kind, form, folder), _, update, size, _ in sent:
+    folders = {}
+    for (kind, _, folder), _, update, _, _ in sent:
         if update.path is not None:
             # Unfinished replies may use the adapter before, which a server may load again from its folder.
             files.prune_folders(folder, {proof.version, proof.memory.version if kind == "adapter" else proof.version})
             folders[kind] = update.path
-        elif form == "group" and size <= KEEP_BYTES_MAX:
-            weights[kind] = proof.weights[kind]
-    return probe.Memory(proof.sequences.scored, numbers, weights, folders)
+    return probe.Memory(proof.sequences.scored, numbers, folders)

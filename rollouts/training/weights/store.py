@@ -23,15 +23,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import msgspec
 
-from rollouts.disk import (
-    HIDDEN_NAME,
-    MANIFEST,
-    new_folder,
-    open_regular,
-    read_regular,
-    remove_folder,
-    write_whole,
-)
+from rollouts import disk
+from rollouts.disk import HIDDEN_NAME, MANIFEST
 from rollouts.errors import CheckpointError, ConfigError, DamagedCheckpointError, ModelError, first_line
 from rollouts.models.folders import all_checkpoints, complete_checkpoints, step_of
 
@@ -68,7 +61,7 @@ def new_checkpoint(path: str | Path) -> Iterator[Path]:
     If the block raises, the folder is removed, and an older checkpoint stays. Raises CheckpointError.
     """
     try:
-        with new_folder(Path(path)) as folder:
+        with disk.new_folder(Path(path)) as folder:
             yield folder
             assert (folder / MANIFEST).is_file(), f"{folder} is not finished"
     except OSError as error:
@@ -130,7 +123,7 @@ def crc32_of(data: BinaryIO, size: int) -> int:
 
 
 def _describe(file: Path) -> _File:
-    with open_regular(file) as data:
+    with disk.open_regular(file) as data:
         size = os.fstat(data.fileno()).st_size
         return _File(size, f"{crc32_of(data, size):08x}")
 
@@ -160,7 +153,7 @@ def check_folder(path: str | Path, *, kind: str | None = None, fingerprint: str 
 def read_state(path: str | Path) -> dict[str, Any]:
     """The `state` of `finish_checkpoint`. Raises DamagedCheckpointError."""
     try:
-        state = json.loads(read_regular(Path(path) / STATE))
+        state = json.loads(disk.read_regular(Path(path) / STATE))
         if not isinstance(state, dict):
             raise ValueError(f"it holds a {type(state).__name__}")
     except (OSError, ValueError, RecursionError) as error:
@@ -198,7 +191,7 @@ def _read_manifest(folder: Path) -> _Manifest:
         raise _without_manifest(folder)
     unreadable = f"the {MANIFEST} of the checkpoint {folder} cannot be read"
     try:
-        found = json.loads(read_regular(folder / MANIFEST))
+        found = json.loads(disk.read_regular(folder / MANIFEST))
     except (OSError, ValueError) as error:
         raise damaged(folder, f"{unreadable}: {error}") from error
     if not isinstance(found, dict) or not {"format", "files"} & set(found):
@@ -235,12 +228,11 @@ def _no_checkpoint(folder: Path) -> ConfigError:
 
 
 def _other_format(folder: Path, number: int, kind: Any) -> ConfigError:
-    age, hint = "a newer", "type `pip install --upgrade rollouts-rl`"
+    hint = "type `pip install --upgrade rollouts-rl`"
     if number < FORMAT:
         begin = f", or type --model {folder} to begin a new run from its weights" if kind == "full" else ""
-        age, hint = "an older", f"continue with the version that wrote it (0.1.0){begin}"
-    written = f"the checkpoint {folder} was written by {age} rollouts"
-    return ConfigError(f"{written} (format {number}, this one reads {FORMAT}); {hint}")
+        hint = f"continue with the version that wrote it (0.1.0){begin}"
+    return ConfigError(f"the checkpoint {folder} has format {number}, and this version reads {FORMAT}; {hint}")
 
 
 # --- all checkpoints of a run -----------------------------------------------------------------------------------------
@@ -309,7 +301,7 @@ def remove_checkpoint(path: Path) -> None:
     CheckpointError.
     """
     try:
-        remove_folder(path)
+        disk.remove_folder(path)
     except OSError as error:
         what = f"the checkpoint {path} cannot be removed: {error.strerror or error}"
         raise CheckpointError(f"{what}; see who owns it, or keep all of them (--keep-checkpoints 0)") from error
@@ -329,7 +321,7 @@ def remove_leftovers(folder: Path) -> None:
     for hidden, path in sorted(ended, key=lambda pair: pair[1].stat().st_mtime, reverse=True):
         target = path.with_name(hidden["name"])
         if hidden["what"] != "old" or target.exists() or not (path / MANIFEST).is_file():
-            remove_folder(path)
+            disk.remove_folder(path)
             continue
         try:
             os.replace(path, target)
@@ -341,7 +333,7 @@ def remove_leftovers(folder: Path) -> None:
 def write_metric(path: Path, metric: Mapping[str, Any]) -> None:
     """Add the metric that ranks a checkpoint, which was not known yet when it was saved. Raises CheckpointError."""
     try:
-        write_whole(path / RANKED, json.dumps(metric).encode())
+        disk.write_whole(path / RANKED, json.dumps(metric).encode())
     except OSError as error:
         raise CheckpointError(f"{path / RANKED} cannot be written: {error.strerror or error}") from error
 
@@ -350,7 +342,7 @@ def _metric(path: Path) -> dict[str, Any] | None:
     """The metric in a checkpoint's state, or the one that was added later: `name`, `value` and `higher_is_better`."""
     try:
         added = path / RANKED
-        metric = json.loads(read_regular(added)) if added.exists() else read_state(path)["run"]["metric"]
+        metric = json.loads(disk.read_regular(added)) if added.exists() else read_state(path)["run"]["metric"]
         value, higher = float(metric["value"]), bool(metric["higher_is_better"])
         found = {"name": str(metric["name"]), "value": value, "higher_is_better": higher}
         return found if math.isfinite(value) else None

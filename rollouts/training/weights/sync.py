@@ -70,7 +70,7 @@ class WeightSyncManager:
             from rollouts.training.weights.sending import Sender
 
             self._on_send()
-            self._sender = self._sender or Sender(temperature=self._temperature, tolerance=self._tolerance)
+            self._sender = self._sender or Sender(self._temperature, self._tolerance)
             metrics |= await self._sender.send(backend, owners)
         self.version = version
         return metrics | {"sync/seconds": time.perf_counter() - start}

@@ -13,7 +13,7 @@ from rollouts.plugins.signature import check_signature
 from rollouts.training.algorithms import corrections
 from rollouts.training.algorithms.algorithm import Algorithm, Term
 from rollouts.training.algorithms.losses import importance, reinforce
-from rollouts.training.algorithms.objective import evaluate, importance_weights
+from rollouts.training.algorithms.objective import evaluate_objective, importance_weights
 
 partial = functools.partial
 ALL = (corrections.truncated, corrections.icepop, corrections.sequence_mask)
@@ -149,7 +149,7 @@ def test_truncated_importance_sampling_is_unbiased_below_the_cap():
         }
         algorithm = Algorithm(None, "token_mean", (Term(importance),), correction=correction)
         weights = importance_weights(algorithm, given, given["mask"])
-        found = evaluate(algorithm, given, given["mask"], weights=weights)
+        found = evaluate_objective(algorithm, given, given["mask"], weights=weights)
         (sampled.exp() * found.values).sum().backward()
         return leaf.grad
 

@@ -14,7 +14,7 @@ import torch
 from rollouts.training.algorithms.algorithm import KL
 from rollouts.training.algorithms.calls import group_advantages
 from rollouts.training.algorithms.kl import k1_reward
-from rollouts.training.algorithms.objective import evaluate
+from rollouts.training.algorithms.objective import evaluate_objective
 from rollouts.training.algorithms.recipes import RLOO
 from rollouts.training.batching import make_batch
 from rollouts.training.loops.rl_batch import estimate_advantages
@@ -67,7 +67,7 @@ def expected_gradient(algorithm):
             for name in ("advantages", "weights")
         }
         logprobs = torch.cat([logprobs_of(table, rollout) for rollout in chosen])
-        found = evaluate(algorithm, {"logprobs": logprobs, **live}, torch.ones(len(logprobs)))
+        found = evaluate_objective(algorithm, {"logprobs": logprobs, **live}, torch.ones(len(logprobs)))
         objective = (found.values * live["weights"]).sum() / batch.denominator
         total = total - torch.cat(known).sum().exp() * objective
     total.backward()

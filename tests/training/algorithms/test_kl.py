@@ -14,7 +14,7 @@ from rollouts.errors import ConfigError
 from rollouts.plugins.signature import check_signature, read_signature
 from rollouts.training.algorithms import kl, losses
 from rollouts.training.algorithms.algorithm import KL, Algorithm, Term, is_reward_placed
-from rollouts.training.algorithms.objective import evaluate
+from rollouts.training.algorithms.objective import evaluate_objective
 
 ACTIONS = 5
 partial = functools.partial
@@ -305,7 +305,7 @@ def test_nan_at_masked_positions_changes_nothing(name):
     def run(where):
         leaf = given["logprobs"].clone().requires_grad_()
         spoilt = {name: tensor.masked_fill(where, math.nan) for name, tensor in given.items() if name != "logprobs"}
-        found = evaluate(algorithm, {**spoilt, "logprobs": leaf}, mask)
+        found = evaluate_objective(algorithm, {**spoilt, "logprobs": leaf}, mask)
         found.values.sum().backward()
         return torch.stack([found.values.detach(), leaf.grad])[:, mask > 0]
 

@@ -59,14 +59,18 @@ def peft_head():
 
 
 NAMES = ("tied", "bias", "frozen", "hooked", "lora", "peft", "capped")
-PER_TOKEN = torch.linspace(0.5, 1.5, 17, dtype=torch.float64)
-TEMPERATURES = {"1": 1.0, "0.6": 0.6, "per token": PER_TOKEN}
+TEMPERATURES = (1.0, 0.6)
+
+
+@pytest.fixture
+def chunks_of(monkeypatch):
+    """Sets the size of a chunk, in rows of the vocabulary of 23."""
+    return lambda rows: monkeypatch.setattr(logprobs_module, "CHUNK_ELEMENTS_MAX", 23 * rows)
 
 
 def naive_of(logits, targets, alternatives, temperature):
     """[17], [17], [17, 3] by the plain formulas."""
-    divisor = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
-    logp = torch.log_softmax(logits / divisor, dim=-1)
+    logp = torch.log_softmax(logits / temperature, dim=-1)
     return logp.gather(-1, targets[:, None]).squeeze(-1), -(logp.exp() * logp).sum(-1), logp.gather(-1, alternatives)
 
 
@@ -80,12 +84,13 @@ def with_gradients(head, hidden, found, weights):
 
 
 @pytest.mark.parametrize("which", NAMES)
-@pytest.mark.parametrize("divisor", TEMPERATURES)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("rows_a_chunk", [1, 4, 17])
 @pytest.mark.parametrize("learned", ["all", "logprobs", "entropy", "alternatives"])
-def test_chunked_equals_naive(which, divisor, rows_a_chunk, learned, monkeypatch):
+def test_chunked_equals_naive(which, temperature, rows_a_chunk, learned, chunks_of, monkeypatch):
+    chunks_of(rows_a_chunk)
     monkeypatch.setattr(logprobs_module, "_SCRATCH_ELEMENTS_CPU", 2 * 23)  # blocks of two rows within a chunk
-    head, temperature = heads()[which], TEMPERATURES[divisor]
+    head = heads()[which]
     hidden = torch.randn(17, 8, dtype=torch.float64, requires_grad=True)
     targets, alternatives = torch.randint(23, (17,)), torch.stack([torch.randperm(23)[:3] for _ in range(17)])
     alternatives[3, 1] = targets[3]  # the target may be among them
@@ -93,7 +98,7 @@ def test_chunked_equals_naive(which, divisor, rows_a_chunk, learned, monkeypatch
     if learned != "all":
         kept = ("logprobs", "entropy", "alternatives").index(learned)
         weights = [weight if place == kept else None for place, weight in enumerate(weights)]
-    settings = {"vocabulary_size": 23, "temperature": temperature, "chunk_elements_max": 23 * rows_a_chunk}
+    settings = {"vocabulary_size": 23, "temperature": temperature}
     ours = logprobs_with_alternatives(head, hidden, targets, alternatives, **settings)
     expected = with_gradients(head, hidden, naive_of(head(hidden), targets, alternatives, temperature), weights)
     for one, other in zip(with_gradients(head, hidden, ours, weights), expected, strict=True):
@@ -109,10 +114,11 @@ def test_chunked_equals_naive(which, divisor, rows_a_chunk, learned, monkeypatch
 
 
 @pytest.mark.parametrize("which", NAMES)
-def test_without_gradient_and_again_with_a_graph_that_was_kept(which):
+def test_without_gradient_and_again_with_a_graph_that_was_kept(which, chunks_of):
+    chunks_of(5)
     head = heads()[which]
     hidden, targets = torch.randn(17, 8, dtype=torch.float64, requires_grad=True), torch.randint(23, (17,))
-    settings = {"vocabulary_size": 23, "chunk_elements_max": 5 * 23}
+    settings = {"vocabulary_size": 23}
     found = logprobs_and_entropy(head, hidden, targets, **settings)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -132,12 +138,13 @@ def test_no_tokens_are_no_error(which):
 
 
 @pytest.mark.parametrize("which", NAMES)
-@pytest.mark.parametrize("divisor", TEMPERATURES)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("rows_a_chunk", [1, 7, 17])
-def test_topk_is_that_of_the_whole(which, divisor, rows_a_chunk):
-    head, temperature = heads()[which], TEMPERATURES[divisor]
+def test_topk_is_that_of_the_whole(which, temperature, rows_a_chunk, chunks_of):
+    chunks_of(rows_a_chunk)
+    head = heads()[which]
     hidden = torch.randn(17, 8, dtype=torch.float64, requires_grad=True)
-    settings = {"vocabulary_size": 23, "temperature": temperature, "chunk_elements_max": 23 * rows_a_chunk}
+    settings = {"vocabulary_size": 23, "temperature": temperature}
     ids, logprobs = topk_logprobs(head, hidden, 4, **settings)
     assert not logprobs.requires_grad
     expected = naive_of(head(hidden), ids[:, 0], torch.arange(23).expand(17, -1), temperature)[2].topk(4, -1)
@@ -165,12 +172,13 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("which", ["plain", "any"])
-def test_nothing_is_as_large_as_tokens_times_vocabulary(which):
+def test_nothing_is_as_large_as_tokens_times_vocabulary(which, monkeypatch):
+    monkeypatch.setattr(logprobs_module, "CHUNK_ELEMENTS_MAX", 20 * 500)
     head = torch.nn.Linear(4, 500, bias=False)
     function = head if which == "plain" else (lambda states: head(states))
     hidden, targets = torch.randn(300, 4, requires_grad=True), torch.randint(500, (300,))
     with Largest() as largest:
-        values = logprobs_and_entropy(function, hidden, targets, vocabulary_size=500, chunk_elements_max=20 * 500)
+        values = logprobs_and_entropy(function, hidden, targets, vocabulary_size=500)
         (values[0].sum() + values[1].sum()).backward()
     assert largest.found == 20 * 500
     with Largest() as control:
@@ -178,14 +186,15 @@ def test_nothing_is_as_large_as_tokens_times_vocabulary(which):
     assert control.found >= 300 * 500
 
 
-def test_half_precision_heads():
+def test_half_precision_heads(chunks_of):
     """The same numbers as the layer itself gives, scored in fp32."""
+    chunks_of(17)
     torch.manual_seed(0)
     head = torch.nn.Linear(8, 23).bfloat16()
     reference = copy.deepcopy(head)
     hidden = torch.randn(17, 8).bfloat16().requires_grad_()
     targets = torch.randint(23, (17,))
-    ours = logprobs_and_entropy(head, hidden, targets, vocabulary_size=23, chunk_elements_max=23 * 17)
+    ours = logprobs_and_entropy(head, hidden, targets, vocabulary_size=23)
     expected = token_logprobs(reference(hidden), targets)
     torch.testing.assert_close(ours, expected)
     mine = torch.autograd.grad(ours[0].sum(), [hidden, *head.parameters()])
@@ -197,8 +206,7 @@ def test_half_precision_heads():
 def test_gradcheck(outputs):
     logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(7, (5,))
-    divisor = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.7], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x: tuple(token_logprobs(x, targets, divisor)[i] for i in outputs), (logits,))
+    assert torch.autograd.gradcheck(lambda x: tuple(token_logprobs(x, targets, 0.7)[i] for i in outputs), (logits,))
 
 
 def test_a_masked_vocabulary_is_no_nan():

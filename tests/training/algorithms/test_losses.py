@@ -20,7 +20,7 @@ from rollouts.plugins.signature import check_signature
 from rollouts.training.algorithms import kl, losses
 from rollouts.training.algorithms.aggregation import Masks, aggregate
 from rollouts.training.algorithms.algorithm import Algorithm, Term
-from rollouts.training.algorithms.objective import evaluate
+from rollouts.training.algorithms.objective import evaluate_objective
 
 T = 40
 K = 6
@@ -480,7 +480,9 @@ def test_masked_positions_change_nothing(name, value):
 
     def run(batch):
         leaf = batch["logprobs"].clone().requires_grad_()
-        found = evaluate(Algorithm(None, "token_mean", (Term(ours),)), {**batch, "logprobs": leaf}, batch["mask"])
+        found = evaluate_objective(
+            Algorithm(None, "token_mean", (Term(ours),)), {**batch, "logprobs": leaf}, batch["mask"]
+        )
         found.values.sum().backward()
         assert not any(flag.item() for flag in found.nan.values())
         return found.values.detach(), leaf.grad
@@ -796,7 +798,7 @@ def test_kl_terms_equal_trl(corrected):
         weights, denominator, *_ = aggregate("token_mean", Masks(grid["mask"].tolist(), [*range(rows)], [0] * rows))
         algorithm = Algorithm(None, "token_mean", (Term(losses.ppo_clip),), kl=kl.make_kl(function, {"coef": 0.3}))
         tokens = flat({**grid, "logprobs": leaf})
-        values = evaluate(algorithm, tokens, tokens["mask"]).values
+        values = evaluate_objective(algorithm, tokens, tokens["mask"]).values
         found = (values * torch.tensor(weights, dtype=torch.float64).reshape(-1)).sum() / denominator
         found.backward()
         torch.testing.assert_close(found, expected)

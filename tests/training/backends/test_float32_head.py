@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rollouts.errors import ConfigError
+from rollouts.models import loading
 from rollouts.training.backends import fsdp, transformer
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.transformer import use_float32_head
@@ -72,7 +73,7 @@ def test_a_model_without_a_head_is_a_users_mistake(tiny):
 def test_float32_weights_that_will_be_sharded_need_no_head(tiny, monkeypatch):
     """What computes in bfloat16 is then the sharding's business."""
     headless = tiny.qwen3().base_model
-    monkeypatch.setattr(fsdp, "load_hf_model", lambda *_, **__: headless)
+    monkeypatch.setattr(loading, "load_hf_model", lambda *_, **__: headless)
     settings = TorchSettings(dtype="bfloat16", fp32_head=True)
     assert fsdp._load("any", 0, settings, 0, is_first=True) == (headless, None)
 

@@ -12,6 +12,7 @@ from rollouts.errors import ConfigError
 from rollouts.training.backends.torch import TorchBackend
 
 pytestmark = pytest.mark.slow
+NIGHTLY = pytest.mark.nightly
 
 AGGREGATIONS = ("token_mean", "rollout_mean", "rollout_sum", "dr_grpo", "group_mean", "sum")
 STAGES = [{"step": n, "aggregation": name} for n, name in enumerate(AGGREGATIONS) if n]
@@ -45,12 +46,12 @@ def same_words(one, other, tolerance=1e-4):
             assert math.isclose(value, theirs[name], rel_tol=50 * tolerance, abs_tol=tolerance), name
 
 
-@pytest.mark.parametrize("counts", [(2,), pytest.param((1, 2, 4), marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("counts", [(2,), pytest.param((1, 2, 4), marks=NIGHTLY)])
 def test_ranks_are_one_process(counts, tiny, folder, ranks_of, tmp_path):
     """Every aggregation, unequal token counts, several steps each; a rank with nothing to do; the checkpoint of any
     number of ranks loads into any other.
     """
-    steps = [3, *[2] * (len(AGGREGATIONS) - 1)]
+    steps = [2, *[1] * (len(AGGREGATIONS) - 1)]
     samples = tiny.make_samples()
     alone = ranks_of(folder, 0, schedule=STAGES)
     expected, after = [], []
@@ -93,15 +94,16 @@ def test_ranks_are_one_process(counts, tiny, folder, ranks_of, tmp_path):
 @pytest.mark.parametrize(
     "settings",
     [
-        {"training": {"gradient_checkpointing": True}},
-        {"training": {"replicas": 2}},
-        {"lora_rank": 4},
-        {"lora_rank": 4, "kl": "rk3_loss", "training": {"optimizer": "sgd"}},
-        {"kl": "rk3_loss", "reference": {"name": "ema", "decay": 0.5}},
-        {"loss": "ppo", "critic": "head"},
-        {"loss": "gspo", "training": {"layout": "packed"}},
+        pytest.param({"training": {"gradient_checkpointing": True}}, marks=NIGHTLY, id="activation checkpointing"),
+        pytest.param({"training": {"replicas": 2}}, marks=NIGHTLY, id="replicas"),
+        pytest.param({"lora_rank": 4}, marks=NIGHTLY, id="lora"),
+        pytest.param(
+            {"lora_rank": 4, "kl": "rk3_loss", "training": {"optimizer": "sgd"}}, id="lora with its base as reference"
+        ),
+        pytest.param({"kl": "rk3_loss", "reference": {"name": "ema", "decay": 0.5}}, marks=NIGHTLY, id="ema"),
+        pytest.param({"loss": "ppo", "critic": "head"}, id="critic"),
+        pytest.param({"loss": "gspo", "training": {"layout": "packed"}}, marks=NIGHTLY, id="packed"),
     ],
-    ids=["activation checkpointing", "replicas", "lora", "lora with its base as reference", "ema", "critic", "packed"],
 )
 def test_two_ranks_with(settings, tiny, folder, ranks_of, tmp_path):
     """The same as one process, after a checkpoint too."""
@@ -156,7 +158,9 @@ def test_ranks_meet_in_the_backward_of_rows_without_an_advantage(tiny, folder, r
     close(*map(weights_of, crews))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", pytest.param("llama", marks=NIGHTLY), pytest.param("gemma2", marks=NIGHTLY)]
+)
 def test_two_ranks_of_other_families(family, tiny, ranks_of, tmp_path):
     """An untied head, transposed linear layers, a capped head; ranks above 0 get all weights from rank 0."""
     model = getattr(tiny, family)()

@@ -106,7 +106,7 @@ def test_only_adapters_are_trained(tiny, backend_of, batch, name):
     backend = backend_of(model, rank=2)
     assert torch.allclose(logits(backend.model), logits(model)), "a fresh adapter changes nothing"
     before = {n: p.detach().clone() for n, p in backend.model.named_parameters()}
-    assert backend.shares_prefix
+    assert backend._trainer.shares_prefix
     train(backend, batch)
     for parameter_name, parameter in backend.model.named_parameters():
         trained = "lora_" in parameter_name

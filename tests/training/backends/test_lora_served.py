@@ -31,7 +31,7 @@ def merged_says(folder):
     return [0.0, *(float(logprobs[t, TOKENS[t + 1]]) for t in range(len(TOKENS) - 1))]
 
 
-@pytest.mark.parametrize("processes", [0, 2])
+@pytest.mark.parametrize("processes", [0, pytest.param(2, marks=pytest.mark.nightly)])
 def test_served_is_merged_is_trained(processes, tiny, ranks_of, tmp_path):
     tiny.qwen3().save_pretrained(tmp_path / "model")
     ranks = ranks_of(tmp_path / "model", processes, lora_rank=4)

@@ -109,13 +109,13 @@ def test_a_backend_s_step(profile, tmp_path, tiny):
 
 def test_it_is_started_twice(profile, tmp_path):
     profile.start("cpu")
-    assert profile.running
+    assert profile._profiler is not None
     for other in (profile, Profile()):
         with pytest.raises(TrainingError, match="running in this process already"):
             other.start("cpu")
     some_work()
     trace, *_ = profile.finish(tmp_path / "profile", 0)  # the first is none the worse
-    assert not profile.running
+    assert profile._profiler is None
     assert "aten::mm" in {event.get("name") for event in events_of(trace)}
 
 
@@ -130,7 +130,7 @@ def test_it_is_never_finished(profile, tmp_path):
     profile.start("cpu")
     profile.discard()
     profile.discard()
-    assert not profile.running
+    assert profile._profiler is None
     files = profiled(profile, tmp_path)
     assert len(files) == 3
 
@@ -140,9 +140,9 @@ def test_a_run_that_failed_left_one_running(profile, tmp_path):
     thread = threading.Thread(target=left.start, args=("cpu",))
     thread.start()
     thread.join()
-    assert left.running
+    assert left._profiler is not None
     files = profiled(profile, tmp_path)
-    assert not left.running
+    assert left._profiler is None
     assert "aten::mm" in {event.get("name") for event in events_of(files[0])}
 
 
@@ -150,7 +150,7 @@ def test_a_disk_that_refuses(profile, tmp_path):
     (tmp_path / "profile").write_text("a file where a folder should be")
     with pytest.raises(OutputError, match=r"the profile cannot be written to .*profile: "):
         profiled(profile, tmp_path)
-    assert not profile.running
+    assert profile._profiler is None
     (tmp_path / "profile").unlink()
     assert len(profiled(profile, tmp_path)) == 3
 

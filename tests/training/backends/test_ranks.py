@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 
+import forks
 import pytest
 
 from rollouts.errors import ConfigError, RankError, TrainingError
@@ -94,9 +95,19 @@ def test_a_rank_that_is_stopped(tiny, model, ranks_of, monkeypatch):
     ("rank", "fault", "words"),
     [
         ("1", "raise ValueError('no such luck')", r"rank 1 failed in forward_backward, command \d+: .*no such luck"),
-        ("1", "os._exit(7)", r"rank 1 died \(exit code 7\); its last command: forward_backward, command \d+"),
+        pytest.param(
+            "1",
+            "os._exit(7)",
+            r"rank 1 died \(exit code 7\); its last command: forward_backward, command \d+",
+            marks=pytest.mark.nightly,
+        ),
         ("1", "time.sleep(600)", r"rank 1 at forward_backward, command \d+ \(rank 1: .*faulty.py, line \d+, in loss\)"),
-        ("0", "time.sleep(20)", r"rank 0 at forward_backward, command \d+ \(rank 0: .*faulty.py, line \d+, in loss\)"),
+        pytest.param(
+            "0",
+            "time.sleep(20)",
+            r"rank 0 at forward_backward, command \d+ \(rank 0: .*faulty.py, line \d+, in loss\)",
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["raises", "exits", "hangs", "rank 0 hangs"],
 )
@@ -109,7 +120,7 @@ def test_a_loss_that_goes_wrong_on_one_rank(rank, fault, words, tiny, model, ran
     fails(ranks, batch, words, 45)
 
 
-@pytest.mark.parametrize("fault", ["hangs", "dies"])
+@pytest.mark.parametrize("fault", ["hangs", pytest.param("dies", marks=pytest.mark.nightly)])
 def test_of_three_ranks_the_guilty_one_is_named(fault, tiny, model, ranks_of, faulty):
     """Rank 1 is the first that complains: it waits for rank 2, or has lost it."""
     loss, trigger = faulty("2", "time.sleep(600)" if fault == "hangs" else "os.kill(os.getpid(), 9)")
@@ -125,9 +136,10 @@ def test_of_three_ranks_the_guilty_one_is_named(fault, tiny, model, ranks_of, fa
     fails(ranks, batch, words, 45)
 
 
+@pytest.mark.nightly
 def test_what_rank_0_does_alone_may_take_longer_than_a_stall(tiny, model, ranks_of, tmp_path, monkeypatch):
     """Reading a model or a checkpoint: the others do not wait for it in a collective."""
-    from rollouts.training.backends import fsdp
+    from rollouts.models import loading
     from rollouts.training.weights import checkpoint, files
 
     def slow(function):
@@ -137,7 +149,7 @@ def test_what_rank_0_does_alone_may_take_longer_than_a_stall(tiny, model, ranks_
 
         return call
 
-    monkeypatch.setattr(fsdp, "load_hf_model", slow(fsdp.load_hf_model))
+    monkeypatch.setattr(loading, "load_hf_model", slow(loading.load_hf_model))
     ranks = ranks_of(model, 2, training={"stall_seconds": 2})
     batch = ranks.batch(tiny.make_samples(1, 2))
     ranks.train(batch, 1)
@@ -177,7 +189,7 @@ def test_ranks_end_with_rank_0(tiny, model, tmp_path):
             """
         )
     )
-    started = subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
+    started = forks.popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True)
     try:
         assert started.stdout is not None
         pid = int(started.stdout.readline())

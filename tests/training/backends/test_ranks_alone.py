@@ -16,7 +16,7 @@ from torch.distributed import HashStore, TCPStore
 from rollouts.cli import main
 from rollouts.errors import ConfigError, RankError
 from rollouts.training.backends.ranks import gather_ranks
-from rollouts.training.backends.rendezvous import Channel
+from rollouts.training.backends.rendezvous import RankChannel
 
 SECRET = "ROLLOUTS_RANKS_SECRET"
 LISTENS = "0A"
@@ -107,11 +107,11 @@ def test_ranks_with_another_secret_are_told(monkeypatch):
 def test_a_signed_message_arrives_and_any_other_is_refused(size):
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
-    own, stranger = Channel(store, b"secret", "run"), Channel(store, b"", "run")
+    own, stranger = RankChannel(store, b"secret", "run"), RankChannel(store, b"", "run")
     data = bytes(size)
     own.send("command/1/1", data)
     assert own.receive("command/1/1", 1) == data and not own.is_there("command/1/1")
-    for fake in (stranger, Channel(store, b"secret", "an earlier run")):
+    for fake in (stranger, RankChannel(store, b"secret", "an earlier run")):
         fake.send("command/2/1", data)
         with pytest.raises(RankError, match="command/2/1 in the ranks' store is not signed"):
             own.receive("command/2/1", 1)
@@ -146,12 +146,12 @@ class Trainer:
     def save(self):
         raise ValueError("the disk is full")
 
-def slow(self, key, data, post=heartbeats.Channel.post):
+def slow(self, key, data, post=heartbeats.RankChannel.post):
     post(self, key, data)
     if key.startswith("beat/"):
         threading.Event().wait(0.03)
 
-heartbeats.Channel.post = slow
+heartbeats.RankChannel.post = slow
 group = gather_ranks(2, "", stall_seconds=20.0, start_seconds=60.0, on_gpus=False)
 with group.starting("gloo", "the same"):
     trainer = Trainer()
@@ -193,7 +193,7 @@ def two_ranks(code, *arguments, **streams):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ends", "fails"])
+@pytest.mark.parametrize("how", ["fails", pytest.param("ends", marks=pytest.mark.nightly)])
 def test_a_rank_that_ended_leaves_no_thread_and_no_process_group(how):
     """Either one may be inside torch while Python ends, which aborts the process: a launcher sees a run that failed."""
     ranks = two_ranks(ENDING, how, stderr=subprocess.PIPE)

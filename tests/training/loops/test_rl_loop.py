@@ -18,7 +18,7 @@ from rollouts.training.batches import ForwardOutput, StepResult
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl import LoopState, train_rl
 from rollouts.training.loops.rl_batch import RLSettings, prepare_rl_batch
-from rollouts.training.rollout_gen.groups import Filter, Group
+from rollouts.training.rollout_gen.groups import Group, NamedFilter
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.training.weights.sync import sync_weights
@@ -196,7 +196,7 @@ def test_sync_every(every, versions):
 
 def test_a_step_without_live_tokens_is_submitted_and_skipped():
     """D = 0, because every group was dropped: the loop goes on."""
-    history, _log, backend, *_ = train(2, filters=[Filter("none", lambda rewards: "dull", {})])
+    history, _log, backend, *_ = train(2, filters=[NamedFilter("none", lambda rewards: "dull", {})])
     assert [batch.rows for batch in backend.batches] == [[], []]
     assert [batch.denominator for batch in backend.batches] == [0.0, 0.0]
     assert [line["optim/skipped"] for line in history] == [1.0, 1.0]

@@ -18,7 +18,7 @@ from rollouts.env import reward, tool
 from rollouts.errors import ConfigError, RewardError
 from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.groups import Filter
+from rollouts.training.rollout_gen.groups import NamedFilter
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Episode, Sample, Score, Status, Task, Trajectory
@@ -261,7 +261,7 @@ def odd(trajectories: Any) -> bool | str:
 @pytest.mark.parametrize("factor", [1.0, 1.5])
 def test_dropped_groups_are_replaced_and_counted(factor):
     async def main():
-        filters = [Filter("odd", odd, {})]
+        filters = [NamedFilter("odd", odd, {})]
         async with manager(TokenEngine(lengths), factor, size=4, filters=filters, refill=True) as own:
             steps = []
             for _ in range(4):
@@ -279,7 +279,7 @@ def test_dropped_groups_are_replaced_and_counted(factor):
 
 def test_refilling_ends():
     async def main():
-        nothing = [Filter("nothing", lambda rewards: False, {})]
+        nothing = [NamedFilter("nothing", lambda rewards: False, {})]
         own = manager(TokenEngine(lengths), 1.0, size=3, filters=nothing, refill=True, refills_max=2)
         step = await own.generate_batch()
         assert not step.kept and len(step.groups) == 9 and step.metrics["group/refilled"] == 6
@@ -289,7 +289,7 @@ def test_refilling_ends():
 
 def test_refilling_at_factor_one_is_one_result():
     async def main():
-        own = manager(TokenEngine(lengths), 1.0, size=4, filters=[Filter("odd", odd, {})], refill=True)
+        own = manager(TokenEngine(lengths), 1.0, size=4, filters=[NamedFilter("odd", odd, {})], refill=True)
         return [[(g.number, g.dropped) for g in (await own.generate_batch()).groups] for _ in range(3)]
 
     assert under_trio(main) == under_trio(main)
@@ -433,7 +433,7 @@ def test_every_prompt_is_exactly_one_of_the_states(chance, size, members, factor
     def make():
         engine = TokenEngine(lambda order: random.Random(f"{chance}/{order}").choice([1, 2, 30]))
         return manager(
-            engine, factor, size=size, members=members, play=play, filters=[Filter("some", some, {})],
+            engine, factor, size=size, members=members, play=play, filters=[NamedFilter("some", some, {})],
             concurrency=concurrency, refill=refill,
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ def parts() -> Any:
 def play_steps(parts: Any, factor: float, steps: int) -> tuple[dict[tuple[int, int], Episode], int]:
     model, chat = parts
     training = Training(model)
-    limits = EpisodeLimits(max_tokens=150, max_turns=3, temperature=1.3)
+    limits = EpisodeLimits(max_tokens=60, max_turns=3, temperature=1.3)
 
     async def main() -> Any:
         episodes: dict[tuple[int, int], Episode] = {}
@@ -110,7 +110,7 @@ def test_streams_are_those_of_an_unbroken_generation(parts):
             live = [v for v, weight in zip(one.versions, one.loss_mask, strict=True) if weight > 0]
             assert live == sorted(live) and -1 not in live
             broken += len(set(live)) > 1
-        assert found.messages == expected.messages and found.sampled_count <= 150
+        assert found.messages == expected.messages and found.sampled_count <= 60
     assert broken > 0, "some reply was sampled by several versions"
 
 

@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from rollouts.env.mixing import RewardTerm
 from rollouts.errors import RewardError, RunError
-from rollouts.training.rollout_gen.groups import Filter, Group, check_judged, filter_group, group_samples, group_scorer
+from rollouts.training.rollout_gen.groups import (
+    Group,
+    NamedFilter,
+    check_judged,
+    filter_group,
+    group_samples,
+    group_scorer,
+)
 from rollouts.training.rollout_gen.steps import reward_metrics, rollout_metrics
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
@@ -45,11 +52,15 @@ def test_filters_say_why():
     def explain(trajectories, step, *, words="none"):
         return f"{words}_{len(trajectories)}_{step}"
 
-    filters = [Filter("keep", keep, {}), Filter("explain", explain, {"words": "too_dull"}), Filter("no", refuse, {})]
+    filters = [
+        NamedFilter("keep", keep, {}),
+        NamedFilter("explain", explain, {"words": "too_dull"}),
+        NamedFilter("no", refuse, {}),
+    ]
     assert filter_group(group(1.0, 0.0), filters, step=3).dropped == "too_dull_2_3"
     assert filter_group(group(1.0, 0.0), filters[2:], step=3).dropped == "no"
     assert filter_group(group(1.0, 0.0), filters[:1], step=3).dropped is None
-    assert filter_group(group(1.0, 0.0), [Filter("odd", lambda rewards: "", {})], step=0).dropped == "odd"
+    assert filter_group(group(1.0, 0.0), [NamedFilter("odd", lambda rewards: "", {})], step=0).dropped == "odd"
 
 
 def test_a_group_that_nobody_judged_is_dropped():
@@ -62,7 +73,7 @@ def test_filters_see_the_trajectory_that_was_judged():
     first = episode()
     both = first._replace(trajectories=[other, *first.trajectories])
     seen = []
-    spy = Filter("spy", lambda trajectories: bool(seen.extend(t.last_text for t in trajectories)) or True, {})
+    spy = NamedFilter("spy", lambda trajectories: bool(seen.extend(t.last_text for t in trajectories)) or True, {})
     filter_group(Group(0, TASK, (both,)), [spy], step=0)
     assert seen == ["4"]
 

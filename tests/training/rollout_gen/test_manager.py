@@ -7,7 +7,7 @@ import trio
 
 from rollouts.inference.base import Capabilities
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.groups import Filter
+from rollouts.training.rollout_gen.groups import NamedFilter
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics
 from rollouts.types import Episode, Score, Status, Trajectory
@@ -52,7 +52,7 @@ def test_filters_and_statistics():
         seen.append(step)
         return trajectories[0].task.prompt != "b"
 
-    own = manager(filters=[Filter("odd", odd, {})])
+    own = manager(filters=[NamedFilter("odd", odd, {})])
     step = trio.run(own.generate_batch)
     assert [group.dropped for group in step.groups] == [None, "odd"]
     assert step.kept == step.groups[:1]
@@ -69,7 +69,7 @@ def test_group_rewards_come_before_filters():
     def sevens(rewards):
         return rewards == [7.0] * 3
 
-    step = trio.run(manager(score_groups=score, filters=[Filter("sevens", sevens, {})]).generate_batch)
+    step = trio.run(manager(score_groups=score, filters=[NamedFilter("sevens", sevens, {})]).generate_batch)
     assert len(step.kept) == 2
 
 

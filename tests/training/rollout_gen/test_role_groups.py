@@ -18,7 +18,7 @@ from rollouts.training.algorithms.losses import ppo_clip
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.filters import check_reward_nonzero_std
 from rollouts.training.loops.rl_batch import RLSettings, prepare_rl_batch
-from rollouts.training.rollout_gen.groups import Filter, Group, group_samples, group_scorer, role_groups
+from rollouts.training.rollout_gen.groups import Group, NamedFilter, group_samples, group_scorer, role_groups
 from rollouts.training.rollout_gen.manager import NO_ENGINE, AsyncRolloutManager
 from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics, environment_metrics, rollout_metrics
 from rollouts.types import Episode, Message, RoleResult, Score, Segment, Status, Task, Trajectory, mean_score
@@ -118,7 +118,7 @@ def manager(rewards, filters=(), **changed) -> AsyncRolloutManager:
     return AsyncRolloutManager(buffer, config, play=play, inference=NO_ENGINE, filters=filters)
 
 
-FLAT = [Filter("flat", check_reward_nonzero_std, {})]
+FLAT = [NamedFilter("flat", check_reward_nonzero_std, {})]
 
 
 def test_a_prompt_is_trained_if_a_filter_keeps_one_of_its_roles():

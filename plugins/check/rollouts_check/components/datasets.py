@@ -13,9 +13,8 @@ from rollouts.data.loaders import NotARow
 from rollouts.data.source import renamed
 from rollouts.errors import ConfigError, counted, first_line
 from rollouts.plugins.signature import call_with
-from rollouts_check.components.common import snapshot
-from rollouts_check.components.subject import Function, Subject, at, trying
-from rollouts_check.report import FailedError, Passed, SkippedError
+from rollouts_check.components.common import Function, Subject, snapshot, trying
+from rollouts_check.report import FailedError, Passed, SkippedError, at
 
 ROWS = 200  # of the first rows; a loader may be endless
 _KNOWN_PROMPT = ("prompt", "messages")
@@ -29,30 +28,29 @@ def trial(subject: Subject, function: Function) -> Any:
 
 def rows(subject: Subject) -> str:
     """It returns rows: dicts with names of columns as their keys, and values that JSON can hold."""
-    tried = f"read the first {ROWS} rows{_of_source(subject)}"
+    source = subject.kept["source"]
+    tried = f"read the first {ROWS} rows" + (f" of {source}" if source else "")
     try:
         with trying(tried, "return an iterable of dicts", subject.function):
             found = _rows(subject, subject.function)
     except FailedError as error:
-        if _takes_source(subject) and not subject.kept["source"]:
+        if _takes_source(subject) and not source:
             reason = f"without a source, its error was: {first_line(error.__cause__ or error)}"
             raise subject.skipped(reason, "name one that it can read: --data.source FILE") from error
         raise
     if not found:
-        seen = f"there is none{at(subject.function)}"
-        raise FailedError(tried, seen, "return at least one row")
-    for number, row in enumerate(found, start=1):
-        if isinstance(row, NotARow):
-            continue
+        raise subject.failed(tried, "there is none", "return at least one row")
+    known = [(number, row) for number, row in enumerate(found, start=1) if not isinstance(row, NotARow)]
+    for number, row in known:
         if not isinstance(row, dict) or not all(isinstance(column, str) for column in row):
-            seen = f"row {number} is {shown(row)}{at(subject.function)}"
-            raise FailedError(tried, seen, "return dicts, whose keys are the names of the columns")
+            change = "return dicts, whose keys are the names of the columns"
+            raise subject.failed(tried, f"row {number} is {shown(row)}", change)
         try:
             msgspec.json.encode(row)
         except (TypeError, ValueError, OverflowError) as error:
-            seen = f"row {number} is {shown(row)}: {error}{at(subject.function)}"
-            raise FailedError(tried, seen, "return text, numbers, lists and dicts: JSON has to hold a row") from error
-    columns = dict.fromkeys(column for row in found if isinstance(row, dict) for column in row)
+            change = "return text, numbers, lists and dicts: JSON has to hold a row"
+            raise subject.failed(tried, f"row {number} is {shown(row)}: {error}", change) from error
+    columns = dict.fromkeys(column for _, row in known for column in row)
     return f"{counted(len(found), 'row')} with the columns {', '.join(columns)}"
 
 
@@ -80,8 +78,8 @@ def usable(subject: Subject) -> str | Passed:
                 notes.append(f"row {number} cannot be used: {error}; or a prompt: --data.prompt COLUMN")
     if len(notes) == len(found):
         tried = "read the rows as prompts, and as conversations"
-        seen = f"{notes[0]}{at(subject.function)}"
-        raise FailedError(tried, seen, f"name the columns prompt and answer, or those of a conversation: {FORMS}")
+        seen = f"{notes[0]}"
+        raise subject.failed(tried, seen, f"name the columns prompt and answer, or those of a conversation: {FORMS}")
     said = [f"{counted(prompts, 'prompt')} for rollouts run"] if prompts else []
     said += [f"{described(forms, sum(forms.values()))} for rollouts sft"] if forms else []
     return Passed("; ".join(said), notes[:3])
@@ -92,18 +90,11 @@ def streaming(subject: Subject) -> str:
     if "streaming" not in subject.signature.requests:
         return "it does not ask"
     rows(subject)
-    at_once, streamed = (_rows(subject, subject.function, streams=each) for each in (False, True))
-    if snapshot(at_once) != snapshot(streamed):
-        number = next(
-            (
-                n
-                for n, pair in enumerate(zip(at_once, streamed, strict=False))
-                if snapshot(pair[0]) != snapshot(pair[1])
-            ),
-            min(len(at_once), len(streamed)),
-        )
-        seen = f"row {number + 1} differs{at(subject.function)}"
-        raise FailedError("read the rows with `streaming`, and without", seen, "return the same rows in the same order")
+    both = (map(snapshot, _rows(subject, subject.function, streams=each)) for each in (False, True))
+    for number, (one, other) in enumerate(itertools.zip_longest(*both), start=1):
+        if one != other:
+            tried = "read the rows with `streaming`, and without"
+            raise subject.failed(tried, f"row {number} differs", "return the same rows in the same order")
     return ""
 
 
@@ -118,9 +109,9 @@ def no_source(subject: Subject) -> str | Passed:
     except Exception as error:  # an author's code may raise anything
         if "missing.rows" in str(error):
             return ""
-        seen = f"the error was {type(error).__name__}: {first_line(error)}{at(subject.function)}"
+        seen = f"the error was {type(error).__name__}: {first_line(error)}"
         change = "name the source in the error: the user may have mistyped it"
-        raise FailedError(f"read {missing}, which does not exist", seen, change) from error
+        raise subject.failed(f"read {missing}, which does not exist", seen, change) from error
     many = f"for the source {missing}, which does not exist, it returned {counted(len(found), 'row')}"
     return Passed("", [f"{many}; a loader that takes no source should not name `source`{at(subject.function)}"])
 
@@ -138,7 +129,3 @@ def _rows(
 
 def _takes_source(subject: Subject) -> bool:
     return "source" in subject.signature.requests
-
-
-def _of_source(subject: Subject) -> str:
-    return f" of {subject.kept['source']}" if subject.kept["source"] else ""

@@ -17,9 +17,10 @@ from rollouts.inference.chatting import ChatReply, ChatRequest, is_evaluation_on
 from rollouts.plugins.checks import run_check
 from rollouts.plugins.signature import call_with
 from rollouts.types import Message
-from rollouts_check.components.subject import Subject, at, trying
+from rollouts_check.components.common import Subject, trying
 from rollouts_check.environments.agents import in_trio
 from rollouts_check.report import FailedError, SkippedError
+from rollouts_check.runner import once
 
 T = TypeVar("T")
 MODEL = "tiny"
@@ -38,108 +39,101 @@ def protocol(subject: Subject) -> str:
     except RolloutsError as error:
         change = "add what is missing to the class: rollouts.inference.base.InferenceBackend"
         raise FailedError("make the engine, and read its fields and methods", message_of(error), change) from error
-    flags = [name for name, value in engine.capabilities._asdict().items() if value is True]
-    return ", ".join(flags)
+    return ", ".join(name for name, value in engine.capabilities._asdict().items() if value is True)
 
 
 def absent(subject: Subject) -> str:
     """An engine that cannot be reached, or a setting that cannot be used, is one clear error."""
     if reason := _why_absent(subject):
-        return f"{reason}"
+        return reason
     raise SkippedError("the engine is there")
 
 
 def replies(subject: Subject) -> str:
     """It replies: ids with finite logprobs of 0 or less, or a message; at most `max_tokens`; one seed, one reply."""
-    first, second, other = _ask(subject, _three_replies)
-    if isinstance(first, ChatReply):
-        for each in (first, second, other):
+
+    async def three(engine: Any) -> list[Any]:
+        if engine.capabilities.chats:
+            requests = [ChatRequest([Message("user", "Say hello.")], [], MAX_TOKENS, seed) for seed in (1, 1, 2)]
+            return [await engine.chat(each) for each in requests]
+        return [await _generate(engine, seed) for seed in (1, 1, 2)]
+
+    found = _ask(subject, three)
+    if isinstance(found[0], ChatReply):
+        for each in found:
             if not isinstance(each, ChatReply) or not isinstance(each.message, Message):
-                seen = f"it returned {shown(each)}{at(subject.component)}"
-                raise FailedError("ask for a reply", seen, "return a ChatReply with the assistant's Message")
+                seen = f"it returned {shown(each)}"
+                raise subject.failed("ask for a reply", seen, "return a ChatReply with the assistant's Message")
             if each.message.role != "assistant":
-                seen = f"the role is {each.message.role!r}{at(subject.component)}"
-                raise FailedError("ask for a reply", seen, 'return Message("assistant", text)')
-        return shown(first.message.text, 40)
-    for each in (first, second, other):
+                seen = f"the role is {each.message.role!r}"
+                raise subject.failed("ask for a reply", seen, 'return Message("assistant", text)')
+        return shown(found[0].message.text, 40)
+    for each in found:
         _check_generation(subject, each)
+    first, second, _ = found
     if first.tokens != second.tokens:
-        seen = f"the ids were {first.tokens}, and then {second.tokens}{at(subject.component)}"
-        raise FailedError("ask twice with the same seed", seen, "sample from a generator that `request.seed` seeds")
+        seen = f"the ids were {first.tokens}, and then {second.tokens}"
+        raise subject.failed("ask twice with the same seed", seen, "sample from a generator that `request.seed` seeds")
     return f"{counted(len(first.tokens), 'token')}, {first.finish}"
 
 
 def scores(subject: Subject) -> str:
     """`score` gives the logprobs with which it sampled: one for each id, the first one 0."""
-    engine = _engine(subject)
-    if not engine.capabilities.trainable:
+    capabilities = _engine(subject).capabilities
+    if not capabilities.trainable:
         raise SkippedError("it returns no token ids")
-    generation, scored = _ask(subject, _reply_and_scores)
+
+    async def reply_and_scores(engine: Any) -> tuple[Generation, list[float]]:
+        generation = await _generate(engine, 1)
+        return generation, await engine.score([*TOKENS, *generation.tokens])
+
+    generation, scored = _ask(subject, reply_and_scores)
     wanted = len(TOKENS) + len(generation.tokens)
     if len(scored) != wanted or scored[0] != 0.0:
-        seen = f"it returned {shown(scored)} for {wanted} ids{at(subject.component)}"
-        raise FailedError("score a sampled reply", seen, "return one logprob for each id, and 0.0 for the first")
+        seen = f"it returned {shown(scored)} for {wanted} ids"
+        raise subject.failed("score a sampled reply", seen, "return one logprob for each id, and 0.0 for the first")
     apart = max(abs(a - b) for a, b in zip(scored[len(TOKENS) :], generation.logprobs, strict=True))
-    if apart > max(engine.capabilities.tolerance, NEAR):
-        seen = f"the logprobs differ by {apart:.3g} nats{at(subject.component)}"
-        raise FailedError("score a sampled reply", seen, "score at the sampling temperature, with the same weights")
+    if apart > max(capabilities.tolerance, NEAR):
+        seen = f"the logprobs differ by {apart:.3g} nats"
+        raise subject.failed("score a sampled reply", seen, "score at the sampling temperature, with the same weights")
     return f"within {apart:.1g} nats"
 
 
-def sessions(subject: Subject) -> str:
+def sessions(subject: Subject) -> None:
     """Sessions have different names, may be closed twice, and `health` says that the engine works."""
-    names, health = _ask(subject, _two_sessions)
+
+    async def two(engine: Any) -> tuple[list[Any], Any]:
+        names = [engine.open_session((0, number)) for number in range(2)]
+        for name in [*names, *names]:
+            engine.close_session(name)
+        return names, await engine.health()
+
+    names, health = _ask(subject, two)
     if len(set(names)) != 2 or not all(isinstance(name, str) for name in names):
-        seen = f"the names are {shown(names)}{at(subject.component)}"
-        raise FailedError("open two sessions", seen, "return a different text for each session")
+        seen = f"the names are {shown(names)}"
+        raise subject.failed("open two sessions", seen, "return a different text for each session")
     if not isinstance(health, Health) or not health.ok:
-        raise FailedError(
-            "ask for its health", f"it said {shown(health)}{at(subject.component)}", "return Health(True, version)"
-        )
-    return ""
+        raise subject.failed("ask for its health", f"it said {shown(health)}", "return Health(True, version)")
 
 
 def _check_generation(subject: Subject, found: Any) -> None:
     tried = f"ask for {MAX_TOKENS} tokens"
     if not isinstance(found, Generation):
-        raise FailedError(tried, f"it returned {shown(found)}{at(subject.component)}", "return a Generation")
+        raise subject.failed(tried, f"it returned {shown(found)}", "return a Generation")
     size = len(found.tokens)
     is_valid = all(math.isfinite(each) and each <= 0 for each in found.logprobs)
     if not 1 <= size <= MAX_TOKENS or len(found.logprobs) != size or not is_valid:
-        seen = f"{counted(size, 'id')} with the logprobs {shown(found.logprobs)}{at(subject.component)}"
-        raise FailedError(tried, seen, "return at most max_tokens ids, each with a finite logprob of 0 or less")
+        seen = f"{counted(size, 'id')} with the logprobs {shown(found.logprobs)}"
+        raise subject.failed(tried, seen, "return at most max_tokens ids, each with a finite logprob of 0 or less")
     if len(found.versions) != size:
-        seen = f"the spans have {len(found.versions)} of {counted(size, 'token')}{at(subject.component)}"
-        raise FailedError(tried, seen, "return spans that cover every token: VersionSpan(version, 0, len(tokens))")
+        seen = f"the spans have {len(found.versions)} of {counted(size, 'token')}"
+        raise subject.failed(tried, seen, "return spans that cover every token: VersionSpan(version, 0, len(tokens))")
     limit = _engine(subject).vocabulary_size
     if limit and max(found.tokens) >= limit:
-        seen = f"the id {max(found.tokens)} of {limit}{at(subject.component)}"
-        raise FailedError(tried, seen, "return ids below vocabulary_size")
+        raise subject.failed(tried, f"the id {max(found.tokens)} of {limit}", "return ids below vocabulary_size")
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
-
-
-async def _three_replies(subject: Subject, engine: Any) -> tuple[Any, Any, Any]:
-    if engine.capabilities.chats:
-        request = [ChatRequest([Message("user", "Say hello.")], [], MAX_TOKENS, seed) for seed in (1, 1, 2)]
-        first, second, third = [await engine.chat(each) for each in request]
-        return first, second, third
-    first, second, third = [await _generate(engine, seed) for seed in (1, 1, 2)]
-    return first, second, third
-
-
-async def _reply_and_scores(subject: Subject, engine: Any) -> tuple[Generation, list[float]]:
-    generation = await _generate(engine, 1)
-    return generation, await engine.score([*TOKENS, *generation.tokens])
-
-
-async def _two_sessions(subject: Subject, engine: Any) -> tuple[list[Any], Any]:
-    names = [engine.open_session((0, number)) for number in range(2)]
-    for name in names:
-        engine.close_session(name)
-        engine.close_session(name)
-    return names, await engine.health()
 
 
 async def _generate(engine: Any, seed: int) -> Any:
@@ -150,7 +144,7 @@ async def _generate(engine: Any, seed: int) -> Any:
         engine.close_session(session)
 
 
-def _ask(subject: Subject, question: Callable[[Subject, Any], Awaitable[T]]) -> T:
+def _ask(subject: Subject, question: Callable[[Any], Awaitable[T]]) -> T:
     """The answer of a running engine. Raises SkippedError if there is none."""
     if reason := _why_absent(subject):
         raise subject.skipped(f"it needs an engine that runs: {reason}")
@@ -158,47 +152,44 @@ def _ask(subject: Subject, question: Callable[[Subject, Any], Awaitable[T]]) -> 
     async def ask() -> T:
         with trio.fail_after(REPLY_SECONDS):
             async with _new_engine(subject) as engine:
-                return await question(subject, engine)
+                return await question(engine)
 
     with trying("start the engine and ask it"):
         try:
             return in_trio(ask)
         except trio.TooSlowError:
-            seen = f"it took longer than {REPLY_SECONDS:g} seconds{at(subject.component)}"
-            raise FailedError("ask for a reply", seen, "give each request a deadline") from None
+            seen = f"it took longer than {REPLY_SECONDS:g} seconds"
+            raise subject.failed("ask for a reply", seen, "give each request a deadline") from None
 
 
+@once
 def _why_absent(subject: Subject) -> str:
     """Why the engine cannot be asked: the message of its ConfigError or InferenceError; "" if it can be. Raises
     FailedError for any other error.
     """
-    if "absent" not in subject.kept:
-        subject.kept["absent"] = ""
-        engine = _engine(subject)
+    engine = _engine(subject)
 
-        async def reach() -> None:
-            with trio.fail_after(REPLY_SECONDS):
-                if engine.capabilities.checks:
-                    await engine.check()
-                elif not engine.capabilities.in_process and engine.capabilities.is_pool:
-                    raise InferenceError("its servers start with a run", is_transient=False)
+    async def reach() -> None:
+        with trio.fail_after(REPLY_SECONDS):
+            if engine.capabilities.checks:
+                await engine.check()
+            elif not engine.capabilities.in_process and engine.capabilities.is_pool:
+                raise InferenceError("its servers start with a run", is_transient=False)
 
-        try:
-            with trying("call `check`", "raise ConfigError, with what was given and what to type"):
-                in_trio(reach)
-        except FailedError as error:
-            if not isinstance(error.__cause__, UserError | InferenceError):
-                raise
-            subject.kept["absent"] = " ".join(message_of(error.__cause__).split())
-    found: str = subject.kept["absent"]
-    return found
+    try:
+        with trying("call `check`", "raise ConfigError, with what was given and what to type"):
+            in_trio(reach)
+    except FailedError as error:
+        if not isinstance(error.__cause__, UserError | InferenceError):
+            raise
+        return " ".join(message_of(error.__cause__).split())
+    return ""
 
 
+@once
 def _engine(subject: Subject) -> Any:
     """One engine, not entered. Raises SkippedError if a setting is missing, such as an address."""
-    if "engine" not in subject.kept:
-        subject.kept["engine"] = _new_engine(subject)
-    return subject.kept["engine"]
+    return _new_engine(subject)
 
 
 def _new_engine(subject: Subject) -> Any:
@@ -213,12 +204,6 @@ def _new_engine(subject: Subject) -> Any:
         "lora_roles": (),
         "pinned": False,
     }
-    try:
-        with trying("make the engine"):
-            run_check(subject.component, inputs, subject.settings)
-            return call_with(subject.component, inputs, subject.settings)
-    except FailedError as error:
-        if isinstance(error.__cause__, UserError):
-            reason = " ".join(message_of(error.__cause__).split())
-            raise subject.skipped(f"it cannot be made with these settings: {reason}") from error
-        raise
+    with subject.making("make the engine"):
+        run_check(subject.component, inputs, subject.settings)
+        return call_with(subject.component, inputs, subject.settings)

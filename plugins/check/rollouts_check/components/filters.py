@@ -8,11 +8,10 @@ from typing import Any
 
 from rollouts.author_code import shown
 from rollouts.errors import counted
-from rollouts.training.rollout_gen.groups import Filter, Group, filter_group
+from rollouts.training.rollout_gen.groups import Group, NamedFilter, filter_group
 from rollouts.types import Episode, Score
-from rollouts_check.components.episodes import TASK, invented_trajectory
-from rollouts_check.components.subject import Function, Subject, at, trying
-from rollouts_check.report import FailedError
+from rollouts_check.components.common import Function, Subject, trying
+from rollouts_check.components.rewards import TASK, invented_trajectory
 
 GROUPS: dict[str, tuple[float | None, ...]] = {
     "rewards that differ": (1.0, 0.0, 0.5, 0.25),
@@ -42,11 +41,9 @@ def values(subject: Subject) -> str:
         with trying(tried, change, subject.function):
             returned = _filtered(subject, subject.function, _group(rewards))
         if not isinstance(returned, bool | str) and type(returned).__name__ not in ("bool_", "bool"):
-            seen = f"it returned {shown(returned)} ({type(returned).__name__}){at(subject.function)}"
-            raise FailedError(tried, seen, change)
+            raise subject.failed(tried, f"it returned {shown(returned)} ({type(returned).__name__})", change)
         if isinstance(returned, str) and not returned.strip():
-            seen = f"it returned an empty text{at(subject.function)}"
-            raise FailedError(tried, seen, change)
+            raise subject.failed(tried, "it returned an empty text", change)
         kept += returned is True
     return f"keeps {kept} of {USUAL} groups"
 
@@ -61,7 +58,7 @@ def any_group(subject: Subject) -> str:
     return counted(len(GROUPS) + 1, "group")
 
 
-def order(subject: Subject) -> str:
+def order(subject: Subject) -> None:
     """The order of the rollouts has no effect."""
     for words, rewards in list(GROUPS.items())[:USUAL]:
         orders = (rewards, rewards[::-1])
@@ -69,9 +66,7 @@ def order(subject: Subject) -> str:
         if one != other:
             seen = f"it returned {shown(one)} for {list(rewards)}, and {shown(other)} in the other order"
             change = "compute the verdict from all rollouts, not from their positions"
-            tried = f"call it on a group with {words}, and in the other order"
-            raise FailedError(tried, f"{seen}{at(subject.function)}", change)
-    return ""
+            raise subject.failed(f"call it on a group with {words}, and in the other order", seen, change)
 
 
 def _group(rewards: Sequence[float | None], *, live: int = 3, reply: str = "") -> Group:
@@ -95,6 +90,6 @@ def _filtered(subject: Subject, function: Function, group: Group) -> Any:
         returned.append(function(*args, **kwargs))
         return returned[-1]
 
-    filter_group(group, [Filter(subject.found.label, keep, {})], step=3)
+    filter_group(group, [NamedFilter(subject.found.label, keep, {})], step=3)
     assert returned, "the group has rewards, so the filter was called"
     return returned[-1]

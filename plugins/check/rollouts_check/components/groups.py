@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.author_code import shown
 from rollouts.errors import counted
 from rollouts.training.algorithms import calls
 from rollouts.training.algorithms.algorithm import is_batch_advantage
-from rollouts_check.components.subject import Function, Subject, at, trying
-from rollouts_check.components.token_inputs import Tokens, beside_mask, usual_tokens
-from rollouts_check.report import FailedError, SkippedError
+from rollouts_check.components.common import Function, Subject, trying
+from rollouts_check.components.tokens import Tokens, beside_mask, usual_tokens
+from rollouts_check.report import FailedError, SkippedError, at
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,20 +90,19 @@ def finite(subject: Subject) -> str:
     return _try_each(subject, EXTREMES)
 
 
-def order(subject: Subject) -> str:
+def order(subject: Subject) -> None:
     """The order of the rollouts has no effect: in another order they get the same results."""
     first = _results(subject, subject.function, USUAL)
     for places in ((5, 4, 3, 2, 1, 0), (2, 0, 5, 1, 4, 3)):
         again = _results(subject, subject.function, USUAL.permuted(places))
         wanted = _permuted(first, places)
         if not _same(again, wanted):
-            seen = f"the results were {shown(wanted)}, and are {shown(again)}{at(subject.function)}"
+            seen = f"the results were {shown(wanted)}, and are {shown(again)}"
             change = "compute the result of a rollout from its reward and the group, not from its position"
-            raise FailedError(f"call it on {USUAL.words} in the order {list(places)}", seen, change)
-    return ""
+            raise subject.failed(f"call it on {USUAL.words} in the order {list(places)}", seen, change)
 
 
-def better(subject: Subject) -> str:
+def better(subject: Subject) -> None:
     """A better rollout is not treated worse: a higher reward with equal lengths gives no lower result."""
     function = subject.function
     if _is_batch(subject):
@@ -124,31 +123,27 @@ def better(subject: Subject) -> str:
     if worse:
         change = "correct the sign: what is better must be reinforced"
         raise FailedError("compare rollouts that differ in their rewards only", f"{worse[0]}{at(function)}", change)
-    return ""
 
 
-def masked(subject: Subject) -> str:
+def masked(subject: Subject) -> None:
     """An advantage of the whole batch does not depend on masked positions, nor on rollouts that were not judged."""
     import torch
 
     if not _is_batch(subject):
         raise SkippedError("it sees rewards, and no tokens")
-    tokens = usual_tokens(subject.random("tokens"))
-    tried = "call it on a batch in which a rollout was not judged: its reward is NaN"
-    with trying(tried, NAN, subject.function):
-        first = _of_tokens(subject, subject.function, tokens)
-    other = _of_tokens(subject, subject.function, beside_mask(tokens, subject.random("mask")))
-    change = "leave masked positions out: name `mask`, and write x.where(mask > 0, 0.0)"
+    function, tokens = subject.function, usual_tokens(subject.random("tokens"))
+    with trying("call it on a batch in which a rollout was not judged: its reward is NaN", NAN, function):
+        first = _of_tokens(function, tokens)
+    other = _of_tokens(function, beside_mask(tokens, subject.random("mask")))
     if not all(torch.allclose(one, two, atol=SLACK) for one, two in zip(first, other, strict=True)):
-        seen = f"the advantages of other tokens changed{at(subject.function)}"
-        raise FailedError("change the inputs at masked positions", seen, change)
+        change = "leave masked positions out: name `mask`, and write x.where(mask > 0, 0.0)"
+        seen = "the advantages of other tokens changed"
+        raise subject.failed("change the inputs at masked positions", seen, change)
     rewards = torch.tensor([1.0, float("nan"), 0.5, -1.0, float("nan")], dtype=torch.float64)
     mask = tokens.inputs["mask"].where(tokens.inputs["rollout_index"] != 1, 0.0)
     turns = [[] if number in (1, 4) else own for number, own in enumerate(tokens.inputs["turn_rewards"])]
-    tried = "call it with a rollout whose reward is NaN and whose tokens are masked"
-    with trying(tried, NAN, subject.function):
-        _of_tokens(subject, subject.function, tokens.changed(rewards=rewards, turn_rewards=turns, mask=mask))
-    return ""
+    with trying("call it with a rollout whose reward is NaN and whose tokens are masked", NAN, function):
+        _of_tokens(function, tokens.changed(rewards=rewards, turn_rewards=turns, mask=mask))
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -156,11 +151,10 @@ def masked(subject: Subject) -> str:
 
 def _try_each(subject: Subject, cases: Sequence[Case]) -> str:
     """Call the function on each case. Raises FailedError for a result that a run refuses."""
-    change = "return a tensor with one finite number for each reward that it received"
     change = {
         "selectors": "return one bool for each reward that it received, such as `rewards >= 1.0`",
         "pairings": "return a list of (chosen, rejected): two different positions in `rewards`",
-    }.get(subject.kind, change)
+    }.get(subject.kind, "return a tensor with one finite number for each reward that it received")
     for each in cases:
         with trying(f"call it on {each.words}", change, subject.function):
             _results(subject, subject.function, each)
@@ -173,14 +167,23 @@ def _is_batch(subject: Subject) -> bool:
 
 def _results(subject: Subject, function: Function, group: Case) -> Any:
     """What the function returns for this group: a list with one value for each rollout; a pairing: a set of pairs."""
-    if _is_batch(subject):
-        return _of_batch(subject, function, group)
-    return _CALLS[subject.kind](function, group)
-
-
-def _advantages(function: Function, group: Case) -> list[float | list[float]]:
-    turns = _turn_rewards(group)
-    return calls.group_advantages(function, group.rewards, lengths=group.lengths, turn_rewards=turns)
+    _, rewards, lengths, truncated = group
+    match subject.kind:
+        case "advantages" if _is_batch(subject):
+            return _of_batch(subject, function, group)
+        case "advantages":
+            return calls.group_advantages(function, rewards, lengths=lengths, turn_rewards=_turn_rewards(group))
+        case "mixers":  # two rewards of 0 or more: of two rollouts, the better one is better in both, or equal
+            above = [reward - min(rewards) for reward in rewards]
+            parts = [{"first": each, "second": min(each, 0.5)} for each in above]
+            return calls.mixed_rewards(function, parts, {"first": 1.0, "second": 0.5}, step=3)
+        case "shapings":
+            more: dict[str, Any] = {"lengths": lengths, "truncated": truncated, "max_tokens": MAX_TOKENS, "step": 3}
+            return calls.shaped_rewards(function, rewards, **more)
+        case "selectors":
+            return calls.selected(function, rewards, [True] * len(rewards), lengths=lengths, step=3)
+        case _:
+            return set(calls.paired(function, rewards, [True] * len(rewards), lengths=lengths, step=3))
 
 
 def _turn_rewards(group: Case) -> list[list[float]]:
@@ -189,61 +192,25 @@ def _turn_rewards(group: Case) -> list[list[float]]:
     return [[reward / count] * count for reward, count in zip(group.rewards, counts, strict=True)]
 
 
-def _mixed(function: Function, group: Case) -> list[Any]:
-    """The mix of two rewards of 0 or more: of two rollouts, the better one is better in both, or equal."""
-    above = [reward - min(group.rewards) for reward in group.rewards]
-    parts = [{"first": each, "second": min(each, 0.5)} for each in above]
-    return calls.mixed_rewards(function, parts, {"first": 1.0, "second": 0.5}, step=3)
-
-
-def _shaped(function: Function, group: Case) -> list[Any]:
-    lengths, truncated = group.lengths, group.truncated
-    return calls.shaped_rewards(
-        function, group.rewards, lengths=lengths, truncated=truncated, max_tokens=MAX_TOKENS, step=3
-    )
-
-
-def _selected(function: Function, group: Case) -> list[bool]:
-    return calls.selected(function, group.rewards, [True] * len(group.rewards), lengths=group.lengths, step=3)
-
-
-def _paired(function: Function, group: Case) -> set[tuple[int, int]]:
-    return set(calls.paired(function, group.rewards, [True] * len(group.rewards), lengths=group.lengths, step=3))
-
-
-_CALLS: Mapping[str, Callable[[Function, Case], Any]] = {
-    "advantages": _advantages,
-    "mixers": _mixed,
-    "shapings": _shaped,
-    "selectors": _selected,
-    "pairings": _paired,
-}
-
-
 def _of_batch(subject: Subject, function: Function, group: Case) -> list[list[float]]:
     """The advantages of the tokens of each rollout, in a batch that has this group alone."""
     import torch
 
-    usual = usual_tokens(subject.random("tokens"))
-    rollouts = torch.tensor([number for number, length in enumerate(group.lengths) for _ in range(length)])
-    if len(rollouts) == 0:
+    usual, by_turn = usual_tokens(subject.random("tokens")), _turn_rewards(group)
+    tokens = [(number, place) for number, length in enumerate(group.lengths) for place in range(length)]
+    if not tokens:
         return [[] for _ in group.rewards]
-    places = [place % len(usual.rows) for length in group.lengths for place in range(length)]
+    places = [place % len(usual.rows) for _, place in tokens]
+    turns = [place * len(by_turn[number]) // group.lengths[number] for number, place in tokens]
+    rollouts = torch.tensor([number for number, _ in tokens])
     streams = {name: stream[places] for name, stream in usual.streams.items()}
-    streams |= {"rollout_index": rollouts, "group_index": rollouts * 0, "mask": torch.ones(len(rollouts)).double()}
-    by_turn = _turn_rewards(group)
-    turns = [
-        place * len(own) // length
-        for own, length in zip(by_turn, group.lengths, strict=True)
-        for place in range(length)
-    ]
+    streams |= {"rollout_index": rollouts, "group_index": rollouts * 0, "mask": torch.ones(len(tokens)).double()}
     whole = {"rewards": torch.tensor(group.rewards, dtype=torch.float64), "turn_rewards": by_turn, "step": 3}
-    streams["turn_index"] = torch.tensor(turns)
-    found, _ = calls.batch_advantages(function, {**streams, **whole}, len(rollouts))
+    found, _ = calls.batch_advantages(function, {**streams, "turn_index": torch.tensor(turns), **whole}, len(tokens))
     return [found[rollouts == number].tolist() for number in range(len(group.rewards))]
 
 
-def _of_tokens(subject: Subject, function: Function, tokens: Tokens) -> tuple[Tensor, Tensor]:
+def _of_tokens(function: Function, tokens: Tokens) -> tuple[Tensor, Tensor]:
     """Advantages and the critic's targets [T]; 0 where they are masked."""
     found, returns = calls.batch_advantages(function, tokens.inputs, len(tokens.rows))
     return found, found * 0 if returns is None else returns
@@ -259,10 +226,6 @@ def _permuted(found: Any, places: Sequence[int]) -> Any:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two results are equal, up to rounding."""
-    if isinstance(one, set):
-        return bool(one == other)
-    pairs = zip(one, other, strict=True)
-    return all(
-        _same(ours, theirs) if isinstance(ours, list) else abs(ours - theirs) <= SLACK * max(1.0, abs(ours))
-        for ours, theirs in pairs
-    )
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other) if isinstance(one, set) else abs(one - other) <= SLACK * max(1.0, abs(one))

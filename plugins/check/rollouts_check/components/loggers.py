@@ -5,18 +5,18 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rollouts.author_code import shown
 from rollouts.config.resolving import resolve
-from rollouts.errors import UserError, counted
+from rollouts.errors import counted
 from rollouts.loggers.base import MetricsLogger, SampleSettings
 from rollouts.plugins.signature import call_with
-from rollouts_check.components.subject import Subject, at, trying
+from rollouts_check.components.common import Subject, trying
 from rollouts_check.environments.traces import Leftovers
-from rollouts_check.report import FailedError, SkippedError
+from rollouts_check.report import FailedError, SkippedError, at
 
 RESUMED_AT = 18  # the step at which a run is resumed
 LOG_SECONDS = 1.0  # a run waits for each call
@@ -42,26 +42,24 @@ ROWS: dict[str, dict[str, str | float | None]] = {
 }
 
 
-def opens(subject: Subject) -> str:
+def opens(subject: Subject) -> None:
     """It opens in the folder of a run, and has the methods `log` and `close`."""
     with _opened(subject, "opens") as logger:
         lacking = [name for name in ("log", "close") if not callable(getattr(logger, name, None))]
         if lacking or not isinstance(logger, MetricsLogger):
-            seen = f"it made {shown(logger)}, which has no {' and no '.join(lacking)}{at(subject.component)}"
-            raise FailedError("make the logger", seen, "write `def log(self, metrics, step)` and `def close(self)`")
+            seen = f"it made {shown(logger)}, which has no {' and no '.join(lacking)}"
+            raise subject.failed("make the logger", seen, "write `def log(self, metrics, step)` and `def close(self)`")
         with trying("close it without a step"):
             logger.close()
-    return ""
 
 
-def logs(subject: Subject) -> str:
+def logs(subject: Subject) -> None:
     """It logs steps in their order, the last step twice, and is closed."""
     with _opened(subject, "logs") as logger, trying("log three steps, the last one twice, and close"):
         for step in (0, 1, 2):
             logger.log(dict(STEP), step)
         logger.log({"eval/reward_mean": 0.5}, 2)
         logger.close()
-    return ""
 
 
 def any_metric(subject: Subject) -> str:
@@ -76,7 +74,7 @@ def any_metric(subject: Subject) -> str:
     return counted(len(STRANGE), "step")
 
 
-def metrics_unchanged(subject: Subject) -> str:
+def metrics_unchanged(subject: Subject) -> None:
     """It does not change the metrics, which other loggers get too."""
     with _opened(subject, "metrics_unchanged") as logger:
         metrics = dict(STEP)
@@ -85,7 +83,6 @@ def metrics_unchanged(subject: Subject) -> str:
     if metrics != STEP:
         seen = f"the metrics were {shown(STEP)}, and are {shown(metrics)}{at(type(logger).log)}"
         raise FailedError("compare the metrics before and after `log`", seen, "change a copy: dict(metrics)")
-    return ""
 
 
 def samples(subject: Subject) -> str:
@@ -97,7 +94,7 @@ def samples(subject: Subject) -> str:
         if len(has) == 1 or not isinstance(logger.sample_settings, SampleSettings):
             seen = f"it has `{has[0]}`" + (" alone" if len(has) == 1 else f" and {shown(logger.sample_settings)}")
             change = "have `log_samples(self, name, rows, step)`, and a `SampleSettings` in `self.sample_settings`"
-            raise FailedError("look at what it says of itself", f"{seen}{at(subject.component)}", change)
+            raise subject.failed("look at what it says of itself", seen, change)
         for step, (words, row) in enumerate(ROWS.items()):
             for name in ("samples", "eval_samples"):
                 rows = [dict(row), dict.fromkeys(row), dict(row)]
@@ -123,12 +120,11 @@ def quick(subject: Subject) -> str:
         logger.close()
     if slowest > LOG_SECONDS:
         seen = f"it took {slowest:.1f} seconds{at(type(logger).log)}"
-        change = "collect the metrics, and send them in a thread that `close` ends"
-        raise FailedError("log a step", seen, change)
+        raise FailedError("log a step", seen, "collect the metrics, and send them in a thread that `close` ends")
     return f"{slowest * 1000:.1f} ms"
 
 
-def closes(subject: Subject) -> str:
+def closes(subject: Subject) -> None:
     """`close` may be called twice, and leaves no thread and no process."""
     before = Leftovers(subject.scratch / "none")
     with _opened(subject, "closes") as logger:
@@ -136,60 +132,47 @@ def closes(subject: Subject) -> str:
         logger.close()
         with trying("close it twice", "let a second call do nothing"):
             logger.close()
-    if left := before.found():
-        seen = f"it left {'; '.join(left)}{at(type(logger).close)}"
-        raise FailedError("close it", seen, "end threads and processes in `close`")
-    return ""
+    change = "end threads and processes in `close`"
+    subject.require_nothing_left(before, "close it", change, type(logger).close)
 
 
-def resumed(subject: Subject) -> str:
+def resumed(subject: Subject) -> None:
     """A resumed run opens it again in the same folder, and logs its steps from there on. Earlier steps remain."""
-    with _opened(subject, "resumed") as first:
-        for step in range(RESUMED_AT + 2):
-            first.log(dict(STEP), step)
-        first.close()
-    before = _bytes_in(subject.scratch / "resumed")
+
+    def log(logger: Any, first: int, last: int) -> int:
+        for step in range(first, last + 1):
+            logger.log(dict(STEP), step)
+        logger.close()
+        files = [file for file in (subject.scratch / "resumed").rglob("*") if file.is_file() and not file.is_symlink()]
+        return sum(file.stat().st_size for file in files)
+
+    with _opened(subject, "resumed") as logger:
+        before = log(logger, 0, RESUMED_AT + 1)
     tried = f"open it again in the same folder at step {RESUMED_AT}, and log steps {RESUMED_AT} to {RESUMED_AT + 2}"
     with (
         trying(tried, "keep the steps before first_step"),
         _opened(subject, "resumed", first_step=RESUMED_AT) as again,
     ):
-        for step in range(RESUMED_AT, RESUMED_AT + 3):
-            again.log(dict(STEP), step)
-        again.close()
-    after = _bytes_in(subject.scratch / "resumed")
+        after = log(again, RESUMED_AT, RESUMED_AT + 2)
     if after * 2 < before:
-        seen = f"its files had {counted(before, 'byte')}, and have {after} afterwards{at(subject.component)}"
-        raise FailedError(tried, seen, "keep the steps before first_step: open a file to append, not to write it anew")
-    return ""
-
-
-def _bytes_in(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
+        seen = f"its files had {counted(before, 'byte')}, and have {after} afterwards"
+        change = "keep the steps before first_step: open a file to append, not to write it anew"
+        raise subject.failed(tried, seen, change)
 
 
 @contextlib.contextmanager
 def _opened(subject: Subject, name: str, first_step: int = 0) -> Iterator[Any]:
-    """A new logger in a folder of this name. It is closed if the check fails."""
-    logger = _made(subject, name, first_step)
+    """A new logger in a folder of this name. It is closed if the check fails. Raises SkippedError if the logger needs
+    what is not here, such as a library or an account.
+    """
+    folder: Path = subject.scratch / name / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    inputs = {"folder": str(folder), "settings": resolve({}).settings, "first_step": first_step}
+    with subject.making("make the logger"):
+        logger: Any = call_with(subject.component, inputs, subject.settings)
     try:
         yield logger
     except BaseException:
         with contextlib.suppress(Exception):  # the first error is reported
             logger.close()
-        raise
-
-
-def _made(subject: Subject, name: str, first_step: int) -> Any:
-    """Raises SkippedError if the logger needs what is not here, such as a library or an account."""
-    folder: Path = subject.scratch / name / "run"
-    folder.mkdir(parents=True, exist_ok=True)
-    inputs = {"folder": str(folder), "settings": resolve({}).settings, "first_step": first_step}
-    make: Callable[..., Any] = subject.component
-    try:
-        with trying("make the logger"):
-            return call_with(make, inputs, subject.settings)
-    except FailedError as error:
-        if isinstance(error.__cause__, UserError):  # a library or an account is missing
-            raise subject.skipped(" ".join(str(error.__cause__).split())) from error
         raise

@@ -16,9 +16,8 @@ from rollouts.plugins.hookspecs import EVENTS
 from rollouts.plugins.index import KINDS
 from rollouts.plugins.manager import PluginManager
 from rollouts.types import Sample
-from rollouts_check.components.common import snapshot
-from rollouts_check.components.subject import Subject, at, trying
-from rollouts_check.report import FailedError, SkippedError
+from rollouts_check.components.common import Subject, snapshot, trying
+from rollouts_check.report import FailedError, SkippedError, at
 
 EVENT_SECONDS = 1.0  # a run waits for each call
 
@@ -43,7 +42,10 @@ def help_text(subject: Subject) -> str:
     """`--help` works, and says what the command and each of its options do."""
     result = _invoke(subject, "--help")
     if result.exit_code != 0:
-        raise FailedError("call it with --help", _words(result), "correct the error")
+        seen = f"it ended with exit code {result.exit_code}: {shown(result.output, 120)}"
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            seen = words_of(result.exception)
+        raise FailedError("call it with --help", seen, "correct the error")
     found: click.Command = subject.component
     if not (found.help or "").strip():
         raise FailedError("read its help", f"it has no help{at(found.callback)}", "write a docstring")
@@ -54,25 +56,19 @@ def help_text(subject: Subject) -> str:
     return found.get_short_help_str(60)
 
 
-def wrong_usage(subject: Subject) -> str:
+def wrong_usage(subject: Subject) -> None:
     """Wrong usage is one clear error with exit code 2: an unknown option, and a path that does not exist."""
-    for arguments in (["--no-such-option-of-rollouts"], *_wrong_arguments(subject)):
+    wanted = [each for each in subject.component.params if isinstance(each, click.Argument) and each.required]
+    paths = [each for each in wanted if isinstance(each.type, click.Path | click.File)]
+    no_path = [["/no/such/folder/of/rollouts"] * len(paths)] if paths == wanted and wanted else []
+    for arguments in (["--no-such-option-of-rollouts"], *no_path):
         result = _invoke(subject, *arguments)
         tried = f"call it with {' '.join(arguments)}"
         if result.exception is not None and not isinstance(result.exception, SystemExit | RolloutsError):
             change = "raise rollouts.errors.UserError with what was given, what was expected, and what to type"
             raise FailedError(tried, words_of(result.exception), change)
-        if result.exit_code == 0 and arguments[0].startswith("--no"):
+        if result.exit_code == 0 and arguments not in no_path:
             raise FailedError(tried, "it ended with exit code 0", "do not ignore unknown options")
-    return ""
-
-
-def _wrong_arguments(subject: Subject) -> list[list[str]]:
-    """Arguments that name what does not exist, if the command takes only paths and texts."""
-    params = subject.component.params
-    wanted = [each for each in params if isinstance(each, click.Argument) and each.required]
-    is_path = all(isinstance(each.type, click.Path | click.File) for each in wanted)
-    return [["/no/such/folder/of/rollouts"] * len(wanted)] if wanted and is_path else []
 
 
 def _invoke(subject: Subject, *arguments: str) -> Result:
@@ -80,26 +76,19 @@ def _invoke(subject: Subject, *arguments: str) -> Result:
         return CliRunner().invoke(subject.component, list(arguments))
 
 
-def _words(result: Result) -> str:
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        return words_of(result.exception)
-    return f"it ended with exit code {result.exit_code}: {shown(result.output, 120)}"
-
-
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
 def hooks(subject: Subject) -> str:
     """Its functions are hooks that a run calls: marked with @hookimpl, with known names and arguments, not async."""
-    manager = PluginManager(installed=False)
+    manager, tried = PluginManager(installed=False), "register its functions"
     faults = [*manager.register(subject.component, distribution=subject.found.label), *manager.remarks]
     if faults:
-        seen = str(faults[0])
         change = "correct the function: rollouts.plugins.hookspecs has the hooks and their arguments"
-        raise FailedError("register its functions", seen, change)
+        raise FailedError(tried, str(faults[0]), change)
     if not manager.hooks:
         change = "write @hookimpl above a function such as `def rollouts_step_end(metrics, step)`"
-        raise FailedError("register its functions", "it has no hook", change)
+        raise FailedError(tried, "it has no hook", change)
     return ", ".join(manager.hooks)
 
 
@@ -124,13 +113,13 @@ def events(subject: Subject) -> str:
         before, begun = snapshot(values), time.perf_counter()
         faults = manager.call_event(name, **values)
         seconds = time.perf_counter() - begun
-        place = at(getattr(subject.component, name, None))
-        if faults:
-            raise FailedError(f"call {name}", f"{faults[0]}{place}", "correct the line that raised the error")
-        if snapshot(values) != before:
-            raise FailedError(f"call {name}", f"it changed what it received{place}", "change a copy")
-        if seconds > EVENT_SECONDS:
-            raise FailedError(f"call {name}", f"it took {seconds:.1f} seconds{place}", "do the work in a thread")
+        for is_wrong, seen, change in (
+            (faults, str(next(iter(faults), "")), "correct the line that raised the error"),
+            (snapshot(values) != before, "it changed what it received", "change a copy"),
+            (seconds > EVENT_SECONDS, f"it took {seconds:.1f} seconds", "do the work in a thread"),
+        ):
+            if is_wrong:
+                raise FailedError(f"call {name}", f"{seen}{at(getattr(subject.component, name, None))}", change)
     return ", ".join(events_of_run)
 
 

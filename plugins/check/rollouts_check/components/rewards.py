@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import trio
@@ -13,13 +13,13 @@ from rollouts.env.mixing import ask, check_turns, read_verdict
 from rollouts.errors import RolloutsError, counted
 from rollouts.plugins.signature import read_signature
 from rollouts.plugins.vocabulary import GROUP_REWARD
-from rollouts.types import Trajectory
-from rollouts_check.components.episodes import REPLIES, TASK, Played, invented_trajectory, unusual_episodes
-from rollouts_check.components.subject import Function, Subject, at, trying
+from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
+from rollouts_check.components.common import Function, Subject, trying
 from rollouts_check.environments.agents import in_trio, progressed
 from rollouts_check.environments.subject import make_subject as make_environment
 from rollouts_check.packages import Found
-from rollouts_check.report import FailedError
+from rollouts_check.report import FailedError, at
+from rollouts_check.runner import once
 
 REWARD_SECONDS = 30.0
 ENABLE = "name an environment whose tasks it knows: --env NAME"
@@ -102,25 +102,70 @@ def _one_each(function: Function, returned: Any, count: int, of: str, change: st
     return values
 
 
+@once
 def _episodes(subject: Subject) -> list[Played]:
     """Invented episodes, first two plain ones. With `--env`, of the environment's own tasks."""
-    if "episodes" not in subject.kept:
-        tasks, env = [TASK], None
-        if "env" in subject.given:
-            name = subject.given["env"]
-            given = {"env": name} if isinstance(name, str) else {"env": dict(name)}
-            label = name if isinstance(name, str) else str(name.get("name", ""))
-            own = make_environment(Found(label, label), given, subject.scratch, seed=subject.seed)
-            tasks, env = own.tasks, own.environment.make()
-        requests = read_signature(subject.function, "rewards").requests
-        if "env" in requests and env is None:
-            raise subject.skipped("it names `env`", ENABLE)
-        answered = str(tasks[0].answer) if tasks[0].answer is not None else REPLIES["a plain reply"]
-        replies = {**REPLIES, "a plain reply": answered}
-        found = [
-            Played(words, invented_trajectory(tasks[number % len(tasks)], reply), env)
-            for number, (words, reply) in enumerate(replies.items())
-        ]
-        subject.kept["episodes"] = [*found, *unusual_episodes(tasks[0], env)]
-    episodes: list[Played] = subject.kept["episodes"]
-    return episodes
+    tasks, env = [TASK], None
+    if name := subject.given.get("env"):
+        label = name if isinstance(name, str) else str(name.get("name", ""))
+        given = {"env": name if isinstance(name, str) else dict(name)}
+        own = make_environment(Found(label, label), given, subject.scratch, seed=subject.seed)
+        tasks, env = own.tasks, own.environment.make()
+    if "env" in read_signature(subject.function, "rewards").requests and env is None:
+        raise subject.skipped("it names `env`", ENABLE)
+    answered = REPLIES["a plain reply"] if tasks[0].answer is None else str(tasks[0].answer)
+    found = [
+        Played(words, invented_trajectory(tasks[number % len(tasks)], reply), env)
+        for number, (words, reply) in enumerate({**REPLIES, "a plain reply": answered}.items())
+    ]
+    return [*found, *unusual_episodes(tasks[0], env)]
+
+
+# --- invented episodes ------------------------------------------------------------------------------------------------
+
+
+LONG = 200_000  # characters of a long reply
+TASK = Task("What is 12 * 7?", answer="84", info={"level": 1}, id="a task")
+REPLIES = {
+    "a plain reply": "It is 84.",
+    "a wrong reply": " I do not know.\n",
+    "an empty reply": "",
+    "spaces": " \n\t",
+    "unicode": "é 👩‍🚀 \u202e ﷽ \u0000",
+    "half a character": "\ud800",
+    "a very long reply": "word " * (LONG // 5),
+    "one very long word": "x" * LONG,
+    "signs": "[[]] {} () ** \\boxed{ ``` <answer> $$ %s {0}",
+    "numbers": "nan -inf 1e999 0x10 1/0 ٣ ½",
+}
+
+
+class Played(NamedTuple):
+    """An invented episode, and what is special about it. `env` is its environment object, if a reward may name it."""
+
+    words: str
+    trajectory: Trajectory
+    env: Any = None
+
+
+def unusual_episodes(task: Task, env: Any) -> list[Played]:
+    """Episodes that are cut off, call tools, or have no reply."""
+    call = Message("assistant", "", [ToolCall("search", {"query": "stars"}, "call_1")])
+    bad = Message("assistant", "", [ToolCall("", {}, "call_2", error="it is not valid JSON")])
+    answers = [Message("tool", "Error: not found", tool_call_id="call_1", name="search")]
+    several = invented_trajectory(task, "It is 84.", before=[call, *answers, bad, Message("user", "Try again.")])
+    cut = invented_trajectory(task, "It is 8", status=Status.TRUNCATED)
+    silent = Trajectory(task, task.messages, status=Status.TRUNCATED)
+    words = ("an episode with calls of tools", "a reply that the token limit cut off", "an episode without a reply")
+    return [Played(each, trajectory, env) for each, trajectory in zip(words, (several, cut, silent), strict=True)]
+
+
+def invented_trajectory(
+    task: Task, reply: str, *, before: Sequence[Message] = (), status: Status = Status.COMPLETED, live: int = 3
+) -> Trajectory:
+    """A trajectory that ends with this reply, whose segment has `live` trained tokens."""
+    messages = [*task.messages, *before, Message("assistant", reply)]
+    mask = [0.0, 0.0] + [1.0] * live
+    tokens = [5, 6, *range(7, 7 + live)]
+    segment = Segment(tokens, mask, [-0.5 * weight for weight in mask], [-1 if weight == 0 else 0 for weight in mask])
+    return Trajectory(task, messages, [segment], status)

@@ -11,10 +11,9 @@ from typing import Any
 from rollouts.author_code import shown
 from rollouts.errors import counted
 from rollouts.plugins.signature import call_with
-from rollouts.training.datasets.samplers import Sampling
+from rollouts.training.datasets.samplers import SampledTasks
 from rollouts.types import Task
-from rollouts_check.components.subject import Function, Subject, at, trying
-from rollouts_check.report import FailedError
+from rollouts_check.components.common import Function, Subject, trying
 
 TASKS = [Task(f"task {number}", id=f"task-{number}") for number in range(12)]
 DRAWS, PER_STEP = 120, 4
@@ -39,7 +38,7 @@ def chooses(subject: Subject) -> str:
     return f"draws {counted(len(set(drawn) - {None}), 'different task')}, and {in_order} times the next one in order"
 
 
-def any_outcome(subject: Subject) -> str:
+def any_outcome(subject: Subject) -> None:
     """It accepts every outcome: groups without a judged rollout, of one rollout, and with any rewards."""
     for words, rewards in STRANGE.items():
         with trying(f"report {words}: {shown(rewards)}", "accept any list of floats and None"):
@@ -47,10 +46,9 @@ def any_outcome(subject: Subject) -> str:
             sampling.finished(TASKS[0], rewards, 0)
             _draws(sampling, 1, PER_STEP)
             sampling.metrics()
-    return ""
 
 
-def restored(subject: Subject) -> str:
+def restored(subject: Subject) -> None:
     """A checkpoint can hold its state, and a sampler that is restored draws the same tasks."""
     tried = f"save the state after {DRAWS // 2} draws, and restore it"
     change = "return everything from `state` that later draws depend on, and set it in `restore`"
@@ -61,12 +59,10 @@ def restored(subject: Subject) -> str:
         before, after = (_draws(each, DRAWS // 2, DRAWS) for each in (sampling, again))
     if before != after:
         first = next(place for place, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
-        seen = f"draw {DRAWS // 2 + first} was {before[first]}, and is {after[first]} now{at(subject.component)}"
-        raise FailedError(tried, seen, change)
-    return ""
+        raise subject.failed(tried, f"draw {DRAWS // 2 + first} was {before[first]}, and is {after[first]} now", change)
 
 
-def other_tasks(subject: Subject) -> str:
+def other_tasks(subject: Subject) -> None:
     """A state of other tasks can be restored: some are gone, and others are new."""
     with trying("restore the state of other tasks", "leave out tasks that are gone, and add those that are new"):
         sampling = _made(subject, subject.function, TASKS[:-2])
@@ -75,14 +71,13 @@ def other_tasks(subject: Subject) -> str:
         other = _made(subject, subject.function, TASKS[2:])
         other.load_state_dict(state)
         _draws(other, DRAWS // 2, DRAWS)
-    return ""
 
 
-def _made(subject: Subject, function: Function, tasks: Sequence[Task] = TASKS) -> Sampling:
-    return Sampling(function, lambda: tasks, subject.seed)
+def _made(subject: Subject, function: Function, tasks: Sequence[Task] = TASKS) -> SampledTasks:
+    return SampledTasks(function, lambda: tasks, subject.seed)
 
 
-def _draws(sampling: Sampling, first: int, end: int) -> list[str | None]:
+def _draws(sampling: SampledTasks, first: int, end: int) -> list[str | None]:
     """The keys of the tasks that are drawn, None for the next one in order. A third of the tasks earns all, a third
     nothing, and a third some.
     """
@@ -114,10 +109,10 @@ def values(subject: Subject) -> str:
             weight = call_with(subject.function, {"step": step})
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         if not is_number or not math.isfinite(weight) or weight < 0:
-            seen = f"it returned {shown(weight)}{at(subject.function)}"
-            raise FailedError(tried, seen, "return a number of 0 or more: the weight among those of all environments")
+            seen = f"it returned {shown(weight)}"
+            raise subject.failed(tried, seen, "return a number of 0 or more: the weight among all environments")
         found[step] = float(weight)
     if not any(found.values()):
-        seen = f"the weight is 0 at all of them{at(subject.function)}"
-        raise FailedError(f"call it at steps 0 to {STEPS[-1]:,}", seen, "return a weight above 0 at some steps")
+        seen = "the weight is 0 at all of them"
+        raise subject.failed(f"call it at steps 0 to {STEPS[-1]:,}", seen, "return a weight above 0 at some steps")
     return f"{found[0]:g} at first, {found[STEPS[-1]]:g} at last"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from types import ModuleType
+from typing import NamedTuple
 
-from rollouts.plugins.index import HOOKS
+from rollouts.errors import counted
+from rollouts.plugins.index import HOOKS, KIND_WORDS
+from rollouts.training.algorithms.algorithm import Algorithm, function_label
 from rollouts_check.components import (
+    common,
     datasets,
     engines,
     filters,
     groups,
     loggers,
-    parts,
     programs,
     rewards,
     samplers,
@@ -24,38 +27,41 @@ from rollouts_check.components import (
     weights,
     workers,
 )
-from rollouts_check.components.common import definition, imports, repeatable, settings, unchanged, wheel
-from rollouts_check.components.subject import Family, Trial
+from rollouts_check.components.common import Function, Subject, Trial, make_subject
 from rollouts_check.environments import table as environments
-from rollouts_check.report import Passed
-from rollouts_check.runner import Check
+from rollouts_check.packages import Found
+from rollouts_check.report import FailedError, SkippedError
+from rollouts_check.runner import Check, run_checks
 
-PACKAGED = (Check(imports), Check(wheel, ("imports",)))
+PACKAGED = (Check(common.imports), Check(common.wheel, ("imports",)))
 """The checks of every kind."""
 
-SIGNED = (Check(definition), Check(settings, ("definition",)))
+SIGNED = (Check(common.definition), Check(common.settings, ("definition",)))
 """The checks of every kind with settings: all but commands and hook plugins."""
 
-CALLED = (unchanged, repeatable)
-"""The checks of most kinds of functions: after the first one of the kind, and before the others, which need them."""
-
-Function = Callable[[Any], str | Passed]
-
-ALSO_NEEDS: dict[Function, tuple[str, ...]] = {groups.better: ("order",)}
+ALSO_NEEDS = {groups.better: ("order",), engines.replies: ("absent",)}
 """Further checks that a check needs: the results of rollouts whose order matters cannot be compared."""
 
 
-def _family(first: Function, *others: Function, then: tuple[Function, ...] = (), trial: Trial | None = None) -> Family:
-    """A family whose checks need the first one, which says whether the component works at all, and those of `then`."""
-    check = Check(first, ("definition",))
-    early = [Check(each, ("definition", check.name)) for each in then]
-    needs = ("definition", check.name, *(each.name for each in early))
-    later = (Check(each, (*needs, *ALSO_NEEDS.get(each, ()))) for each in others)
-    return Family((*PACKAGED, *SIGNED, check, *early, *later), trial)
+class Family(NamedTuple):
+    """The checks of a kind. `trial` is for the checks that several kinds of functions share."""
+
+    checks: tuple[Check, ...]
+    trial: Trial | None = None
 
 
-def _function(trial: Trial, first: Function, *others: Function) -> Family:
-    return _family(first, *others, then=CALLED, trial=trial)
+def _family(module: ModuleType, names: str, early: str = "", trial: Trial | None = None) -> Family:
+    """The checks of these names in a module. All need the first one, which says whether the component works at all.
+    `early` are checks after the first one, in the module or in `common`, which the others need too.
+    """
+    first, *others = names.split()
+    needs = ["definition"]
+    checks: list[Check] = []
+    for group in ([first], early.split(), others):
+        functions = [getattr(module, name, None) or getattr(common, name) for name in group]
+        added = [Check(each, (*needs, *ALSO_NEEDS.get(each, ()))) for each in functions]
+        checks, needs = checks + added, needs + [check.name for check in added]
+    return Family((*PACKAGED, *SIGNED, *checks), trial)
 
 
 def _unsigned(first: Function, *others: Function) -> Family:
@@ -64,88 +70,68 @@ def _unsigned(first: Function, *others: Function) -> Family:
     return Family((*PACKAGED, check, *(Check(each, (check.name,)) for each in others)))
 
 
-_OF_TOKENS = (tokens.masked, tokens.rows, tokens.finite)
-_OF_GROUPS = (groups.values, groups.one_rollout, groups.equal_rewards, groups.finite, groups.order)
-_COMPARED = _function(groups.trial, *_OF_GROUPS, groups.better)
+def parts(subject: Subject) -> str:
+    """The other parts of an algorithm keep the contracts of their kinds: advantage, aggregation, KL, correction, ..."""
+    if not isinstance(subject.registered, Algorithm):
+        raise SkippedError("it is a function, and has no other parts")
+    found = list(_parts_of(subject.registered))
+    for kind, function in found:
+        label = f"{KIND_WORDS[kind]} {function_label(function)}"
+        checks, trial = FAMILIES[kind]
+        part = make_subject(Found(label, "<part>", kind=kind), {}, subject.scratch, trial, function, subject.seed)
+        for result in run_checks(checks, part, skip=("imports", "wheel")):
+            if result.status == "failed":
+                raise FailedError(f"the {label}, check {result.name}: {result.tried}", result.seen, result.change)
+    return counted(len(found), "part")
+
+
+def _parts_of(algorithm: Algorithm) -> Iterator[tuple[str, Function]]:
+    own = {
+        "advantages": None if algorithm.pairs else algorithm.advantage,
+        "kl": algorithm.kl.function if algorithm.kl else None,
+        "corrections": algorithm.correction,
+        "mixers": algorithm.mix,
+        "selectors": algorithm.select,
+        "pairings": algorithm.pairs,
+    }
+    yield from ((kind, function) for kind, function in own.items() if function is not None)
+    if callable(algorithm.aggregation):
+        yield "aggregations", algorithm.aggregation
+    yield from (("shapings", function) for function in algorithm.shaping)
+    yield from (("filters", function) for function in algorithm.filters)
+
+
+_FUNCTION = "unchanged repeatable"
+_OF_GROUPS = "values one_rollout equal_rewards finite order"
+_COMPARED = _family(groups, f"{_OF_GROUPS} better", _FUNCTION, groups.trial)
+_LOSS = _family(tokens, "values gradient masked rows finite", _FUNCTION, tokens.trial)
+_STEPS = "steps descends learning_rates gradients restored"
+_SANDBOX = "protocol commands files outside apart late limits closed time_to_live"
 
 FAMILIES: dict[str, Family] = {
-    "rewards": _function(rewards.trial, rewards.values, rewards.any_reply),
-    "filters": _function(filters.trial, filters.values, filters.any_group, filters.order),
-    "losses": _function(tokens.trial, tokens.values, tokens.gradient, *_OF_TOKENS, parts.parts),
-    "kl": _function(tokens.trial, tokens.values, tokens.gradient, *_OF_TOKENS, tokens.equal),
-    "corrections": _function(tokens.trial, tokens.values, *_OF_TOKENS, tokens.agreement),
-    "advantages": _function(groups.trial, *_OF_GROUPS, groups.better, groups.masked),
+    "rewards": _family(rewards, "values any_reply", _FUNCTION, rewards.trial),
+    "filters": _family(filters, "values any_group order", _FUNCTION, filters.trial),
+    "losses": _LOSS._replace(checks=(*_LOSS.checks, Check(parts, _LOSS.checks[-1].needs))),
+    "kl": _family(tokens, "values gradient masked rows finite equal", _FUNCTION, tokens.trial),
+    "corrections": _family(tokens, "values masked rows finite agreement", _FUNCTION, tokens.trial),
+    "advantages": _family(groups, f"{_OF_GROUPS} better masked", _FUNCTION, groups.trial),
     "mixers": _COMPARED,
     "shapings": _COMPARED,
-    "selectors": _function(groups.trial, *_OF_GROUPS),
+    "selectors": _family(groups, _OF_GROUPS, _FUNCTION, groups.trial),
     "pairings": _COMPARED,
-    "aggregations": _function(weights.trial, weights.values, weights.masked, weights.nothing_live, weights.order),
-    "curricula": _family(samplers.values, then=(repeatable,), trial=samplers.curriculum_trial),
-    "datasets": _family(
-        datasets.rows, datasets.usable, datasets.streaming, datasets.no_source, then=(repeatable,), trial=datasets.trial
-    ),
-    "samplers": _family(
-        samplers.chooses,
-        samplers.any_outcome,
-        samplers.restored,
-        samplers.other_tasks,
-        then=(repeatable,),
-        trial=samplers.trial,
-    ),
-    "references": _family(
-        updates.updates,
-        updates.policy_unchanged,
-        updates.precisions,
-        then=(repeatable,),
-        trial=updates.reference_trial,
-    ),
-    "optimizers": _family(
-        updates.steps,
-        updates.descends,
-        updates.learning_rates,
-        updates.gradients,
-        updates.restored,
-        then=(repeatable,),
-        trial=updates.optimizer_trial,
-    ),
-    "loggers": _family(
-        loggers.opens,
-        loggers.any_metric,
-        loggers.metrics_unchanged,
-        loggers.samples,
-        loggers.quick,
-        loggers.closes,
-        loggers.resumed,
-        then=(loggers.logs,),
-    ),
-    "tools": _family(
-        tools.tool_definition, tools.tool_schemas, tools.tool_results, tools.tool_arguments, tools.event_loop
-    ),
-    "tool_parsers": _family(
-        tools.plain_text, tools.any_text, tools.quick, then=(tools.round_trip, *CALLED), trial=tools.parser_trial
-    ),
-    "sandboxes": _family(
-        sandboxes.protocol,
-        sandboxes.commands,
-        sandboxes.files,
-        sandboxes.outside,
-        sandboxes.apart,
-        sandboxes.late,
-        sandboxes.limits,
-        sandboxes.closed,
-        sandboxes.time_to_live,
-    ),
-    "inference": _family(engines.protocol, engines.scores, engines.sessions, then=(engines.absent, engines.replies)),
-    "training": _family(
-        trainers.protocol,
-        trainers.forward,
-        trainers.step,
-        trainers.nothing_live,
-        trainers.weights,
-        trainers.checkpoint,
-        trainers.closes,
-    ),
-    "workers": _family(workers.connects, workers.leaves_nothing, workers.plays),
+    "aggregations": _family(weights, "values masked nothing_live order", _FUNCTION, weights.trial),
+    "curricula": _family(samplers, "values", "repeatable", samplers.curriculum_trial),
+    "datasets": _family(datasets, "rows usable streaming no_source", "repeatable", datasets.trial),
+    "samplers": _family(samplers, "chooses any_outcome restored other_tasks", "repeatable", samplers.trial),
+    "references": _family(updates, "updates policy_unchanged precisions", "repeatable", updates.reference_trial),
+    "optimizers": _family(updates, _STEPS, "repeatable", updates.optimizer_trial),
+    "loggers": _family(loggers, "opens any_metric metrics_unchanged samples quick closes resumed", "logs"),
+    "tools": _family(tools, "tool_definition tool_schemas tool_results tool_arguments event_loop"),
+    "tool_parsers": _family(tools, "plain_text any_text quick", f"round_trip {_FUNCTION}", tools.parser_trial),
+    "sandboxes": _family(sandboxes, _SANDBOX),
+    "inference": _family(engines, "protocol scores sessions", "absent replies"),
+    "training": _family(trainers, "protocol forward step nothing_live weights checkpoint closes"),
+    "workers": _family(workers, "connects leaves_nothing plays"),
     "commands": _unsigned(programs.command, programs.help_text, programs.wrong_usage),
     HOOKS: _unsigned(programs.hooks, programs.events, programs.components),
 }
@@ -156,4 +142,4 @@ def checks_of(kind: str) -> tuple[Check, ...]:
     """The checks of a kind, each with the checks that it needs. A component of an unknown kind has only `imports`."""
     if kind == "environments":
         return environments.CHECKS
-    return FAMILIES[kind].checks if kind in FAMILIES else (Check(imports),)
+    return FAMILIES[kind].checks if kind in FAMILIES else PACKAGED[:1]

@@ -10,20 +10,21 @@ import time
 from typing import Any
 
 from rollouts.author_code import shown
-from rollouts.chat.tool_parsers import ToolParser
+from rollouts.chat.tool_parsers import ChosenParser
 from rollouts.env.authoring import TOOL_MARK, ToolMethod
 from rollouts.env.schema import check_tool, schema_of
 from rollouts.env.task_tools import added_tool
 from rollouts.env.toolsets import Toolset, check_toolset, is_toolset
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, SignatureError, counted
 from rollouts.types import Task, ToolCall
-from rollouts_check.components.subject import Function, Subject, alias_of, at, trying
+from rollouts_check.components.common import Function, Subject, alias_of, trying
 from rollouts_check.environments import rewards
 from rollouts_check.environments import subject as environments
 from rollouts_check.environments import tools as checks
-from rollouts_check.environments.agents import tools_for
+from rollouts_check.environments.agents import parameters_of, tools_for
 from rollouts_check.packages import Found
 from rollouts_check.report import FailedError, Passed, SkippedError
+from rollouts_check.runner import once
 
 READ_SECONDS = 2.0  # how long reading one reply may take
 LONG = 100_000
@@ -34,33 +35,25 @@ LONG = 100_000
 
 def tool_definition(subject: Subject) -> str:
     """It has a schema: each argument of the model has a name and a type, and the docstring says what it does."""
-    if is_toolset(subject.component):
-        return _definitions(subject)
-    tool = _tool(subject)
+    is_several = is_toolset(subject.component)
+    tried, change = "read its schema", "correct the signature"
     try:
-        check_tool(tool)
-    except EnvironmentDefinitionError as error:
-        raise FailedError("read its schema", str(error), "correct the signature") from error
-    function = schema_of(tool)["function"]
-    if not str(function.get("description", "")).strip():
-        seen = f"it has no description{at(subject.component)}"
-        raise FailedError("read its schema", seen, "write a docstring: the model reads it")
-    arguments = ", ".join(function["parameters"]["properties"])
-    return f"arguments: {arguments or 'none'}"
-
-
-def _definitions(subject: Subject) -> str:
-    toolset = Toolset(subject.found.label, subject.component, subject.settings)
-    try:
-        check_toolset(toolset)
-        tools = tools_for(_environment(subject))
+        if is_several:
+            tried, change = "read the schemas of its tools", "correct the class"
+            check_toolset(Toolset(subject.found.label, subject.component, subject.settings))
+            tools = tools_for(_environment(subject))
+        else:
+            tools = [_tool(subject)]
+            check_tool(tools[0])
     except (EnvironmentDefinitionError, SignatureError) as error:
-        raise FailedError("read the schemas of its tools", str(error), "correct the class") from error
+        raise FailedError(tried, str(error), change) from error
     for tool in tools:
         if not str(schema_of(tool)["function"].get("description", "")).strip():
-            seen = f"the tool {tool.name} has no description{at(subject.component)}"
-            raise FailedError("read the schemas of its tools", seen, "describe the tool: the model reads it")
-    return f"tools: {', '.join(tool.name for tool in tools) or 'none'}"
+            seen = f"the tool {tool.name} has no description"
+            raise subject.failed(tried, seen, "write a docstring: the model reads it")
+    if is_several:
+        return f"tools: {', '.join(tool.name for tool in tools) or 'none'}"
+    return f"arguments: {', '.join(parameters_of(tools[0])) or 'none'}"
 
 
 def tool_schemas(subject: Subject) -> str:
@@ -88,46 +81,30 @@ def _tool(subject: Subject) -> ToolMethod:
     return added_tool(alias_of(subject.found.label), subject.component, subject.settings)
 
 
+@once
 def _environment(subject: Subject) -> environments.Subject:
     """An environment that has the tool."""
-    if "environment" not in subject.kept and is_toolset(subject.component):
-        # A class of tools has the methods of an environment, except `tasks`.
-        one_task = {"tasks": lambda self, split, rng: [Task("Use the tools.")], "__doc__": "Offers the tools."}
-        toolbox = type(subject.component.__name__, (subject.component,), one_task)
-        found, given = Found(subject.found.label, "<Toolbox>"), {"env": {"name": toolbox, **subject.settings}}
-        subject.kept["environment"] = environments.make_subject(found, given, subject.scratch, seed=subject.seed)
-    if "environment" not in subject.kept:
+    bases: tuple[type, ...] = ()
+    settings: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    if is_toolset(subject.component):  # a class of tools has the methods of an environment, except `tasks`
+        bases, settings = (subject.component,), subject.settings
+    else:
         tool = _tool(subject)
         offered: Any = subject.component if tool.isolate else tool.function
         vars(offered)[TOOL_MARK] = (tool.name, tool.timeout_seconds, tool.isolate, tool.role)
-
-        class Toolbox:
-            """Offers the tool in every task."""
-
-            def tasks(self, split: str, rng: object) -> list[Task]:
-                return [Task("Use the tool.")]
-
-            def tools(self, task: Task) -> list[Any]:
-                return [offered]
-
-        found = Found(subject.found.label, "<Toolbox>")
-        given = {"env": {"name": Toolbox}}
-        subject.kept["environment"] = environments.make_subject(found, given, subject.scratch, seed=subject.seed)
-    made: environments.Subject = subject.kept["environment"]
-    return made
+        own = {"tools": lambda self, task: [offered]}
+    tasks = {"tasks": lambda self, split, rng: [Task("Use the tools.")], "__doc__": "Offers the tools."}
+    toolbox = type(getattr(subject.component, "__name__", "Toolbox"), bases, {**own, **tasks})
+    found, given = Found(subject.found.label, "<Toolbox>"), {"env": {"name": toolbox, **settings}}
+    return environments.make_subject(found, given, subject.scratch, seed=subject.seed)
 
 
 # --- tool parsers -----------------------------------------------------------------------------------------------------
 
+_PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
 TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Search.",
-            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
-        },
-    }
+    {"type": "function", "function": {"name": name, "description": "Search.", "parameters": _PARAMETERS}}
     for name in ("search", "look_up")
 ]
 PLAIN = ("A text without calls.", "", "I think that 2 < 3 and 5 > 4.", "Unicode: é 👩‍🚀 \u202e")
@@ -153,7 +130,7 @@ HOSTILE = {
 
 def parser_trial(subject: Subject, function: Function) -> Any:
     """What it reads in some replies."""
-    parser = ToolParser(subject.found.label, function, {})
+    parser = ChosenParser(subject.found.label, function, {})
     written = [] if parser.write is None else [parser.write(calls) for calls in CALLS.values()]
     return [parser.calls(text, TOOLS) for text in (*PLAIN, *written)]
 
@@ -165,31 +142,29 @@ def plain_text(subject: Subject) -> str:
         with trying(tried, "return (calls, text): a list of ToolCall, and the text around them"):
             calls, rest = _parser(subject).calls(text, TOOLS)
         if calls:
-            seen = f"it read {shown(calls)}{at(subject.component)}"
-            raise FailedError(tried, seen, "read only what your format marks as a call")
+            raise subject.failed(tried, f"it read {shown(calls)}", "read only what your format marks as a call")
         if rest.split() != text.split():
-            seen = f"the remaining text is {shown(rest, 80)}{at(subject.component)}"
-            raise FailedError(tried, seen, "return the text without the calls, and nothing else removed")
+            seen = f"the remaining text is {shown(rest, 80)}"
+            raise subject.failed(tried, seen, "return the text without the calls, and nothing else removed")
     return counted(len(PLAIN), "text")
 
 
-def round_trip(subject: Subject) -> str:
+def round_trip(subject: Subject) -> None:
     """It reads the calls that its own `write` returns."""
-    parser = _parser(subject)
+    parser, change = _parser(subject), "let `write` return what the parser reads"
     if parser.write is None:
         raise SkippedError("it has no `write`, which demonstrations with calls need")
     try:
         parser.check()
     except ConfigError as error:
-        raise FailedError("write a call and read it", str(error), "let `write` return what the parser reads") from error
+        raise FailedError("write a call and read it", str(error), change) from error
     for words, calls in CALLS.items():
         with trying(f"write {words}"):
             text = parser.write(calls)
             read, _ = parser.calls(text, TOOLS)
         if [(each.name, each.arguments) for each in read] != [(each.name, each.arguments) for each in calls]:
-            seen = f"it wrote {shown(text, 80)}, and read {shown(read, 120)}{at(subject.component)}"
-            raise FailedError(f"write {words} and read them", seen, "let `write` return what the parser reads")
-    return ""
+            seen = f"it wrote {shown(text, 80)}, and read {shown(read, 120)}"
+            raise subject.failed(f"write {words} and read them", seen, change)
 
 
 def any_text(subject: Subject) -> str:
@@ -204,9 +179,8 @@ def any_text(subject: Subject) -> str:
             calls, _ = _parser(subject).calls(text, TOOLS)
         for call in calls:
             if not isinstance(call.name, str) or not _is_json(call.arguments):
-                seen = f"it read {shown(call)}{at(subject.component)}"
                 change = "return calls whose names are text, and whose arguments are a dict that JSON can hold"
-                raise FailedError(f"read {words}", seen, change)
+                raise subject.failed(f"read {words}", f"it read {shown(call)}", change)
     return counted(len(texts), "text")
 
 
@@ -220,9 +194,8 @@ def quick(subject: Subject) -> str:
         seconds = time.perf_counter() - begun
         slowest = max(slowest, seconds)
         if seconds > READ_SECONDS:
-            seen = f"it took {seconds:.1f} seconds for {len(text):,} characters{at(subject.component)}"
             change = "search with a pattern that does not try all ways to split the text, such as (.*)*"
-            raise FailedError(f"read {words}", seen, change)
+            raise subject.failed(f"read {words}", f"it took {seconds:.1f} seconds for {len(text):,} characters", change)
     return f"{slowest * 1000:.0f} ms"
 
 
@@ -234,5 +207,5 @@ def _is_json(arguments: Any) -> bool:
     return isinstance(arguments, dict)
 
 
-def _parser(subject: Subject) -> ToolParser:
-    return ToolParser(subject.found.label, subject.component, subject.settings)
+def _parser(subject: Subject) -> ChosenParser:
+    return ChosenParser(subject.found.label, subject.component, subject.settings)

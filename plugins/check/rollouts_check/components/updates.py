@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollouts.errors import UserError, counted
 from rollouts.plugins.signature import call_with
-from rollouts_check.components.common import snapshot
-from rollouts_check.components.subject import Function, Subject, at, trying
+from rollouts_check.components.common import Function, Subject, snapshot, trying
 from rollouts_check.report import FailedError
 
 if TYPE_CHECKING:
@@ -40,30 +39,27 @@ def updates(subject: Subject) -> str:
             returned = _apply(subject.function, reference, policy, version)
         moved += snapshot(reference) != before
         if returned is not None:
-            seen = f"it returned {type(returned).__name__}{at(subject.function)}"
-            raise FailedError(tried, seen, "change the tensors of `reference` in place, and return nothing")
+            seen = f"it returned {type(returned).__name__}"
+            raise subject.failed(tried, seen, "change the tensors of `reference` in place, and return nothing")
         if [(each.shape, each.dtype) for each in reference] != shapes:
-            seen = f"a tensor of the reference has another shape or dtype{at(subject.function)}"
-            raise FailedError(tried, seen, "write into the tensors: reference.copy_(...), reference.lerp_(...)")
+            seen = "a tensor of the reference has another shape or dtype"
+            raise subject.failed(tried, seen, "write into the tensors: reference.copy_(...), reference.lerp_(...)")
         if not all(bool(each.isfinite().all()) for each in reference):
-            seen = f"a value of the reference is not finite{at(subject.function)}"
-            raise FailedError(tried, seen, "correct the rule")
+            raise subject.failed(tried, "a value of the reference is not finite", "correct the rule")
     return f"changes the reference at {moved} of {counted(len(VERSIONS), 'version')}"
 
 
-def policy_unchanged(subject: Subject) -> str:
+def policy_unchanged(subject: Subject) -> None:
     """It does not change the policy."""
     policy = _tensors(2)
     before = snapshot(policy)
     for version in VERSIONS:
         _apply(subject.function, _tensors(1), policy, version)
         if snapshot(policy) != before:
-            seen = f"a tensor of the policy changed{at(subject.function)}"
-            raise FailedError(f"call it at version {version}", seen, "change `reference` only")
-    return ""
+            raise subject.failed(f"call it at version {version}", "the policy changed", "change `reference` only")
 
 
-def precisions(subject: Subject) -> str:
+def precisions(subject: Subject) -> None:
     """It works if policy and reference have different precisions, and if this process has no tensor."""
     import torch
 
@@ -74,11 +70,10 @@ def precisions(subject: Subject) -> str:
             for version in VERSIONS:
                 _apply(subject.function, reference, policy, version)
         if any(each.dtype != ours for each in reference):
-            seen = f"the reference has another precision afterwards{at(subject.function)}"
-            raise FailedError(f"call it with a policy of {theirs}", seen, "write into the tensors of `reference`")
+            seen = "the reference has another precision afterwards"
+            raise subject.failed(f"call it with a policy of {theirs}", seen, "write into the tensors of `reference`")
     with trying("call it with empty lists: another rank has all tensors", "return if `reference` is empty"):
         _apply(subject.function, [], [], 1)
-    return ""
 
 
 def _apply(function: Function, reference: list[Tensor], policy: list[Tensor], version: int) -> Any:
@@ -106,7 +101,7 @@ def optimizer_trial(subject: Subject, function: Function) -> Any:
     return [each.detach() for each in parameters]
 
 
-def steps(subject: Subject) -> str:
+def steps(subject: Subject) -> None:
     """It is a torch optimizer of all parameters, takes a step, and has a state that a checkpoint can hold."""
     from rollouts.training.backends.optimizer import check_optimizer
 
@@ -115,7 +110,6 @@ def steps(subject: Subject) -> str:
     except UserError as error:
         first, _, change = str(error).partition("\n")
         raise FailedError("make it for two parameters, and take a step", first, change or "correct it") from error
-    return ""
 
 
 def descends(subject: Subject) -> str:
@@ -129,12 +123,12 @@ def descends(subject: Subject) -> str:
         optimizer.step()
     after = _squares(parameters)
     if not after < before:
-        seen = f"it was {before:g}, and is {after:g} after 20 steps{at(subject.function)}"
-        raise FailedError("minimize the sum of the squared parameters", seen, "correct the sign or the size of a step")
+        seen = f"it was {before:g}, and is {after:g} after 20 steps"
+        raise subject.failed("minimize the sum of the squares", seen, "correct the sign or the size of a step")
     return f"{before:.3g} to {after:.3g} in 20 steps with lr {LR:g}"
 
 
-def learning_rates(subject: Subject) -> str:
+def learning_rates(subject: Subject) -> None:
     """Each group has its own rate, and a rate of 0 changes nothing: the trainer sets the rates before each step."""
     parameters = _parameters()
     given = [{"params": [each], "lr": LR * (number + 1)} for number, each in enumerate(parameters)]
@@ -142,20 +136,19 @@ def learning_rates(subject: Subject) -> str:
     rates = {id(each): group["lr"] for group in optimizer.param_groups for each in group["params"]}
     for number, each in enumerate(parameters):
         if abs(rates.get(id(each), -1.0) - LR * (number + 1)) > 1e-12:
-            seen = f"a group with the rate {LR * (number + 1):g} got {rates.get(id(each))}{at(subject.function)}"
+            seen = f"a group with the rate {LR * (number + 1):g} got {rates.get(id(each))}"
             change = "give torch the groups as they are: each has `params` and `lr`"
-            raise FailedError("make it with two groups of different rates", seen, change)
+            raise subject.failed("make it with two groups of different rates", seen, change)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     before = snapshot([each.detach() for each in parameters])
     _step(optimizer, parameters, 1)
     if snapshot([each.detach() for each in parameters]) != before:
-        seen = f"parameters changed{at(subject.function)}"
-        raise FailedError("take a step with the rate 0", seen, 'multiply every change by group["lr"], weight decay too')
-    return ""
+        change = 'multiply every change by group["lr"], weight decay too'
+        raise subject.failed("take a step with the rate 0", "parameters changed", change)
 
 
-def gradients(subject: Subject) -> str:
+def gradients(subject: Subject) -> None:
     """Parameters without a gradient stay as they are, and a gradient of 0 keeps all parameters finite."""
     parameters = _parameters()
     optimizer = _made(subject.function, parameters)
@@ -164,12 +157,11 @@ def gradients(subject: Subject) -> str:
     with trying("take a step where one gradient is None and the other one is 0", "skip it: if parameter.grad is None"):
         optimizer.step()
     if snapshot(parameters[1].detach()) != before:
-        seen = f"the parameter without a gradient changed{at(subject.function)}"
-        raise FailedError("take a step where one gradient is None", seen, "skip it: if parameter.grad is None")
+        seen = "the parameter without a gradient changed"
+        raise subject.failed("take a step where one gradient is None", seen, "skip it: if parameter.grad is None")
     if not bool(parameters[0].isfinite().all()):
-        seen = f"the parameter is not finite{at(subject.function)}"
-        raise FailedError("take a step with a gradient of 0", seen, "add a small number to the divisor")
-    return ""
+        seen = "the parameter is not finite"
+        raise subject.failed("take a step with a gradient of 0", seen, "add a small number to the divisor")
 
 
 def restored(subject: Subject) -> str:
@@ -200,9 +192,9 @@ def restored(subject: Subject) -> str:
     for optimizer, parameters in ((first, one), (second, other)):
         _step(optimizer, parameters, 3)
     if snapshot([each.detach() for each in one]) != snapshot([each.detach() for each in other]):
-        seen = f"the parameters differ after three more steps{at(subject.function)}"
+        seen = "the parameters differ after three more steps"
         change = "keep all state in `self.state[parameter]` or in the groups: tensors and numbers"
-        raise FailedError("save its state after three steps, and load it into a new one", seen, change)
+        raise subject.failed("save its state after three steps, and load it into a new one", seen, change)
     return counted(len(saved), "tensor")
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from rollouts.author_code import shown
 from rollouts.training.algorithms.aggregation import Masks, TokenWeights, aggregate
-from rollouts_check.components.subject import Function, Subject, at, trying
-from rollouts_check.report import FailedError
+from rollouts_check.components.common import Function, Subject, trying
 
 MAX_TOKENS = 16
 SLACK = 1e-9
@@ -37,47 +36,43 @@ def values(subject: Subject) -> str:
         found = aggregate(subject.function, ROWS)
     flat = [weight for row in found.weights for weight in row]
     if not all(math.isfinite(weight) and weight >= 0 for weight in flat):
-        raise FailedError(tried, f"the weights are {shown(found.weights)}{at(subject.function)}", CHANGE)
+        raise subject.failed(tried, f"the weights are {shown(found.weights)}", CHANGE)
     if not (math.isfinite(found.denominator) and found.denominator > 0):
-        seen = f"the denominator is {found.denominator}{at(subject.function)}"
-        raise FailedError(tried, seen, "return the part of D that these rows add: above 0 if a token is trained")
+        seen = f"the denominator is {found.denominator}"
+        raise subject.failed(tried, seen, "return the part of D that these rows add: above 0 if a token is trained")
     if not any(flat):
-        raise FailedError(tried, f"every weight is 0{at(subject.function)}", "give live tokens a weight above 0")
+        raise subject.failed(tried, "every weight is 0", "give live tokens a weight above 0")
     return f"one value for each {found.unit}"
 
 
-def masked(subject: Subject) -> str:
+def masked(subject: Subject) -> None:
     """Tokens with a mask of 0 have the weight 0."""
     found = aggregate(subject.function, ROWS)
     for number, (weights, mask) in enumerate(zip(found.weights, ROWS.masks, strict=True)):
         for place, (weight, live) in enumerate(zip(weights, mask, strict=True)):
             if live == 0 and weight != 0:
-                seen = f"token {place} of row {number} has the weight {weight:g}{at(subject.function)}"
-                raise FailedError("look at the weights of masked tokens", seen, "multiply the weight by the mask")
-    return ""
+                seen = f"token {place} of row {number} has the weight {weight:g}"
+                raise subject.failed("look at the weights of masked tokens", seen, "multiply the weight by the mask")
 
 
-def nothing_live(subject: Subject) -> str:
+def nothing_live(subject: Subject) -> None:
     """Rows without a trained token do no harm: there is no exception, and the denominator is finite."""
     tried = "call it on rows whose masks are all 0"
     with trying(tried, "a rollout without trained tokens may occur: do not divide by its number of tokens"):
         found = aggregate(subject.function, EMPTY)
     if not math.isfinite(found.denominator):
-        seen = f"the denominator is {found.denominator}{at(subject.function)}"
-        raise FailedError(tried, seen, "count live rollouts only")
+        raise subject.failed(tried, f"the denominator is {found.denominator}", "count live rollouts only")
     one = ROWS._replace(masks=[ROWS.masks[0], *EMPTY.masks[1:]])
     with trying("call it on rows of which only the first one has trained tokens"):
         aggregate(subject.function, one)
-    return ""
 
 
-def order(subject: Subject) -> str:
+def order(subject: Subject) -> None:
     """The order of the rows has no effect on their weights and on the denominator."""
     first = aggregate(subject.function, ROWS)
     places = [4, 2, 0, 3, 1]
-    picked: dict[str, Any] = {
-        name: [column[place] for place in places] for name, column in ROWS._asdict().items() if name != "max_tokens"
-    }
+    columns = [(name, column) for name, column in ROWS._asdict().items() if name != "max_tokens"]
+    picked: dict[str, Any] = {name: [column[place] for place in places] for name, column in columns}
     again = aggregate(subject.function, ROWS._replace(**picked))
     wanted = [first.weights[place] for place in places]
     is_same = all(
@@ -86,9 +81,6 @@ def order(subject: Subject) -> str:
         for one, other in zip(row, theirs, strict=True)
     )
     if not is_same or abs(first.denominator - again.denominator) > SLACK:
-        seen = (
-            f"the denominator was {first.denominator:g} and is {again.denominator:g}, the weights were "
-            f"{shown(wanted, 80)} and are {shown(again.weights, 80)}{at(subject.function)}"
-        )
-        raise FailedError(f"call it on the rows in the order {places}", seen, "find rows by rollout_index")
-    return ""
+        seen = f"D was {first.denominator:g} and is {again.denominator:g}, the weights were {shown(wanted, 80)} and are"
+        tried, seen = f"call it on the rows in the order {places}", f"{seen} {shown(again.weights, 80)}"
+        raise subject.failed(tried, seen, "find rows by rollout_index")

@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 import trio
 
-from rollouts.author_code import message_of, shown
+from rollouts.author_code import shown
 from rollouts.env.workers.channel import Connection, Connector
 from rollouts.env.workers.process import Options
-from rollouts.errors import UserError, WorkerError
+from rollouts.errors import WorkerError
 from rollouts.plugins.signature import call_with
-from rollouts_check.components.subject import Subject, at, trying
+from rollouts_check.components.common import Subject, trying
 from rollouts_check.environments import subject as environments
 from rollouts_check.environments.agents import in_trio
 from rollouts_check.environments.table import IN_WORKER
@@ -62,15 +62,14 @@ def connects(subject: Subject) -> str:
 
     greeting, words = _in_time(open_and_end)
     if not isinstance(greeting, dict) or greeting.get("type") != "hello":
-        seen = f"the first message is {shown(greeting)}{at(subject.component)}"
-        raise FailedError("open a worker", seen, "start `worker_command(options)`, and pass its messages on")
+        seen = f"the first message is {shown(greeting)}"
+        raise subject.failed("open a worker", seen, "start `worker_command(options)`, and pass its messages on")
     if not isinstance(words, str) or not words:
-        seen = f"`end` returned {shown(words)}{at(subject.component)}"
-        raise FailedError("end a worker", seen, "return a text that says how it ended")
+        raise subject.failed("end a worker", f"`end` returned {shown(words)}", "return a text that says how it ended")
     return words
 
 
-def leaves_nothing(subject: Subject) -> str:
+def leaves_nothing(subject: Subject) -> None:
     """No process is left of a worker that is ended, or whose start is cancelled."""
     before = Leftovers(subject.scratch / "none")
 
@@ -84,11 +83,8 @@ def leaves_nothing(subject: Subject) -> str:
                     await connection.end(END_SECONDS)
 
     _in_time(start_and_cancel)
-    if left := before.found():
-        seen = f"it left {'; '.join(left)}{at(subject.component)}"
-        change = "end what you started in a `finally`, also if `open` is cancelled"
-        raise FailedError("cancel the start of a worker at several moments, and end others", seen, change)
-    return ""
+    change = "end what you started in a `finally`, also if `open` is cancelled"
+    subject.require_nothing_left(before, "cancel the start of a worker at several moments, and end others", change)
 
 
 def plays(subject: Subject) -> str:
@@ -99,35 +95,27 @@ def plays(subject: Subject) -> str:
     file.write_text(NUMBERS, encoding="utf-8")
     found = Found("Numbers in the worker", f"{file}:Numbers")
     given = {"worker": {"kind": subject.found.name, **subject.settings}}
-    try:
+    with subject.making():
         played = environments.make_subject(found, given, subject.scratch, seed=subject.seed, tasks=2)
-    except UserError as error:
-        raise subject.skipped(f"it cannot be made with these settings: {message_of(error)}") from error
     try:
         results = run_checks(IN_WORKER, played, only=PLAYED)
     finally:
         played.close()
     for result in results:
         if result.status == "failed":
-            raise FailedError(
-                f"an environment in the worker, check {result.name}: {result.tried}", result.seen, result.change
-            )
+            tried = f"an environment in the worker, check {result.name}: {result.tried}"
+            raise FailedError(tried, result.seen, result.change)
     return ", ".join(result.name for result in results if result.status == "passed")
 
 
 async def _open(subject: Subject) -> Connection:
     """A worker. Skips the check if none can be started here. Raises FailedError if the component makes no Connector."""
     inputs = {"environment": "calculator", "count": 1, "options": Options()}
-    try:
-        with trying("make it"):
-            made = call_with(subject.component, inputs, subject.settings)
-    except FailedError as error:
-        if isinstance(error.__cause__, UserError):
-            raise subject.skipped(f"it cannot be made with these settings: {error.seen}") from error
-        raise
+    with subject.making():
+        made = call_with(subject.component, inputs, subject.settings)
     if not isinstance(made, Connector):
-        seen = f"it made {type(made).__name__}{at(subject.component)}"
-        raise FailedError("make it", seen, "write `async def open(self, log)`: rollouts.env.workers.channel.Connector")
+        change = "write `async def open(self, log)`: rollouts.env.workers.channel.Connector"
+        raise subject.failed("make it", f"it made {type(made).__name__}", change)
     try:
         return await made.open(lambda chunk: None)
     except WorkerError as error:

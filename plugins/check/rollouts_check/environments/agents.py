@@ -14,28 +14,33 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import outcome
 import trio
 
-from rollouts.agent.episode import EpisodeRun, outcome_of, run_episode, tools_of_task
+from rollouts.agent.episode import EpisodeOptions, EpisodeRun, outcome_of, run_episode, tools_of_task
 from rollouts.agent.model import EpisodeLimits
 from rollouts.author_code import CORE, Place, is_file, message_of
 from rollouts.encoding import encode
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.mixing import RewardTerm
 from rollouts.env.schema import schema_of
+from rollouts.env.tools import run_tool
 from rollouts.errors import RewardError, RunError
 from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.inference.suspend import SuspendableEngine
 from rollouts.runs.rehearsal import CONTEXT_TOKENS, ScriptedEngine, script_of
-from rollouts.types import Episode, Message, Score, Task, Trajectory
+from rollouts.types import Episode, Message, Score, Task, ToolCall, Trajectory
 from rollouts_check.environments.subject import Subject
 from rollouts_check.report import FailedError
+from rollouts_check.runner import once
+
+if TYPE_CHECKING:
+    from rollouts.chat.format import ChatFormat
 
 T = TypeVar("T")
 Agent = Callable[[ChatRequest], Message | Awaitable[Message]]
@@ -149,32 +154,32 @@ async def play(
     seconds: float = EPISODE_SECONDS,
     rewards: Sequence[RewardTerm] | None = None,
     watch: Watch | None = None,
-    engine: SuspendableEngine | None = None,
+    engine: SuspendableEngine | ScriptedEngine | None = None,
+    chat: ChatFormat | None = None,
 ) -> Played:
-    """One episode of the task with this agent, judged. `engine` resumes a suspended episode."""
-    watch = watch or Watch()
-    inner = _AgentEngine(agent)
-    if engine is not None:
+    """One episode of the task with this agent, judged. `engine` resumes a suspended episode, or replies in place of the
+    agent, with the tokens of `chat`.
+    """
+    inner, task = _AgentEngine(agent), copied(task)
+    if isinstance(engine, SuspendableEngine):
         engine.backend = inner
-    limits = EpisodeLimits(max_tokens=CONTEXT_TOKENS, max_turns=turns, episode_seconds=seconds)
+    env = subject.environment
     try:
-        task = copied(task)
         episode = await run_episode(
             task,
-            make_env=subject.environment.make_env if subject.environment.remote else partial(watch.make, subject),
-            chat=None,
+            make_env=env.make_env if env.remote else partial((watch or Watch()).make, subject),
+            chat=chat,
             inference=engine or inner,
-            limits=limits,
+            limits=EpisodeLimits(max_tokens=CONTEXT_TOKENS, max_turns=turns, episode_seconds=seconds),
             rewards=subject.rewards if rewards is None else rewards,
             session="check",
             order=(0, 0),
             seed=subject.seed,
-            sandboxes=subject.environment.sandboxes,
-            shared=subject.environment.shared,
+            options=EpisodeOptions((), env.sandboxes, env.shared),
         )
     except RewardError as error:
-        message = message_of(error)
-        return Played(Episode((0, 0), task, [Trajectory(task, task.messages)], Score(None), {}), message)
+        trajectory = Trajectory(task, task.messages)
+        return Played(Episode((0, 0), task, [trajectory], Score(None), {}), message_of(error))
     finally:
         progressed()
     return Played(episode)
@@ -190,37 +195,49 @@ def play_each(subject: Subject, tasks: Sequence[Task], agents: Sequence[Agent], 
     return in_trio(each)
 
 
+@once
 def tools_for(subject: Subject) -> list[ToolMethod]:
     """The tools of the first task; if the environment fails, the marked ones."""
-    if "tools" not in subject.kept:
-        subject.kept["tools"] = subject.environment.all_tools()
-        if subject.environment.chooses_tools:
-            with contextlib.suppress(RunError):  # `episode` reports the failure
-                env, engine = subject.environment, _AgentEngine(says(""))
-                arguments = (subject.tasks[0], env.make_env, engine, EpisodeLimits(), env.sandboxes, env.shared)
-                subject.kept["tools"] = in_trio(tools_of_task, *arguments)
-    found: list[ToolMethod] = subject.kept["tools"]
-    return found
+    env = subject.environment
+    if env.chooses_tools:
+        with contextlib.suppress(RunError):  # `episode` reports the failure
+            options = EpisodeOptions((), env.sandboxes, env.shared)
+            arguments = (subject.tasks[0], env.make_env, _AgentEngine(says("")), EpisodeLimits(), options)
+            return in_trio(tools_of_task, *arguments)
+    return env.all_tools()
 
 
-async def ready(subject: Subject, task: Task | None = None) -> EpisodeRun:
-    """An environment object with its tools, after `setup` of the task (None: the first one). Raises RunError."""
+def parameters_of(tool: ToolMethod) -> dict[str, list[dict[str, Any]]]:
+    """The arguments of a tool, each with its schema and the schemas of its alternatives."""
+    found = schema_of(tool)["function"]["parameters"]["properties"]
+    return {name: [schema, *schema.get("anyOf", ())] for name, schema in found.items()}
+
+
+@contextlib.asynccontextmanager
+async def ready(subject: Subject, task: Task | None = None) -> AsyncIterator[EpisodeRun]:
+    """An environment object with its tools, after `setup` of the task (None: the first one). Its `close` runs, and its
+    sandbox is closed, at the end of the block. Raises RunError.
+    """
     engine = SuspendableEngine(_AgentEngine(says("")), None, (0, 0), "")
     engine.clock.begin()
     chosen, env = copied(subject.tasks[0] if task is None else task), subject.environment
     limits = EpisodeLimits(setup_seconds=60, cleanup_seconds=CLOSE_SECONDS)
-    run = EpisodeRun(engine, chosen, env.make_env, None, limits, subject.seed, (), env.sandboxes, env.shared)
+    options = EpisodeOptions((), env.sandboxes, env.shared)
+    run = EpisodeRun(engine, chosen, env.make_env, None, limits, subject.seed, options)
     try:
-        await run.set_up()
-    except Exception as error:  # outcome_of raises errors of the core again
-        await done(run)
-        raise RunError(outcome_of(error, run.stage)[1]) from error
-    return run
+        try:
+            await run.set_up()
+        except Exception as error:  # outcome_of raises errors of the core again
+            raise RunError(outcome_of(error, run.stage)[1]) from error
+        yield run
+    finally:
+        await run.close()
 
 
-async def done(run: EpisodeRun) -> None:
-    """Run `close` of the environment object, and close its sandbox."""
-    await run.close()
+async def call_tool(run: EpisodeRun, tool: str, arguments: dict[str, Any]) -> str:
+    """The result of a tool in a prepared episode."""
+    own = {each.name: each for each in run.own_tools}
+    return (await run_tool(own, ToolCall(tool, arguments, "call"), seconds_max=10)).text
 
 
 def example_script(subject: Subject) -> list[Message]:
@@ -248,9 +265,11 @@ def in_trio(function: Callable[..., Awaitable[T]], *args: Any) -> T:
     its cancellation. How long the whole function takes does not matter, as the machine may be slow.
     """
     results: list[outcome.Outcome[T]] = []
-    thread = threading.Thread(
-        target=lambda: results.append(outcome.capture(trio.run, function, *args)), name="rollouts-check", daemon=True
-    )
+
+    def run() -> None:
+        results.append(outcome.capture(trio.run, function, *args))
+
+    thread = threading.Thread(target=run, name="rollouts-check", daemon=True)
     thread.start()
     done = -1
     while thread.is_alive() and len(_ended) > done:
@@ -259,20 +278,15 @@ def in_trio(function: Callable[..., Awaitable[T]], *args: Any) -> T:
     if results:
         return results[0].unwrap()
     place = _place_of_thread(thread)
-    raise FailedError(
-        "play episodes, each with a deadline",
-        f"one did not end in {CHECK_SECONDS:g} seconds" + (f"; the event loop waits for {place}" if place else ""),
-        "do not block in an async method (await trio.sleep, not time.sleep), and do not catch trio.Cancelled",
-    )
+    seen = f"one did not end in {CHECK_SECONDS:g} seconds" + (f"; the event loop waits for {place}" if place else "")
+    change = "do not block in an async method (await trio.sleep, not time.sleep), and do not catch trio.Cancelled"
+    raise FailedError("play episodes, each with a deadline", seen, change)
 
 
 def _place_of_thread(thread: threading.Thread) -> Place | None:
     """The author's line that a thread runs."""
     frame = sys._current_frames().get(thread.ident or 0)
-    if frame is None:
-        return None
-    frames = [each for each in traceback.extract_stack(frame) if is_file(each.filename)]
-    own = [each for each in frames if not each.filename.startswith(CORE) and "site-packages" not in each.filename]
-    library = traceback.__file__.rpartition("/")[0]
-    own = [each for each in own if not each.filename.startswith(library)]
+    library = (*CORE, traceback.__file__.rpartition("/")[0])
+    frames = [each for each in traceback.extract_stack(frame) if is_file(each.filename)] if frame else []
+    own = [each for each in frames if not each.filename.startswith(library) and "site-packages" not in each.filename]
     return Place(own[-1].filename, own[-1].lineno or 0, own[-1].line or "") if own else None

@@ -9,27 +9,26 @@ code (`indirect.CODES`).
 
 from __future__ import annotations
 
+import base64
+import codecs
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from rollouts.author_code import place_of_function, shown
+from rollouts.author_code import shown
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.schema import schema_of
-from rollouts.env.tools import run_tool
 from rollouts.errors import counted
 from rollouts.types import Message, Task, ToolCall
-from rollouts_check.environments.agents import TURNS, done, in_trio, play, ready, says, tools_for
-from rollouts_check.environments.call_tricks import calling, calls_of
-from rollouts_check.environments.forger import text_arguments
-from rollouts_check.environments.indirect import CODES, MANY, look_for_numbers, look_in_replies, shown_by_number
+from rollouts_check.environments.agents import TURNS, call_tool, in_trio, parameters_of, play, ready, says, tools_for
+from rollouts_check.environments.forger import calling, calls_of, text_arguments, word
 from rollouts_check.environments.rewards import SLACK, judged
 from rollouts_check.environments.subject import Subject
 from rollouts_check.environments.tools import example_arguments
-from rollouts_check.report import FailedError, Passed, SkippedError
+from rollouts_check.report import FailedError, Passed, SkippedError, at
 
 CONTEXT = 5  # characters before an answer by which a forger could find it
 DISTINCT = 4  # shorter answers may be in a schema by chance
@@ -69,14 +68,14 @@ def answer_hidden(subject: Subject) -> str | Passed:
     others = [task for task in _distinct(subject.drawn) if task not in known][:CONFIRMED]
     if len({_answer(task) for task in others} - {""}) < 2:
         others = []
-    notes = [*_look_in_prompts(subject, known, others), *_look_for_codes(subject), *look_for_numbers(subject)]
-    look_in_replies(subject)
+    notes = [*_look_in_prompts(subject, known, others), *_look_for_codes(subject), *_look_for_numbers(subject)]
+    _look_in_replies(subject)
     _look_in_schemas(subject, known, others)
     if count < 2:
-        return Passed(f"{counted(len(known), 'task')} with one answer: only schemas were read", tuple(notes))
+        return Passed(f"{counted(len(known), 'task')} with one answer: only schemas were read", notes)
     for tool in tools_for(subject):
         notes += _look_in_results(subject, tool, known, others)
-    return Passed(counted(len(known), "task"), tuple(notes))
+    return Passed(counted(len(known), "task"), notes)
 
 
 def _look_in_prompts(subject: Subject, known: Sequence[Task], others: Sequence[Task]) -> list[str]:
@@ -85,12 +84,11 @@ def _look_in_prompts(subject: Subject, known: Sequence[Task], others: Sequence[T
     words = _gives_away(subject, prompts, answers)
     if not words or (others and not _gives_away(None, list(map(_prompt, others)), list(map(_answer, others)))):
         return []
-    seen = f"each prompt has the answer {words}{_at_tasks(subject)}"
+    seen = f"each prompt has the answer {words}{subject.at('tasks')}"
+    pairs = _lowered(prompts, answers)
     if _is_at_changing_lines(prompts, answers):
         return [f"{seen}, in changing lines; leave it out, unless the task is to find it"]
-    if _is_alone(prompts, answers) or not (
-        _is_announced(prompts, answers) or _earn(subject, [[each] for each in answers])
-    ):
+    if _is_alone(pairs) or not (_is_announced(pairs) or _earn(subject, [[each] for each in answers])):
         return [f"{seen}; leave it out, unless it is what to do"]
     raise FailedError("look for the answers in the prompts", seen, "leave the answer out of the prompt")
 
@@ -106,19 +104,15 @@ def _look_for_codes(subject: Subject) -> list[str]:
     if len(pairs) < max(MANY, len(tasks) / 2) or len({answer for _, answer in pairs}) < 2:
         return []
     for code in CODES:
-        coded = []
-        for prompt, answer in pairs:
-            text, hidden = code.decoded(prompt).lower(), code.encoded(answer.lower())
-            if not hidden or not any(_places(hidden, text)):
-                break
-            coded.append((text, hidden))
-        if len(coded) < len(pairs) or _is_everywhere(coded) or (code.is_placed and not _common_place(coded)):
+        coded = [(code.decoded(prompt).lower(), code.encoded(answer.lower())) for prompt, answer in pairs]
+        is_shown = all(hidden and any(_places(hidden, text)) for text, hidden in coded)
+        if not is_shown or _is_everywhere(coded) or (code.is_placed and not _common_place(coded)):
             continue
-        texts, answers = [text for text, _ in coded], [hidden for _, hidden in coded]
-        seen = f"each prompt has the answer {code.words}, such as {shown(pairs[0][0])} for {pairs[0][1]!r}"
-        if _is_alone(texts, answers) or all(DECODES.search(prompt.lower()) for prompt, _ in pairs):
-            return [f"{seen}{_at_tasks(subject)}; leave it out, unless the task is to read it"]
-        raise FailedError("look for codes of the answers in the prompts", f"{seen}{_at_tasks(subject)}", "leave it out")
+        prompt, answer = pairs[0]
+        seen = f"each prompt has the answer {code.words}, such as {shown(prompt)} for {answer!r}{subject.at('tasks')}"
+        if _is_alone(coded) or all(DECODES.search(prompt.lower()) for prompt, _ in pairs):
+            return [f"{seen}; leave it out, unless the task is to read it"]
+        raise FailedError("look for codes of the answers in the prompts", seen, "leave it out")
     return []
 
 
@@ -145,40 +139,32 @@ def _look_in_results(
         if not found:
             continue
         tried = f"call the tool {tool.name} with {words} in every task"
-        seen = f"the result has the answer {found}, such as {shown(results[0])} ({place_of_function(tool.function)})"
-        if _is_experts_way(subject, tool, arguments):
+        seen = f"the result has the answer {found}, such as {shown(results[0])}{at(tool.function)}"
+        experts = [[call.arguments for call in calls_of(each, tool.name)] for each in subject.expert]
+        if experts and all(arguments(each.task) in made for each, made in zip(subject.expert, experts, strict=True)):
             yield f"{tried}: {seen}, as the expert does; this is the task, or gives it away"
-        elif judged(subject) and not _earn(subject, _after_call(subject, tool, arguments)):
-            yield f"{tried}: {seen}; an expert earns less after it, so it may be a hint"
-        else:
+            continue
+        scripts = [[calling(ToolCall(tool.name, arguments(each.task))), *each.replies] for each, _ in judged(subject)]
+        if not scripts or _earn(subject, scripts):
             raise FailedError(tried, seen, "do not give the model an answer that it did not work for")
+        yield f"{tried}: {seen}; an expert earns less after it, so it may be a hint"
 
 
-def _after_call(subject: Subject, tool: ToolMethod, arguments: Callable[[Task], dict[str, Any]]) -> list[list[Any]]:
-    """What each expert says, after this call."""
-    return [[calling(ToolCall(tool.name, arguments(each.task))), *each.replies] for each, _ in judged(subject)]
+def _lowered(texts: Sequence[str], answers: Sequence[str]) -> list[tuple[str, str]]:
+    """The texts that have an answer, with it, in small letters."""
+    return [(text.lower(), answer.lower()) for text, answer in zip(texts, answers, strict=True) if answer]
 
 
-def _is_experts_way(subject: Subject, tool: ToolMethod, arguments: Callable[[Task], dict[str, Any]]) -> bool:
-    """Whether the expert makes this call in every task."""
-    made = [
-        any(call.arguments == arguments(each.task) for call in calls_of(each, tool.name)) for each in subject.expert
-    ]
-    return bool(made) and all(made)
-
-
-def _is_alone(texts: Sequence[str], answers: Sequence[str]) -> bool:
+def _is_alone(pairs: Sequence[tuple[str, str]]) -> bool:
     """Whether nothing but the answers differs between the texts, as in a task to copy or to reach what the prompt says.
     Not if the words before say that it is an answer.
     """
-    pairs = [(text.lower(), answer.lower()) for text, answer in zip(texts, answers, strict=True) if answer]
     rest = {re.sub(rf"(?<!\w){re.escape(answer)}(?!\w)", "", text) for text, answer in pairs}
-    return len(rest) == 1 and not _is_announced(texts, answers)
+    return len(rest) == 1 and not _is_announced(pairs)
 
 
-def _is_announced(texts: Sequence[str], answers: Sequence[str]) -> bool:
+def _is_announced(pairs: Sequence[tuple[str, str]]) -> bool:
     """Whether the words before each answer say that it is one."""
-    pairs = [(text.lower(), answer.lower()) for text, answer in zip(texts, answers, strict=True) if answer]
     return all(TELLING.search(text.partition(answer)[0][-WORDS_BEFORE:]) for text, answer in pairs)
 
 
@@ -244,20 +230,24 @@ def _shown_by(subject: Subject | None, tasks: Sequence[Task], texts: Sequence[st
     """
     answers = [task.answer for task in tasks]
     written = [_written(answer) for answer in answers]
-    if found := _gives_away(subject, texts, written) or _at_one_key(texts, written) or _at_an_end(texts, written):
+    if found := _gives_away(subject, texts, written):
+        return found
+    pairs = [(text, answer) for text, answer in zip(texts, written, strict=True) if answer]
+    if len({answer for _, answer in pairs}) > 1 and (found := _at_one_key(pairs) or _at_an_end(pairs)):
         return found
     leaves = [_leaves(answer) for answer in answers]
     shared = set.intersection(*map(set, leaves))
     columns = [[each[path] for each in leaves] for path in sorted(shared)]
     places = [_gives_away(subject, texts, column) for column in columns if len(set(column)) > 1]
-    return " and ".join(places[:3]) if places and all(places) else shown_by_number(tasks, texts)
+    if places and all(places):
+        return " and ".join(places[:3])
+    numbers = [number for answer in answers if (number := _number_of(answer)) is not None]
+    followed = _relation(texts, numbers, min(MANY, max(2, len(tasks)))) if len(numbers) == len(tasks) else None
+    return f"as {followed[0]}" if followed else ""
 
 
-def _at_one_key(texts: Sequence[str], written: Sequence[str]) -> str:
-    """Whether all texts are JSON and have their answer at the same keys. Texts without an answer do not count."""
-    pairs = [(text, answer) for text, answer in zip(texts, written, strict=True) if answer]
-    if len({answer for _, answer in pairs}) < 2:
-        return ""
+def _at_one_key(pairs: Sequence[tuple[str, str]]) -> str:
+    """Whether all texts are JSON and have their answer at the same keys."""
     try:
         found = [
             {path for path, value in _values(msgspec.json.decode(text)) if _written(value) == answer}
@@ -269,11 +259,9 @@ def _at_one_key(texts: Sequence[str], written: Sequence[str]) -> str:
     return f"at {paths[0]}" if paths else ""
 
 
-def _at_an_end(texts: Sequence[str], written: Sequence[str]) -> str:
-    """Whether all texts begin or all end with their answer. Texts without an answer do not count."""
-    pairs = [(text.strip(" .!\n"), answer) for text, answer in zip(texts, written, strict=True) if answer]
-    if len({answer for _, answer in pairs}) < 2:
-        return ""
+def _at_an_end(pairs: Sequence[tuple[str, str]]) -> str:
+    """Whether all texts begin or all end with their answer."""
+    pairs = [(text.strip(" .!\n"), answer) for text, answer in pairs]
     places = [[found.span() for found in _places(answer, text)] for text, answer in pairs]
     if all(found and found[0][0] == 0 for found in places):
         return "at its start"
@@ -298,8 +286,7 @@ def _values(value: Any, path: str = "", unread: Collection[str] = ()) -> Iterato
 
 def _leaves(value: Any, unread: Collection[str] = ()) -> dict[str, str]:
     """The texts and numbers in a list or a mapping, as texts."""
-    found = _values(value, unread=unread)
-    return {path: str(each) for path, each in found if type(each) in (str, int, float)}
+    return {path: str(each) for path, each in _values(value, unread=unread) if type(each) in (str, int, float)}
 
 
 def _common_place(pairs: Sequence[tuple[str, str]]) -> tuple[str, list[int]] | None:
@@ -344,9 +331,8 @@ def _look_in_schemas(subject: Subject, known: Sequence[Task], others: Sequence[T
         more = [each.get((tool, path), "") for each in in_trio(_texts_of_schemas, subject, others)]
         if others and not _in_schema(None, others, more, path):
             continue
-        place = next((place_of_function(each.function) for each in tools_for(subject) if each.name == tool), None)
-        at = f" ({place})" if place else ""
-        seen = f"{path} has the answer {found}, such as {shown(texts[0])}{at}"
+        place = at(*(each.function for each in tools_for(subject) if each.name == tool))
+        seen = f"{path} has the answer {found}, such as {shown(texts[0])}{place}"
         raise FailedError(f"read the schema of the tool {tool}", seen, "leave the answer out of the schema")
 
 
@@ -363,11 +349,8 @@ async def _texts_of_schemas(subject: Subject, tasks: Sequence[Task]) -> list[dic
     """
     found = []
     for task in tasks:
-        run = await ready(subject, task)
-        try:
+        async with ready(subject, task) as run:
             schemas = [schema_of(tool)["function"] for tool in run.own_tools]
-        finally:
-            await done(run)
         names = {(f"number {place}", NAMED): each["name"] for place, each in enumerate(schemas, start=1)}
         for each in schemas:
             arguments = enumerate(each["parameters"]["properties"], start=1)
@@ -407,21 +390,19 @@ def _only_answer(texts: Sequence[str], answers: Sequence[str], prompts: Sequence
 def _unknowing(subject: Subject, tool: ToolMethod) -> Iterator[tuple[str, Callable[[Task], dict[str, Any]]]]:
     """Arguments that do not depend on the task, each with its words."""
     usual = example_arguments(schema_of(tool))
-    yield "invented arguments", _always(usual)
+
+    def with_values(**values: Any) -> Callable[[Task], dict[str, Any]]:
+        return lambda task: {**usual, **values}
+
+    yield "invented arguments", with_values()
     texts = [name for owner, name, _ in text_arguments(subject) if owner.name == tool.name]
     for value in HINTS if texts else ():
-        yield f"{value!r}", _always({**usual, **dict.fromkeys(texts, value)})
-    function = schema_of(tool)["function"]
-    for name, parameter in function["parameters"]["properties"].items():
-        for value in itertools.islice(_choices(parameter, function.get("description", "")), CHOICES_MAX):
-            yield f"{name}={value!r}", _always({**usual, name: value})
-    calls = [
-        (each.task, call.arguments)
-        for each in subject.expert
-        for reply in each.replies
-        for call in reply.tool_calls
-        if call.name == tool.name
-    ]
+        yield f"{value!r}", with_values(**dict.fromkeys(texts, value))
+    description = schema_of(tool)["function"].get("description", "")
+    for name, kinds in parameters_of(tool).items():
+        for value in itertools.islice(_choices(kinds, description), CHOICES_MAX):
+            yield f"{name}={value!r}", with_values(**{name: value})
+    calls = [(each.task, call.arguments) for each in subject.expert for call in calls_of(each, tool.name)]
 
     def of_another(task: Task) -> dict[str, Any]:
         own = [arguments for other, arguments in calls if other == task]
@@ -430,13 +411,19 @@ def _unknowing(subject: Subject, tool: ToolMethod) -> Iterator[tuple[str, Callab
     if calls:
         yield "the arguments of another task", of_another
     if texts and re.search(r"\bsql\b|\bselect\b", str(schema_of(tool)), re.IGNORECASE):
-        for statement in _statements(subject, tool, usual, texts[0]):
-            yield repr(statement), _always({**usual, texts[0]: statement})
+        tables = dict[str, None]()
+        for listing in LISTINGS:  # how databases list their tables
+            (text,) = _results_of(subject, tool, subject.tasks[:1], with_values(**{texts[0]: listing}))
+            if not text.startswith("Error:"):
+                tables |= dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text))
+        for table in itertools.islice(tables, TABLES_MAX):
+            statement = f"select * from {table}"
+            yield repr(statement), with_values(**{texts[0]: statement})
 
 
-def _choices(parameter: Mapping[str, Any], description: str) -> Iterator[Any]:
+def _choices(kinds: Sequence[Mapping[str, Any]], description: str) -> Iterator[Any]:
     """What an argument may be: each of its choices, small numbers, the bounds, and the words that are quoted."""
-    for schema in (parameter, *parameter.get("anyOf", ())):
+    for schema in kinds:
         yield from schema.get("enum", ())
         yield from (schema[key] for key in ("const", "minimum", "maximum") if key in schema)
         kind = schema.get("type")
@@ -445,41 +432,186 @@ def _choices(parameter: Mapping[str, Any], description: str) -> Iterator[Any]:
             yield from re.findall(r"[\"'`](\w+)[\"'`]", f"{schema.get('description', '')} {description}")
 
 
-def _statements(subject: Subject, tool: ToolMethod, usual: Mapping[str, Any], name: str) -> list[str]:
-    """Statements that read the tables which a database lists."""
-    found = dict[str, None]()
-    for listing in LISTINGS:
-        (text,) = _results_of(subject, tool, subject.tasks[:1], _always({**usual, name: listing}))
-        if not text.startswith("Error:"):
-            found |= dict.fromkeys(re.findall(r"[A-Za-z_]\w*", text))
-    return [f"select * from {table}" for table in itertools.islice(found, TABLES_MAX)]
-
-
 def _results_of(
     subject: Subject, tool: ToolMethod, tasks: Sequence[Task], arguments: Callable[[Task], dict[str, Any]]
 ) -> list[str]:
-    return [SEPARATED.sub("", text) for text in in_trio(_results, subject, tool, tasks, arguments)]
+    """The tool's result in each task, without separators of thousands."""
+
+    async def results() -> list[str]:
+        found = []
+        for task in tasks:
+            async with ready(subject, task) as run:
+                found.append(await call_tool(run, tool.name, arguments(task)))
+        return found
+
+    return [SEPARATED.sub("", text) for text in in_trio(results)]
 
 
-def _always(arguments: dict[str, Any]) -> Callable[[Task], dict[str, Any]]:
-    return lambda task: arguments
+# --- codes and numbers ------------------------------------------------------------------------------------------------
 
 
-async def _results(
-    subject: Subject, tool: ToolMethod, tasks: Sequence[Task], arguments: Callable[[Task], dict[str, Any]]
-) -> list[str]:
-    """The tool's result in each task."""
-    texts = []
-    for task in tasks:
-        run = await ready(subject, task)
+NUMBER = re.compile(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w]|\.\d)")
+MANY = 5  # different numbers that do not follow one rule by chance
+PLACES_MAX = 6  # numbers from the start and from the end of a text
+DIGITS_MAX = 15  # longer numbers are not exact
+WRONG_REPLY = "?"
+SMALL = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"),
+    *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+)
+TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+
+
+class Code(NamedTuple):
+    """A way to hide an answer in a text: `decoded` reads the text, or `encoded` writes the answer. If `is_placed`, an
+    honest text may have it, so it counts only at a fixed place.
+    """
+
+    words: str
+    decoded: Callable[[str], str] = str
+    encoded: Callable[[str], str] = str
+    is_placed: bool = False
+
+
+def _decoder(pattern: str, decode: Callable[[str], str]) -> Callable[[str], str]:
+    """Reads each part of a text that the pattern matches. A part that means nothing stays as it is."""
+
+    def meaning(found: re.Match[str]) -> str:
         try:
-            own = {each.name: each for each in run.own_tools}
-            texts.append((await run_tool(own, ToolCall(tool.name, arguments(task), "call"), seconds_max=10)).text)
-        finally:
-            await done(run)
-    return texts
+            read = decode(found[0])
+        except ValueError:
+            return found[0]
+        return read if read.strip().isprintable() else found[0]
+
+    return lambda text: re.sub(rf"(?<!\w){pattern}(?!\w)", meaning, text)
 
 
-def _at_tasks(subject: Subject) -> str:
-    place = place_of_function(getattr(subject.component, "tasks", None))
-    return f" ({place})" if place else ""
+def _letters(unit: str, separators: str, base: int) -> Callable[[str], str]:
+    """Reads numbers, each of which is the code of a letter."""
+
+    def decode(part: str) -> str:
+        return "".join(chr(int(number, base)) for number in re.findall(unit, part))
+
+    return _decoder(f"{unit}(?:{separators}{unit})*", decode)
+
+
+def _from_base64(part: str) -> str:
+    plain = part.rstrip("=").translate({ord("-"): "+", ord("_"): "/"})
+    return base64.b64decode(plain + "=" * (-len(plain) % 4), validate=True).decode()
+
+
+def _in_words(answer: str) -> str:
+    """A number below a million in words; empty for another answer."""
+    if not answer.isdecimal() or len(answer) > 6:
+        return ""
+    number = int(answer)
+    for size, unit in ((1000, "thousand"), (100, "hundred")):
+        if number >= size:
+            rest = f" {_in_words(str(number % size))}" if number % size else ""
+            return f"{_in_words(str(number // size))} {unit}{rest}"
+    if number < len(SMALL):
+        return SMALL[number]
+    return TENS[number // 10] + (f" {SMALL[number % 10]}" if number % 10 else "")
+
+
+_SPELLED = r"[^\W_]([ .,;_*|/-]{1,3})[^\W_](?:\1[^\W_])+"
+
+CODES = (
+    Code("in base64", _decoder(r"[\w+/-]{2,}={0,2}", _from_base64)),
+    Code("in hexadecimal", _letters(r"(?:0x)?[\da-fA-F]{2}", "[ :,-]?", 16)),
+    Code("as the codes of its letters", _letters(r"\d{2,3}", "[ ,;:-]+", 10)),
+    Code("letter by letter", _decoder(_SPELLED, lambda part: re.sub(r"[\W_]", "", part))),
+    Code("in reverse", encoded=lambda answer: answer[::-1]),
+    Code("in rot13", encoded=lambda answer: codecs.encode(answer, "rot13")),
+    Code("in words", lambda text: re.sub(r"[\s-]+(?:and\s+)?", " ", text.lower()), _in_words, is_placed=True),
+)
+"""The codes in which an answer is looked for."""
+
+
+def _look_for_numbers(subject: Subject) -> list[str]:
+    """Notes on prompts in which each answer is a number plus a constant, a constant less it, or a multiple of it.
+
+    Raises FailedError if the number is one of several that vary: then it is probably not the question.
+    """
+    tasks = _distinct(subject.drawn)
+    numbers = [(_prompt(task), number) for task in tasks if (number := _number_of(task.answer)) is not None]
+    prompts = [prompt for prompt, _ in numbers]
+    found = _relation(prompts, [number for _, number in numbers])
+    if found is None:
+        return []
+    words, is_sum = found
+    seen = f"each answer is {words} of the prompt, such as {shown(prompts[0])}{subject.at('tasks')}"
+    varying = sum(len(set(column)) > 1 for column in zip(*map(_numbers, prompts), strict=False))
+    if is_sum and varying > 2:
+        raise FailedError("look for the answers in the prompts", seen, "leave the answer out of the prompt")
+    return [f"{seen}; this is the task, or gives it away"]
+
+
+def _relation(texts: Sequence[str], answers: Sequence[float], many: int = MANY) -> tuple[str, bool] | None:
+    """How each answer follows from the number at one place of its text, by a constant that the texts do not have; and
+    whether it is a difference or a sum. None if it does not, or if there are fewer than `many` different answers.
+    """
+    numbers = [_numbers(text) for text in texts]
+    if len(set(answers)) < many:
+        return None
+    fewest = min(PLACES_MAX, *map(len, numbers))
+    for place in (*range(fewest), *range(-1, -fewest - 1, -1)):
+        column = [each[place] for each in numbers]
+        where = f"number {place + 1}" if place >= 0 else f"number {-place} from the end"
+        for words, constant, is_sum in _constants(column, answers) if len(set(column)) >= many else ():
+            if constant not in (0.0, 1.0, -1.0) and not all(abs(constant) in each for each in numbers):
+                return words.format(where, constant), is_sum
+    return None
+
+
+def _constants(column: Sequence[float], answers: Sequence[float]) -> Iterator[tuple[str, float, bool]]:
+    pairs = list(zip(column, answers, strict=True))
+    differences = {round(answer - each, 6) for each, answer in pairs}
+    sums = {round(answer + each, 6) for each, answer in pairs}
+    ratios = {round(answer / each, 6) if each else None for each, answer in pairs}
+    if len(differences) == 1:
+        yield "the {} plus {:g}", differences.pop(), True
+    if len(sums) == 1:
+        yield "{1:g} less the {0}", sums.pop(), True
+    if len(ratios) == 1 and (ratio := ratios.pop()) is not None:
+        yield "the {} times {:g}", ratio, False
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(each) for each in NUMBER.findall(text) if len(each) <= DIGITS_MAX]
+
+
+def _number_of(answer: Any) -> float | None:
+    """An answer as a number; None if it is none."""
+    if isinstance(answer, bool) or not isinstance(answer, int | float | str) or len(str(answer)) > DIGITS_MAX:
+        return None
+    try:
+        return float(answer)
+    except ValueError:
+        return None
+
+
+def _look_in_replies(subject: Subject) -> None:
+    """Raise FailedError if the environment answers a wrong reply with the task's answer, and then pays for it."""
+    if not subject.has("reply"):
+        return
+    pairs = judged(subject)
+    answers = [str(each.task.answer) if isinstance(each.task.answer, str | int | float) else "" for each, _ in pairs]
+
+    async def given_away() -> list[str]:
+        texts = []
+        for (each, wanted), answer in zip(pairs, answers, strict=True):
+            played = await play(subject, each.task, says(WRONG_REPLY, answer), turns=2)
+            said = played.trajectory.messages[len(each.task.messages) + 1 :]
+            text = said[0].text if said and said[0].role == "user" else ""
+            is_shown = answer and re.search(word(answer), text, re.IGNORECASE)
+            if not is_shown or played.reward is None or played.reward < wanted - SLACK:
+                return []
+            texts.append(text)
+        return texts
+
+    if len(set(answers)) > 1 and (texts := in_trio(given_away)):
+        tried = f"reply with {WRONG_REPLY!r}, then with the answer, in every task"
+        seen = f"`reply` shows the answer, such as {shown(texts[0])}, and the next reply earns the reward"
+        change = "end the episode there, or pay less for an answer that was shown"
+        raise FailedError(tried, f"{seen}{subject.at('reply')}", change)

@@ -21,13 +21,16 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import date as _date
 from datetime import datetime as _datetime
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollouts_check.environments.subject import Subject
 
 SOURCES = {
     "time.time": "the clock",
@@ -57,26 +60,29 @@ def main(text: str) -> None:
     if request.get("is_late"):
         _shift_clock()
     try:
-        if "forbidden" in request:
-            answer: Any = _import_watched(request)
-        elif "plays" in request:
-            answer = _play(request)
-        else:
-            answer = _sources(request) if "with_episode" in request else _draw(request)
+        answer = PROGRAMS[request["program"]](request)
     except RolloutsError as error:
         sys.exit(str(error))
     Path(request["answer"]).write_text(json.dumps(answer))
 
 
-def _draw(request: dict[str, Any]) -> dict[str, Any]:
-    """The encoded training tasks, and the file of the class."""
-    from rollouts.encoding import encode
+@contextlib.contextmanager
+def _subject(request: dict[str, Any]) -> Iterator[Subject]:
+    """The environment of a request."""
+    from rollouts.env.shared import shared_values
     from rollouts_check.environments.subject import make_subject
     from rollouts_check.packages import Found
 
-    found = Found(request["name"], request["name"])
-    with tempfile.TemporaryDirectory() as scratch:
-        subject = make_subject(found, request["settings"], Path(scratch), seed=request["seed"])
+    found, options = Found(request["name"], request["name"]), {"seed": request["seed"], "tasks": request["tasks"]}
+    with tempfile.TemporaryDirectory() as scratch, shared_values():
+        yield make_subject(found, request["settings"], Path(scratch), **options)
+
+
+def _draw(request: dict[str, Any]) -> dict[str, Any]:
+    """The encoded training tasks, and the file of the class."""
+    from rollouts.encoding import encode
+
+    with _subject(request) as subject:
         tasks = [encode(task).decode() for task in subject.draw(request["count"])]
     module = sys.modules.get(getattr(subject.component, "__module__", ""))
     return {"tasks": tasks, "file": getattr(module, "__file__", "") or ""}
@@ -84,25 +90,19 @@ def _draw(request: dict[str, Any]) -> dict[str, Any]:
 
 def _play(request: dict[str, Any]) -> list[dict[str, Any]]:
     """What the first episodes of a check are here, in another order."""
-    from rollouts.env.shared import shared_values
     from rollouts_check.environments.processes import played_backwards
-    from rollouts_check.environments.subject import make_subject
-    from rollouts_check.packages import Found
 
-    found, options = Found(request["name"], request["name"]), {"seed": request["seed"], "tasks": request["tasks"]}
-    with tempfile.TemporaryDirectory() as scratch, shared_values():
-        return played_backwards(make_subject(found, request["settings"], Path(scratch), **options))
+    with _subject(request) as subject:
+        return played_backwards(subject)
 
 
 def _sources(request: dict[str, Any]) -> list[str]:
     """What the environment's own code asks for that differs between two runs, each with its line."""
     from rollouts_check.environments.agents import example_script, play_each, says
-    from rollouts_check.environments.subject import DRAWN, make_subject
-    from rollouts_check.packages import Found
+    from rollouts_check.environments.subject import DRAWN
 
-    found, name = dict[str, None](), request["name"]
-    with tempfile.TemporaryDirectory() as scratch:
-        subject = make_subject(Found(name, name), request["settings"], Path(scratch), seed=request["seed"])
+    found = dict[str, None]()
+    with _subject(request) as subject:
         module = sys.modules[subject.component.__module__]
         tracer = _tracer(str(Path(module.__file__ or "").parent), found)
         threading.setprofile(tracer)  # for the threads that begin now
@@ -147,17 +147,19 @@ def _import_watched(request: dict[str, Any]) -> dict[str, Any]:
     for module in request["first"]:
         with contextlib.suppress(ModuleNotFoundError):  # a component that needs it says so
             importlib.import_module(module)
-    watch = _Watch(frozenset(request["forbidden"]))
-    sys.meta_path.insert(0, watch)
-    sys.addaudithook(lambda event, _: watch.use_socket(event))
-    watch.patch()
+    seen: dict[str, dict[str, str]] = {"modules": {}, "sockets": {}, "effects": {}}
+    sys.meta_path.insert(0, _Watch(frozenset(request["forbidden"]), seen["modules"]))
+    sys.addaudithook(lambda event, _: _note(seen["sockets"], event) if event in SOCKETS else None)
+    _patch(seen["effects"])
     begun = time.perf_counter() - _seconds_without_core()
     component = load(manager, ref)
     seconds = time.perf_counter() - _seconds_without_core() - begun
     own = ref.value.partition(":")[0] or getattr(component, "__module__", "")
     file = getattr(sys.modules.get(own.strip()), "__file__", "") or ""
-    seen = {"modules": watch.modules, "sockets": watch.sockets, "effects": watch.effects}
     return {"seconds": seconds, "file": file, **seen}
+
+
+PROGRAMS = {"draw": _draw, "import": _import_watched, "play": _play, "sources": _sources}
 
 
 def _seconds_without_core() -> float:
@@ -173,40 +175,41 @@ def _seconds_without_core() -> float:
 class _Watch:
     """A finder that finds nothing, and records the first import of each forbidden module."""
 
-    def __init__(self, forbidden: frozenset[str]) -> None:
-        self._forbidden = forbidden
-        self.modules: dict[str, str] = {}
-        self.sockets: dict[str, str] = {}
-        self.effects: dict[str, str] = {}
+    def __init__(self, forbidden: frozenset[str], modules: dict[str, str]) -> None:
+        self._forbidden, self._modules = forbidden, modules
 
-    def patch(self) -> None:
-        """Record calls of an author's code that change the process, with their lines."""
-        for owner, name, words in (
-            (signal, "signal", "it sets the handler of a signal"),
-            (random, "seed", "it seeds the global generator"),
-            (os, "chdir", "it changes the working directory"),
-            (threading.Thread, "start", "it starts a thread"),
-            (subprocess.Popen, "__init__", "it starts a process"),
-            (asyncio, "set_event_loop", "it sets an event loop"),
-        ):
-            setattr(owner, name, self._recorded(getattr(owner, name), words))
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        if name in self._forbidden:
+            _note(self._modules, name)
+        return None
 
-    def _recorded(self, function: Callable[..., Any], words: str) -> Callable[..., Any]:
+
+def _note(found: dict[str, str], what: str) -> None:
+    """Record the author's line that does something for the first time."""
+    if what not in found:
+        found[what] = _authors_line()
+
+
+def _patch(effects: dict[str, str]) -> None:
+    """Record calls of an author's code that change the process, with their lines."""
+
+    def recorded(function: Callable[..., Any], words: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if line := _authors_line(may_import=False):
-                self.effects.setdefault(words, line)
+                effects.setdefault(words, line)
             return function(*args, **kwargs)
 
         return call
 
-    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        if name in self._forbidden:
-            self.modules.setdefault(name, _authors_line())
-        return None
-
-    def use_socket(self, event: str) -> None:
-        if event in SOCKETS:
-            self.sockets.setdefault(event, _authors_line())
+    for owner, name, words in (
+        (signal, "signal", "it sets the handler of a signal"),
+        (random, "seed", "it seeds the global generator"),
+        (os, "chdir", "it changes the working directory"),
+        (threading.Thread, "start", "it starts a thread"),
+        (subprocess.Popen, "__init__", "it starts a process"),
+        (asyncio, "set_event_loop", "it sets an event loop"),
+    ):
+        setattr(owner, name, recorded(getattr(owner, name), words))
 
 
 def _authors_line(*, may_import: bool = True) -> str:
@@ -261,13 +264,11 @@ class _LateDatetime(_datetime, metaclass=_Shifted):
     def now(cls, tz: datetime.tzinfo | None = None) -> Any:
         return _datetime.now(tz) + _shift
 
-    @classmethod
-    def today(cls) -> Any:
-        return _datetime.now() + _shift
+    today = now
 
     @classmethod
     def utcnow(cls) -> Any:
-        return _datetime.now(datetime.UTC).replace(tzinfo=None) + _shift
+        return cls.now(datetime.UTC).replace(tzinfo=None)
 
 
 def _shift_clock() -> None:
@@ -278,15 +279,14 @@ def _shift_clock() -> None:
     datetime.date, datetime.datetime = _LateDate, _LateDatetime  # type: ignore[misc]
     time.time = lambda: clock() + _SHIFT_SECONDS
     time.time_ns = lambda: nanoseconds() + _SHIFT_SECONDS * 10**9
+
+    def of_seconds(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda seconds=None: function(time.time() if seconds is None else seconds)
+
+    def of_tuple(function: Callable[..., Any], place: int) -> Callable[..., Any]:
+        return lambda *args: function(*args, *([time.localtime()] if len(args) == place else []))
+
     for name in ("localtime", "gmtime", "ctime"):
-        setattr(time, name, _of_seconds(getattr(time, name)))
+        setattr(time, name, of_seconds(getattr(time, name)))
     for name, place in (("strftime", 1), ("asctime", 0)):
-        setattr(time, name, _of_tuple(getattr(time, name), place))
-
-
-def _of_seconds(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda seconds=None: function(time.time() if seconds is None else seconds)
-
-
-def _of_tuple(function: Callable[..., Any], place: int) -> Callable[..., Any]:
-    return lambda *args: function(*args, *([time.localtime()] if len(args) == place else []))
+        setattr(time, name, of_tuple(getattr(time, name), place))

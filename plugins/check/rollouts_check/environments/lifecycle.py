@@ -11,7 +11,7 @@ from typing import Any
 
 import trio
 
-from rollouts.author_code import place_of_function, shown
+from rollouts.author_code import shown
 from rollouts.env import calls
 from rollouts.env.methods import plain_state
 from rollouts.errors import counted, words_of
@@ -22,7 +22,6 @@ from rollouts_check.environments.agents import (
     Agent,
     Played,
     Watch,
-    done,
     example_script,
     in_trio,
     play,
@@ -35,8 +34,9 @@ from rollouts_check.environments.agents import (
 from rollouts_check.environments.rewards import WRONG, difference_of
 from rollouts_check.environments.subject import Subject
 from rollouts_check.environments.traces import Leftovers, own_temporary_folder
-from rollouts_check.report import FailedError, SkippedError
+from rollouts_check.report import FailedError, SkippedError, at
 
+NEVER = 10**9  # a step that no episode has
 CANCELLED_MAX = 24  # places at which an episode is cancelled
 WAIT_SECONDS = 0.05  # how long after a step an episode in a worker, or with asyncio methods, is cancelled
 MODEL_SECONDS = 0.3  # the deadline of an episode whose model never replies
@@ -54,9 +54,7 @@ def interleaved(subject: Subject) -> str:
     together = in_trio(_together, subject, pairs, turns)
     for task_number, (one, other) in enumerate(zip(alone, together, strict=True), start=1):
         if difference := difference_of(one, other):
-            change = (
-                "keep the state of an episode on `self`, not in the class, in a module variable or in a shared file"
-            )
+            change = "keep the state of an episode on `self`, not in the class, a module variable or a shared file"
             tried = f"play episode {task_number} of 2 alone, and then turn by turn with the other one"
             raise FailedError(tried, difference, change)
     return "2 episodes"
@@ -87,9 +85,9 @@ class _Turnstile:
 
     def slowed(self, agent: Agent) -> Agent:
         async def choose(request: ChatRequest) -> Message:
-            self._waiting += 1
             own = self._round
-            self._open_if_all()
+            self._waiting += 1
+            self.leave(0)
             await own.wait()
             chosen = agent(request)
             assert isinstance(chosen, Message), "a script replies at once"
@@ -97,11 +95,9 @@ class _Turnstile:
 
         return choose
 
-    def leave(self) -> None:
-        self._count -= 1
-        self._open_if_all()
-
-    def _open_if_all(self) -> None:
+    def leave(self, count: int = 1) -> None:
+        """Wait for so many episodes less."""
+        self._count -= count
         if self._waiting >= self._count:
             self._waiting = 0
             self._round.set()
@@ -110,27 +106,22 @@ class _Turnstile:
 
 def cancelled(subject: Subject) -> str:
     """An episode that is cancelled at any step runs `close`, and leaves no thread, process or temporary file."""
-    task = subject.tasks[0]
-    script = script_for(subject, task)
-    watch = Watch()
-    steps = in_trio(_cancelled_at, subject, task, script, watch, 10**9)
+    script = script_for(subject, subject.tasks[0])
+    steps = in_trio(_cancelled_at, subject, script, Watch(), NEVER)
     shared = calls.asyncio_tasks()  # such as those of `shared`, which goes on
     places = _places_of(steps)
-    change = "end in `close` what the episode started: processes, threads, files, connections"
     if methods := _asyncio_methods(subject):
         _require_cancelled(subject, methods)
     with own_temporary_folder(subject.scratch / "cancelled") as folder:
         left = Leftovers(folder)
         for place in places:
             watch = Watch()
-            in_trio(_cancelled_at, subject, task, script, watch, place)
+            in_trio(_cancelled_at, subject, script, watch, place)
             _check_closed(subject, watch, f"cancel an episode at step {place} of {steps}")
         if lines := [*left.found(), *_asyncio_left(shared)]:
-            where = place_of_function(getattr(subject.component, "close", None)) or place_of_function(
-                getattr(subject.component, "setup", None)
-            )
-            seen = f"it left {'; '.join(lines)}" + (f" ({where})" if where else "")
-            raise FailedError(f"cancel an episode at {counted(len(places), 'step')}, one after the other", seen, change)
+            tried = f"cancel an episode at {counted(len(places), 'step')}, one after the other"
+            change = "end in `close` what the episode started: processes, threads, files, connections"
+            raise FailedError(tried, f"it left {'; '.join(lines)}{subject.at('close', 'setup')}", change)
     return counted(len(places), "step")
 
 
@@ -170,10 +161,10 @@ def _require_cancelled(subject: Subject, methods: list[str]) -> None:
     """Cancel episodes with a call of each tool a little after a step, so that an asyncio method may be waiting. Raises
     FailedError if a method caught its cancellation.
     """
-    task, script = subject.tasks[0], example_script(subject)
-    for step in _places_of(in_trio(_cancelled_at, subject, task, script, Watch(), 10**9)):
+    script = example_script(subject)
+    for step in _places_of(in_trio(_cancelled_at, subject, script, Watch(), NEVER)):
         before = calls.uncancelled_count()
-        in_trio(_cancelled_at, subject, task, script, Watch(), step, WAIT_SECONDS)
+        in_trio(_cancelled_at, subject, script, Watch(), step, WAIT_SECONDS)
         if calls.uncancelled_count() > before:
             seen = f"an asyncio method caught its cancellation, and continued; there is {', '.join(methods)}"
             change = "let asyncio.CancelledError pass: do not catch it or BaseException, or raise it again"
@@ -182,20 +173,16 @@ def _require_cancelled(subject: Subject, methods: list[str]) -> None:
 
 def _asyncio_methods(subject: Subject) -> list[str]:
     """The async methods of the class that are for asyncio, each with its line."""
-    found = {name: getattr(subject.component, name, None) for name in dir(subject.component)}
-    methods = {name: each for name, each in found.items() if inspect.iscoroutinefunction(each) and name != "rollout"}
-    own = [(name, each) for name, each in methods.items() if _library(subject, each) == "asyncio"]
-    return [f"{name} ({place_of_function(each)})" for name, each in own]
-
-
-def _library(subject: Subject, method: Any) -> str:
     declared = getattr(subject.component, "async_library", None)
-    return str(declared) if declared else calls.async_library_of(method)
+    found = {name: getattr(subject.component, name, None) for name in dir(subject.component) if name != "rollout"}
+    return [
+        f"{name}{at(each)}"
+        for name, each in found.items()
+        if inspect.iscoroutinefunction(each) and str(declared or calls.async_library_of(each)) == "asyncio"
+    ]
 
 
-async def _cancelled_at(
-    subject: Subject, task: Task, script: list[Message], watch: Watch, step: int, seconds: float = 0
-) -> int:
+async def _cancelled_at(subject: Subject, script: list[Message], watch: Watch, step: int, seconds: float = 0) -> int:
     """Play an episode and cancel it at this step of its task, or so many seconds later. In a worker it is a little
     later, when the worker has begun what the step asked for. Returns the number of steps.
     """
@@ -204,7 +191,7 @@ async def _cancelled_at(
     async def episode() -> None:
         instrument.task = trio.lowlevel.current_task()
         with instrument.scope:
-            await play(subject, task, says(*script), turns=len(script), watch=watch)
+            await play(subject, subject.tasks[0], says(*script), turns=len(script), watch=watch)
         instrument.task = None
 
     trio.lowlevel.add_instrument(instrument)
@@ -220,7 +207,7 @@ def _check_closed(subject: Subject, watch: Watch, tried: str) -> None:
     """Raise FailedError if an environment object that was made has a `close` that was not called."""
     missing = [env for env in watch.made if hasattr(env, "close") and not any(env is each for each in watch.closed)]
     if missing and watched(subject.component) is not subject.component:
-        seen = f"`close` did not run ({place_of_function(subject.component.close)})"
+        seen = f"`close` did not run{subject.at('close')}"
         raise FailedError(tried, seen, "do not catch trio.Cancelled in `rollout`, or raise it again")
 
 
@@ -240,8 +227,7 @@ def deadlines(subject: Subject) -> str:
     tried = f"play an episode of at most {MODEL_SECONDS} seconds with a model that never replies"
     if played.episode.status is not Status.TIMEOUT:
         seen = f"it ended as {played.episode.status.value}: {played.trajectory.error or 'without an error'}"
-        change = "let exceptions of model.chat pass: do not catch trio.Cancelled or every exception"
-        raise FailedError(tried, seen, change)
+        raise FailedError(tried, seen, "let exceptions of model.chat pass: do not catch trio.Cancelled")
     _check_closed(subject, watch, tried)
     return f"timeout after {time.monotonic() - begun:.1f} s"
 
@@ -250,62 +236,56 @@ def close(subject: Subject) -> str:
     """`close` may be called twice, and before `setup`, because `setup` may fail."""
     if not hasattr(subject.component, "close"):
         raise SkippedError("the environment has no `close`")
-    task = subject.tasks[0]
-    script = script_for(subject, task)
-    watch = Watch()
-    place = place_of_function(subject.component.close)
+    script, watch = script_for(subject, subject.tasks[0]), Watch()
 
     async def twice() -> None:
-        await play(subject, task, says(*script), turns=len(script), watch=watch)
+        await play(subject, subject.tasks[0], says(*script), turns=len(script), watch=watch)
         await calls.call(watch.made[-1].close, timeout_seconds=10)
 
     async def early() -> None:
         await calls.call(watch.make(subject).close, timeout_seconds=10)
 
-    for function, tried in ((twice, "call `close` again after an episode"), (early, "call `close` without `setup`")):
+    nothing = "let the second call do nothing: set what `close` has closed to None, and check it first"
+    value = "give each attribute that `close` uses a value in the constructor, and check it"
+    for function, tried, change in (
+        (twice, "call `close` again after an episode", nothing),
+        (early, "call `close` without `setup`", value),
+    ):
         try:
             in_trio(function)
         except FailedError:
             raise
         except Exception as error:  # the author's code may raise anything
-            late = f"it took longer than 10 seconds ({place})"
-            why = late if isinstance(error, calls.CallTimeoutError) else words_of(error)
-            change = "give each attribute that `close` uses a value in the constructor, and check it"
-            if function is twice:
-                change = "let the second call do nothing: set what `close` has closed to None, and check it first"
-            raise FailedError(tried, why, change) from error
+            late = f"it took longer than 10 seconds{subject.at('close')}"
+            seen = late if isinstance(error, calls.CallTimeoutError) else words_of(error)
+            raise FailedError(tried, seen, change) from error
     return "twice, and without setup"
 
 
 def restore(subject: Subject) -> str:
     """An episode that is saved with `state` and restored in another object goes on as before."""
-    component = subject.component
     if not (subject.has("state") and subject.has("restore")):
         raise SkippedError("the environment has no `state` and `restore`")
     if subject.has("rollout"):
         raise SkippedError("an environment with its own `rollout` cannot be restored")
-    pairs = [(each.task, each.replies) for each in subject.expert[:2]]
-    pairs = pairs or [(subject.tasks[0], script_for(subject, subject.tasks[0]))]
-    pairs.append((subject.tasks[0], [Message("assistant", text) for text in WRONG]))
-    if len(example := example_script(subject)) > 1:
-        pairs.append((subject.tasks[0], [*example[:-1], *example]))  # calls before and after
+    task, example = subject.tasks[0], example_script(subject)
+    pairs = [(each.task, each.replies) for each in subject.expert[:2]] or [(task, script_for(subject, task))]
+    pairs.append((task, [Message("assistant", text) for text in WRONG]))
+    if len(example) > 1:
+        pairs.append((task, [*example[:-1], *example]))  # calls before and after
     count = 0
     for task, script in pairs:
         (whole,) = play_each(subject, [task], [says(*script)], turns=len(script))
         for said in range(len(script)):
             restored, saved, again = in_trio(_restored, subject, task, script, said)
             count += 1
-            tried = f"save an episode after {said} of {len(script)} replies"
+            tried = f"save an episode after {said} of {len(script)} replies, restore it in a new object, and"
             if saved != again:
-                place = place_of_function(getattr(component, "restore", None))
-                seen = f"the first object gave {shown(saved)}, the second {shown(again)} ({place})"
-                change = "set in `restore` everything that `state` returned"
-                raise FailedError(f"{tried}, restore it in a new object, and call `state` there", seen, change)
+                seen = f"the first object gave {shown(saved)}, the second {shown(again)}{subject.at('restore')}"
+                raise FailedError(f"{tried} call `state` there", seen, "set in `restore` all that `state` returned")
             if difference := difference_of(whole, restored):
-                place = place_of_function(getattr(component, "state", None))
-                seen = f"{difference} ({place})"
                 change = "return from `state` everything that the rest of the episode needs, and set it in `restore`"
-                raise FailedError(f"{tried}, restore it in a new object, and play the rest", seen, change)
+                raise FailedError(f"{tried} play the rest", f"{difference}{subject.at('state')}", change)
     return counted(count, "restored episode")
 
 
@@ -315,15 +295,12 @@ async def _restored(subject: Subject, task: Task, script: list[Message], count: 
     """
     saved: list[SuspendedEpisode] = []
     engine = SuspendableEngine(None, None, (0, 0), "check")  # type: ignore[arg-type]  # `play` sets the backend
-    first = says(*script)
+    replies = iter(script[:count])
 
     with trio.CancelScope() as scope:
 
         async def until_saved(request: ChatRequest) -> Message:
-            said = sum(message.role == "assistant" for message in request.messages)
-            if said - sum(message.role == "assistant" for message in task.messages) < count:
-                chosen = first(request)
-                assert isinstance(chosen, Message), "a script replies at once"
+            if (chosen := next(replies, None)) is not None:
                 return chosen
             assert engine.snapshot is not None, "the episode sets it"
             states = await engine.snapshot()
@@ -338,20 +315,8 @@ async def _restored(subject: Subject, task: Task, script: list[Message], count: 
     if not saved:
         return played, None, None
     again = SuspendableEngine(None, None, (0, 0), "check", resume_from=saved[0])  # type: ignore[arg-type]
-    rest = says(*script[count:])
-    state = saved[0].env
-    return (
-        await play(subject, task, rest, turns=len(script), engine=again),
-        state,
-        await _state_after(subject, task, state),
-    )
-
-
-async def _state_after(subject: Subject, task: Task, state: Any) -> Any:
-    """The state of a new environment object right after `restore`."""
-    run = await ready(subject, task)
-    try:
-        await calls.call(run.env.restore, copy.deepcopy(state))
-        return plain_state(type(run.env).__name__, await calls.call(run.env.state))
-    finally:
-        await done(run)
+    restored = await play(subject, task, says(*script[count:]), turns=len(script), engine=again)
+    async with ready(subject, task) as run:  # another object right after `restore`
+        await calls.call(run.env.restore, copy.deepcopy(saved[0].env))
+        state = plain_state(type(run.env).__name__, await calls.call(run.env.state))
+    return restored, saved[0].env, state

@@ -1,28 +1,39 @@
-"""Does an episode depend on the process that plays it, or on the episodes before it? Does it change the process?"""
+"""Does an episode depend on the process that plays it, or on the episodes before it? Does it change the process? Does
+the environment behave in a worker as in the process of the run?
+
+The other checks of `table.IN_WORKER` are those of `table.CHECKS`, on an environment whose code runs in a worker.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollouts.author_code import place_of_function
+from rollouts.encoding import encode
+from rollouts.env.schema import schema_of
 from rollouts.errors import counted
 from rollouts.inference.chatting import ChatRequest
 from rollouts.types import Message
-from rollouts_check.environments.agents import Played, play_each, says, script_for
-from rollouts_check.environments.rewards import LEFT, first_episodes, first_scripts
-from rollouts_check.environments.subject import Subject
-from rollouts_check.environments.surroundings import process_changes, restore_process, state_of_process
-from rollouts_check.environments.traces import first_difference, random_sources, run_child_of, writes_outside
-from rollouts_check.report import FailedError, SkippedError
-
-DEPENDS = (
-    "use nothing that differs between processes: no hash() of a text, no order of a set (sort it first), no id() of an "
-    "object, no clock"
+from rollouts_check.environments.agents import Played, play_each, says, script_for, tools_for
+from rollouts_check.environments.definition import plain_data
+from rollouts_check.environments.rewards import LEFT, difference_of, first_episodes, first_scripts, require_end
+from rollouts_check.environments.subject import DRAWN, Subject
+from rollouts_check.environments.traces import (
+    ask_child_of,
+    first_difference,
+    process_changes,
+    random_sources,
+    restore_process,
+    state_of_process,
+    writes_outside,
 )
+from rollouts_check.report import FailedError, SkippedError, UntestedError
+
+DEPENDS = "use nothing that differs between processes: no hash() of a text, no order of a set, no id(), no clock"
 
 
 def process_state(subject: Subject) -> str:
@@ -50,9 +61,7 @@ def process_state(subject: Subject) -> str:
         raise FailedError("play an episode", f"it wrote {'; '.join(written[:3])}", change)
     if seen:
         change = "all episodes share the process: use paths and values of the object, `cwd=` and `env=` of a command"
-        place = place_of_function(getattr(subject.component, "setup", None))
-        at = f" ({place})" if place else ""
-        raise FailedError("play an episode", "; ".join(dict.fromkeys(seen[:3])) + at, change)
+        raise FailedError("play an episode", "; ".join(dict.fromkeys(seen[:3])) + subject.at("setup"), change)
     return counted(len(first), "value")
 
 
@@ -60,24 +69,18 @@ def other_process(subject: Subject) -> str:
     """Episodes in another process, with another hash seed, at another date and in another order, are the same. Nothing
     of them runs when the process has ended.
     """
-    if not subject.is_importable:
+    if not subject.found.is_importable:
         raise SkippedError("the class has no name that another process can import")
     known = first_episodes(subject)
-    there = _play_in_child(subject, "1", is_late=True)
-    for number, each in enumerate(known):
-        if difference := first_difference(_encoded(summary(each.played)), _encoded(there[number])):
+    there = ask_child_of(subject, "play", hash_seed="1", is_late=True)
+    for each, other in zip(known, there, strict=True):
+        if difference := first_difference(json.dumps(summary(each.played)).encode(), json.dumps(other).encode()):
             tried = f"play {each.words} in another process, after other episodes"
-            if there == _play_in_child(subject, "2", is_late=False):
+            if there == ask_child_of(subject, "play", hash_seed="2"):
                 raise FailedError(tried, difference, LEFT)
             sources = [f"; {each}" for each in random_sources(subject, with_episode=True)]
             raise FailedError(tried, f"{difference}{''.join(sources)}", DEPENDS)
     return counted(len(known), "episode")
-
-
-def _play_in_child(subject: Subject, hash_seed: str, *, is_late: bool) -> list[dict[str, Any]]:
-    request = {"plays": True, "is_late": is_late}
-    found: list[dict[str, Any]] = run_child_of(subject, request, {"PYTHONHASHSEED": hash_seed})
-    return found
 
 
 def played_backwards(subject: Subject) -> list[dict[str, Any]]:
@@ -102,5 +105,75 @@ def summary(played: Played) -> dict[str, Any]:
     }
 
 
-def _encoded(value: dict[str, Any]) -> bytes:
-    return json.dumps(value).encode()
+# --- in a worker ------------------------------------------------------------------------------------------------------
+
+
+SPLITS = ("train", "eval")
+NOT_HERE = "the environment is not installed in this Python, so nothing can be compared"
+ENABLE = "type: pip install PACKAGE, or compare with `--worker process` where it is installed"
+CHANGE = (
+    "use nothing of the process: no global variable of another module, no working directory, no order of a set, and no "
+    "environment variable that a worker does not get (--pass-env)"
+)
+
+
+def worker_tasks(subject: Subject) -> str:
+    """The tasks and demonstrations of a worker equal those of the process of the run."""
+    both = (_inline(subject), subject)
+    for split in SPLITS:
+        found = [list(map(encode, each.draw(DRAWN, split))) for each in both]
+        _compare(subject, found, f"draw the tasks of the split {split!r} here and in a worker")
+    found = [[encode(demonstration.messages) for demonstration in each.expert] for each in both]
+    _compare(subject, found, "read the demonstrations here and in a worker")
+    return f"{counted(len(subject.drawn), 'task')}, {counted(len(subject.expert), 'demonstration')}"
+
+
+def worker_episodes(subject: Subject) -> str:
+    """An episode in a worker has the tools, messages, rewards and metrics that it has in the process of the run."""
+    inline = _inline(subject)
+    schemas = [encode([schema_of(tool) for tool in tools_for(each)]) for each in (inline, subject)]
+    if difference := first_difference(*schemas):
+        raise FailedError("read the schemas of the tools here and in a worker", difference, CHANGE)
+    pairs = list(zip(first_episodes(inline), first_episodes(subject), strict=True))
+    for here, there in pairs:
+        tried = f"play {here.words} here and in a worker"
+        difference = difference_of(here.played, there.played)
+        metrics = [
+            {name: value for name, value in each.played.episode.metrics.items() if name.startswith("metric/")}
+            for each in (here, there)
+        ]
+        if difference := difference or first_difference(*map(encode, metrics)):
+            raise FailedError(tried, difference, CHANGE)
+    return counted(len(pairs), "episode")
+
+
+def worker_data(subject: Subject) -> str:
+    """Tasks and demonstrations are plain data, so sending them changes nothing: a tuple would become a list."""
+    return plain_data(_inline(subject))
+
+
+def worker_lives(subject: Subject) -> str:
+    """The worker has not died in any check, also not when an episode was cancelled, and it still plays."""
+    first = first_episodes(subject)[0]
+    (again,) = play_each(subject, [first.task], [says(*first.script)], turns=len(first.script))
+    deaths = subject.deaths()
+    if deaths:
+        seen = f"{counted(deaths, 'worker')} died; the last episode ended as {again.episode.status.value}"
+        change = "do not end the process, let `trio.Cancelled` pass, and run code that may crash elsewhere"
+        raise FailedError("count the deaths of workers in all checks", seen, change)
+    require_end(again, "play an episode after all others")
+    return "no worker died"
+
+
+def _inline(subject: Subject) -> Subject:
+    """The environment in this process. Raises UntestedError if it is not installed here."""
+    if subject.inline is None:
+        raise UntestedError(NOT_HERE, ENABLE)
+    return subject.inline
+
+
+def _compare(subject: Subject, found: Sequence[Sequence[bytes]], tried: str) -> None:
+    for number, (first, second) in enumerate(itertools.zip_longest(*found), start=1):
+        if first != second:
+            difference = f"{first_difference(first, second)}{subject.at('tasks')}"
+            raise FailedError(tried, f"number {number} differs: {difference}", CHANGE)

@@ -17,7 +17,6 @@ from rollouts_check.environments.agents import (
     Agent,
     Played,
     Watch,
-    done,
     example_script,
     in_trio,
     play,
@@ -26,14 +25,11 @@ from rollouts_check.environments.agents import (
     says,
 )
 from rollouts_check.environments.subject import Demonstration, Subject
-from rollouts_check.environments.surroundings import changes, grown, kept_by_author
-from rollouts_check.environments.traces import Blocked, first_difference, random_sources
-from rollouts_check.report import FailedError, Passed
+from rollouts_check.environments.traces import Blocked, changes, first_difference, grown, kept_by_author, random_sources
+from rollouts_check.report import FailedError, Passed, at
+from rollouts_check.runner import once
 
-LEFT = (
-    "an episode left something that a later one sees; keep its state on `self`, not in the class, in a module, in "
-    "`shared` or on disk"
-)
+LEFT = "an episode left something that a later one sees; keep its state on `self`, not in the class, a module or a file"
 SET_UP_SECONDS = 5.0  # how long other tasks are set up
 WRONG = ("0", "1", "?", "2")  # replies that are probably wrong, so that an episode lasts longer than an expert's
 SLACK = 1e-6  # rounding of a reward
@@ -68,37 +64,22 @@ def episode(subject: Subject) -> Passed:
     tried = "play an episode with a call of each tool, then a text"
     require_end(played, tried)
     if difference := next((path for each in judged if (path := first_difference(encode(task), each))), ""):
-        place = place_of_function(getattr(subject.component, "setup", None))
-        seen = f"the task changed: {difference}" + (f" ({place})" if place else "")
+        seen = f"the task changed: {difference}{subject.at('setup')}"
         raise FailedError(tried, seen, "do not change the task: in `setup`, copy what an episode changes")
-    _require_unchanged_by_reply(subject, watch)
+    notes = []
+    if subject.has("reply"):
+        play_each(subject, [task], [says(*WRONG)], turns=len(WRONG), rewards=(), watch=watch)
+        if watch.changed:
+            seen = f"the trajectory was another one after `reply`{subject.at('reply')}"
+            raise FailedError("play an episode", seen, "return messages from `reply`, and change no trajectory")
+        turns = len(script) - 1 + Settings.max_turns
+        (endless,) = play_each(subject, [task], [says(*script)], turns=turns, rewards=())
+        if "turn_limit" in endless.trajectory.metrics:
+            ended = f"it ended at --max-turns {Settings.max_turns}. Return None to end it{subject.at('reply')}"
+            notes = [f"`reply` never ended the episode; {ended}"]
     count = _set_up_each(subject)
     remark = f"{counted(len(played.trajectory.messages), 'message')}, {played.episode.status.value}"
-    return Passed(f"{remark}; {counted(count, 'task')} set up" if count else remark, _endless(subject, task, script))
-
-
-def _require_unchanged_by_reply(subject: Subject, watch: Watch) -> None:
-    """Play wrong replies. Raises FailedError if `reply` changed a trajectory, then or in the episode of `watch`."""
-    if not subject.has("reply"):
-        return
-    play_each(subject, subject.tasks[:1], [says(*WRONG)], turns=len(WRONG), rewards=(), watch=watch)
-    if watch.changed:
-        place = place_of_function(getattr(subject.component, "reply", None))
-        seen = "the trajectory was another one after `reply`" + (f" ({place})" if place else "")
-        raise FailedError("play an episode", seen, "return messages from `reply`, and change nothing in the trajectory")
-
-
-def _endless(subject: Subject, task: Task, script: Sequence[Message]) -> tuple[str, ...]:
-    """A note if `reply` still answers after as many turns as a run has by default."""
-    if not subject.has("reply"):
-        return ()
-    turns = len(script) - 1 + Settings.max_turns
-    (played,) = play_each(subject, [task], [says(*script)], turns=turns, rewards=())
-    if "turn_limit" not in played.trajectory.metrics:
-        return ()
-    words = f"`reply` never ended the episode; it ended at --max-turns {Settings.max_turns}. Return None to end it"
-    place = place_of_function(getattr(subject.component, "reply", None))
-    return (words + (f" ({place})" if place else ""),)
+    return Passed(f"{remark}; {counted(count, 'task')} set up" if count else remark, notes)
 
 
 def _set_up_each(subject: Subject) -> int:
@@ -113,8 +94,8 @@ def _set_up_each(subject: Subject) -> int:
     async def each() -> int:
         for number, task in enumerate(tasks, start=1):
             try:
-                run = await ready(subject, task)
-                await done(run)
+                async with ready(subject, task):
+                    pass
             except RolloutsError as error:
                 change = "correct `setup` or `tools`; they must work for every task"
                 raise FailedError(f"set up the task {shown(task.key)}", message_of(error), change) from error
@@ -125,14 +106,13 @@ def _set_up_each(subject: Subject) -> int:
     return in_trio(each)
 
 
+@once
 def first_episodes(subject: Subject) -> list[First]:
     """A call of each tool, an idle agent, and the experts, before the subject plays anything else. `repeatable` plays
     them again after other episodes.
     """
-    if "first" not in subject.kept:
-        subject.kept["before"] = kept_by_author(subject)
-        subject.kept["first"], subject.kept["blocked"] = _play_first(subject)
-    found: list[First] = subject.kept["first"]
+    subject.kept["before"] = kept_by_author(subject)
+    found, subject.kept["blocked"] = _play_first(subject)
     return found
 
 
@@ -155,10 +135,7 @@ def event_loop(subject: Subject) -> str:
     if blocked.idle and not seen:  # the first time, it may have loaded something
         seen = [*_play_first(subject)[1].idle]
     if seen:
-        change = (
-            "await what takes time (trio.sleep, trio.run_process, an async client), or leave `async` out, so that "
-            "the method gets a thread"
-        )
+        change = "await what takes time (trio.sleep, an async client), or leave `async` out: it then gets a thread"
         raise FailedError("play episodes, and watch the event loop", f"an async method blocks it: {seen[0]}", change)
     return counted(len(first_scripts(subject)), "episode")
 
@@ -180,19 +157,14 @@ def repeatable(subject: Subject) -> str:
         for earlier, later in ((each.played, again[0]), (again[0], again[1])):
             if difference := difference_of(earlier, later):
                 raise _not_repeatable(subject, each, difference, again)
-    _require_nothing_kept(subject, known)
-    return counted(len(known), "episode")
-
-
-def _require_nothing_kept(subject: Subject, known: Sequence[First]) -> None:
-    """Raise FailedError if a list or a mapping of the class, the module or `shared` grows with each episode."""
     for each in (known[0], known[-1]):
         states = []
         for _ in range(3):
             play_each(subject, [each.task], [says(*each.script)], turns=len(each.script))
             states.append(kept_by_author(subject))
-        if names := grown(states):
+        if names := grown(states):  # a list or a mapping of the class, the module or `shared`
             raise FailedError(f"play {each.words} three times", "; ".join(names[:2]), LEFT)
+    return counted(len(known), "episode")
 
 
 def _not_repeatable(subject: Subject, first: First, difference: str, again: Sequence[Played]) -> FailedError:
@@ -204,17 +176,10 @@ def _not_repeatable(subject: Subject, first: First, difference: str, again: Sequ
     left = changes(before, kept_by_author(subject))
     if left or is_steady:
         return FailedError(tried, "; ".join([difference, *left[:2]]), LEFT)
+    change = "keep the state of an episode on `self`, and draw from a generator that `setup` makes from the task"
     if sources := random_sources(subject, with_episode=True):
-        return FailedError(
-            tried,
-            f"{difference}; {'; '.join(sources)}",
-            "decide it from the task, or with a generator that `setup` makes from it: random.Random(task.key)",
-        )
-    change = (
-        "keep the state of an episode on `self`, set it in `setup`, and draw random numbers from a generator that "
-        "`setup` makes from the task"
-    )
-    return FailedError(tried, difference, change)
+        change = "decide it from the task, or with a generator that `setup` makes from it: random.Random(task.key)"
+    return FailedError(tried, "; ".join([difference, *sources]), change)
 
 
 def oracle(subject: Subject) -> Passed:
@@ -227,38 +192,36 @@ def oracle(subject: Subject) -> Passed:
         if failures := dict(played.trajectory.tool_errors):
             raise FailedError(tried, "; ".join(failures.values()), "correct the demonstration's call, or the tool")
         value = played.reward
-        wanted = f"{highest:g}, the end of reward_range" if highest is not None else "more than 0"
         is_enough = value is not None and (value > 0 if highest is None else value >= highest - SLACK)
         if not is_enough:
             why = f": {played.episode.score.why}" if played.episode.score.why else ""
             last = shown(played.trajectory.last_text)
             seen = f"the reward was {_number(value)}{why}; the last message was {last}{_at(subject)}"
-            change = f"let the expert earn {wanted}: correct the demonstration or the reward"
-            raise FailedError(tried, seen, change)
+            wanted = f"{highest:g}, the end of reward_range" if highest is not None else "more than 0"
+            raise FailedError(tried, seen, f"let the expert earn {wanted}: correct the demonstration or the reward")
     remark = f"{counted(len(subject.demonstrations), 'demonstration')}, reward {_number(_experts(subject)[0].reward)}"
-    return Passed(remark, _other_results(subject))
+    return Passed(remark, list(_other_results(subject))[:1])
 
 
-def _other_results(subject: Subject) -> tuple[str, ...]:
-    """A note if a demonstration shows another result of a tool than the real one."""
+def _other_results(subject: Subject) -> Iterator[str]:
+    """Notes on demonstrations that show another result of a tool than the real one."""
     for each, played in zip(subject.demonstrations, _experts(subject), strict=True):
-        shown_ones = [message for message in each.messages if message.role == "tool"]
-        real = [message for message in played.trajectory.messages if message.role == "tool"]
-        for one, other in zip(shown_ones, real, strict=False):
-            if one.text != other.text:
-                place = place_of_function(getattr(subject.component, "demonstrations", None))
-                words = f"a demonstration shows the result {shown(one.text)}, and the tool gave {shown(other.text)}"
-                at = f" ({place})" if place else ""
-                return (f"{words}; a model that learns from it expects the wrong result{at}",)
-    return ()
+        claimed, real = (
+            [message.text for message in messages if message.role == "tool"]
+            for messages in (each.messages, played.trajectory.messages)
+        )
+        for one, other in zip(claimed, real, strict=False):
+            if one != other:
+                words = f"a demonstration shows the result {shown(one)}, and the tool gave {shown(other)}"
+                advice = f"a model that learns from it expects the wrong result{subject.at('demonstrations')}"
+                yield f"{words}; {advice}"
 
 
 def no_op(subject: Subject) -> str:
     """An agent that does nothing earns less than the expert."""
     agents = [says("") for _ in judged_demonstrations(subject)]
-    return _below(
-        subject, "reply with an empty text", agents, "judge whether the task was solved, not whether the episode ended"
-    )
+    change = "judge whether the task was solved, not whether the episode ended"
+    return _below(subject, "reply with an empty text", agents, change)
 
 
 def echo(subject: Subject) -> str:
@@ -272,32 +235,32 @@ def rewards(subject: Subject) -> str:
     """Each verdict and each metric is a finite number, in the declared range, and the same when it is given again."""
     subject.require_rewards()
     declared = _declared_range(subject)
-    task = subject.tasks[0]
-    pairs: list[tuple[Task, Sequence[Message | str]]] = [(each.task, each.replies) for each in subject.expert]
-    pairs += [(task, example_script(subject)), *((task, [text]) for text in JUNK_REPLIES)]
-    pairs += [(task, [reply]) for reply in _first_calls(subject)]  # cut off after the call
+    task, example = subject.tasks[0], example_script(subject)
+    pairs: list[tuple[Task, Sequence[Message]]] = [(each.task, each.replies) for each in subject.expert]
+    pairs += [(task, example), *((task, [Message("assistant", text)]) for text in JUNK_REPLIES)]
+    scripts = [*(each.replies for each in subject.expert[:1]), example]
+    pairs += [(task, script[:1]) for script in scripts if script[0].tool_calls]  # cut off after the call
     again = tuple(term._replace(alias=f"again_{term.alias}") for term in subject.rewards)
 
     async def judged() -> list[tuple[Played, Played]]:
         found = []
         for task, script in pairs:
             turns = len(script)
-            once = await play(subject, task, says(*script), turns=turns)
-            if not once.fault:
+            first = await play(subject, task, says(*script), turns=turns)
+            if not first.fault:
                 await _require_unchanged(subject, task, script)
             twice = await play(subject, task, says(*script), turns=turns, rewards=(*subject.rewards, *again))
-            found.append((once, twice))
+            found.append((first, twice))
         return found
 
-    for (_, script), (once, twice) in zip(pairs, in_trio(judged), strict=True):
-        tried = f"judge an episode whose last reply is {shown(_text(script[-1]), 60)}"
-        if once.fault:
-            raise FailedError(tried, once.fault, "return a finite number, or None if the reward cannot judge")
-        _require_metrics(subject, once, tried)
-        for why in "; ".join(each.score.why for each in once.episode.by_role).split("; "):
+    for (_, script), (first, twice) in zip(pairs, in_trio(judged), strict=True):
+        tried = f"judge an episode whose last reply is {shown(script[-1].text, 60)}"
+        if first.fault:
+            raise FailedError(tried, first.fault, "return a finite number, or None if the reward cannot judge")
+        _require_metrics(subject, first, tried)
+        for why in "; ".join(each.score.why for each in first.episode.by_role).split("; "):
             if " could not judge: " in why and f": {RETURNED_NONE}" not in why:
-                change = "let the reward return a number for any reply; 0 if the reply is no answer"
-                raise FailedError(tried, why, change)
+                raise FailedError(tried, why, "let the reward return a number for any reply: 0 if it is no answer")
         for each in twice.episode.by_role:
             for (name, value), (_, second) in _pairs(each.score):
                 if value != second:
@@ -305,18 +268,12 @@ def rewards(subject: Subject) -> str:
                     seen = f"{name} was {_number(value)}, and {_number(second)} the second time{_at(subject)}{sources}"
                     change = "judge the episode alone: change nothing in a reward, draw nothing, and ask for no clock"
                     raise FailedError(f"{tried}, twice", seen, change)
-        value = once.reward
+        value = first.reward
         if declared and value is not None and not declared[0] - SLACK <= value <= declared[1] + SLACK:
             seen = f"the reward was {value:g}, and reward_range is {declared}{_at(subject)}"
             raise FailedError(tried, seen, "correct the reward, or the class attribute reward_range")
     within = f", in {declared}" if declared else ""
     return f"{counted(len(pairs), 'episode')}{within}"
-
-
-def _first_calls(subject: Subject) -> list[Message]:
-    """The first reply of the expert, and of a script, if it calls a tool."""
-    scripts = [*(each.replies for each in subject.expert[:1]), example_script(subject)]
-    return [script[0] for script in scripts if script[0].tool_calls]
 
 
 def _require_metrics(subject: Subject, played: Played, tried: str) -> None:
@@ -326,12 +283,11 @@ def _require_metrics(subject: Subject, played: Played, tried: str) -> None:
             own = of_role(metrics_of(subject.component), each.role)
             lost = [metric for metric in own if f"metric/{metric.name}" not in each.metrics]
             places = [f"{metric.name} ({place_of_function(metric.function)})" for metric in lost]
-            seen = f"a metric raised, or returned no finite number: {'; '.join(places)}"
             change = "let a metric return a finite number for any episode, also for one without a tool call"
-            raise FailedError(tried, seen, change)
+            raise FailedError(tried, f"a metric raised, or returned no finite number: {'; '.join(places)}", change)
 
 
-async def _require_unchanged(subject: Subject, task: Task, script: Sequence[Message | str]) -> None:
+async def _require_unchanged(subject: Subject, task: Task, script: Sequence[Message]) -> None:
     """Play an episode. Raises FailedError if its rewards or metrics changed its trajectory."""
     before: dict[str, bytes] = {}
 
@@ -414,13 +370,11 @@ def expert_messages(subject: Subject) -> list[list[Message]]:
     return [played.trajectory.messages for played in _experts(subject)]
 
 
+@once
 def judged(subject: Subject) -> list[tuple[Demonstration, float]]:
     """The demonstrations and what they earn; without them, replies with the tasks' answers if these earn the most."""
-    if "judged" not in subject.kept:
-        found = [(each, played.reward or 0.0) for each, played in zip(subject.expert, _experts(subject), strict=True)]
-        subject.kept["judged"] = found or _invented(subject)
-    known: list[tuple[Demonstration, float]] = subject.kept["judged"]
-    return known
+    found = [(each, played.reward or 0.0) for each, played in zip(subject.expert, _experts(subject), strict=True)]
+    return found or _invented(subject)
 
 
 def _invented(subject: Subject) -> list[tuple[Demonstration, float]]:
@@ -469,16 +423,9 @@ def _declared_range(subject: Subject) -> tuple[float, float] | None:
     return subject.reward_range
 
 
-def _text(reply: Message | str) -> str:
-    return reply if isinstance(reply, str) else reply.text
-
-
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
 
 
 def _at(subject: Subject) -> str:
-    places = [place_of_function(each.function) for each in rewards_of(subject.component)]
-    places += [place_of_function(term.function) for term in subject.rewards if term.function is not None]
-    found = next((place for place in places if place is not None), None)
-    return f" ({found})" if found else ""
+    return at(*(each.function for each in rewards_of(subject.component)), *(term.function for term in subject.rewards))

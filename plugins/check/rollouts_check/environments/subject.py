@@ -28,12 +28,12 @@ from rollouts.env.mixing import RewardTerm
 from rollouts.errors import ConfigError, PluginError, counted
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose
-from rollouts.runs.environments import Environment, plan_environments
+from rollouts.runs.environments import PlannedEnvironment, plan_environments
 from rollouts.runs.plan import reward_terms
 from rollouts.runs.workers import Workers, pools_of, refuse_env_of_rewards, with_sandboxes
 from rollouts.types import Message, Task
 from rollouts_check.packages import Found
-from rollouts_check.report import SkippedError, UntestedError
+from rollouts_check.report import SkippedError, UntestedError, at
 
 TASKS = 5  # tasks that are played, unless the user says otherwise
 DRAWN = 50  # tasks that are compared
@@ -61,13 +61,13 @@ class Subject:
 
     found: Found
     resolved: Resolved
-    environment: Environment
+    environment: PlannedEnvironment
     rewards: tuple[RewardTerm, ...]
     scratch: Path
     seed: int = 0
     tasks_max: int = TASKS
     settings: Tree = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)  # what a check computes for others
+    kept: dict[Any, Any] = field(default_factory=dict)  # what a check computes for others
     inline: Subject | None = None  # of an environment in a worker: the same one here, if it is installed here
 
     @property
@@ -75,15 +75,9 @@ class Subject:
         """The class; of an environment in a worker that is not installed here, the class in its place."""
         return self.inline.component if self.inline is not None else self.environment.chosen.component
 
-    @property
-    def label(self) -> str:
-        """The environment's name in the report."""
-        return self.found.label
-
-    @property
-    def is_importable(self) -> bool:
-        """Whether another process can find the environment by its name."""
-        return self.found.is_importable
+    def at(self, *methods: str) -> str:
+        """The line of the first of these methods that the class has, in parentheses; empty if it has none."""
+        return at(*(getattr(self.component, name, None) for name in methods))
 
     def has(self, method: str) -> bool:
         """Whether the environment has this optional method."""
@@ -179,7 +173,6 @@ class _TasksByPrompt:
     def __init__(self, tasks: Iterator[Task]) -> None:
         self._tasks = itertools.islice(tasks, READ_MAX)
         self._known: dict[bytes, Task | None] = {}
-        self._place = 0
 
     def find(self, messages: list[Message]) -> Demonstration | None:
         """The demonstration with its task; None if no known task has its prompt."""

@@ -1,4 +1,7 @@
-"""Checks of tools: what the model is shown of them, and arguments that no author expects."""
+"""Checks of tools: what the model is shown of them, arguments that no author expects, and exact token masks.
+
+The tokenizer is that of the model `tiny`, with the control tokens of each family. This needs the extra `[train]`.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,28 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollouts.author_code import message_of, place_of_function, shown
+from rollouts.author_code import message_of, shown
 from rollouts.env import calls
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.results import ToolOutcome
 from rollouts.env.schema import read_arguments, schema_of
 from rollouts.env.tools import run_tool
 from rollouts.errors import RolloutsError, counted
-from rollouts.runs.rehearsal import example_of
+from rollouts.runs.rehearsal import ScriptedEngine, example_of
 from rollouts.types import Message, ToolCall
-from rollouts_check.environments.agents import done, in_trio, progressed, ready, tools_for
+from rollouts_check.environments.agents import in_trio, play_each, progressed, ready, says, script_for, tools_for
 from rollouts_check.environments.subject import Subject
-from rollouts_check.environments.tokens import chat_formats
 from rollouts_check.environments.traces import Leftovers, own_temporary_folder, writes_outside
-from rollouts_check.report import FailedError, Passed, SkippedError
+from rollouts_check.report import FailedError, Passed, SkippedError, UntestedError, at
+
+if TYPE_CHECKING:
+    from rollouts.chat.format import ChatFormat
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # OpenAI's rule
 TYPES = frozenset({"array", "boolean", "integer", "null", "number", "object", "string"})
@@ -39,21 +45,12 @@ ACCIDENTS = (
 """Exceptions that a tool usually raises by accident. The contract allows them, so they are notes."""
 
 
-class Strange(NamedTuple):
-    """Arguments that no author expects, and what they are."""
-
-    words: str
-    arguments: dict[str, Any]
-
-
 def tool_schemas(subject: Subject) -> str:
     """The schemas of the tools are valid for OpenAI's API, and chat formats can show them and read calls of them."""
     schemas = _schemas(subject)
     for tool, schema in schemas:
-        fault = _fault_of_schema(schema["function"])
-        if fault:
-            place = place_of_function(tool.function)
-            raise FailedError(f"read the schema of the tool {tool.name}", f"{fault} ({place})", "correct the signature")
+        if fault := _fault_of_schema(schema["function"]):
+            raise FailedError(f"read the schema of {tool.name}", f"{fault}{at(tool.function)}", "correct the signature")
     formats = chat_formats()
     for family, chat in formats.items():
         for tool, schema in schemas:
@@ -79,24 +76,21 @@ def tool_arguments(subject: Subject) -> Passed:
     schemas = _schemas(subject)
     count, notes = 0, dict[str, str]()
     with own_temporary_folder(subject.scratch / "arguments") as folder:
-        for tool, schema in schemas:
+        for tool, _ in schemas:
             outside = subject.scratch / "outside"
             outside.mkdir(exist_ok=True)
-            strange = list(strange_arguments(subject, tool, schema["function"], outside))
+            strange = list(strange_arguments(subject, tool, outside))
             count += len(strange)
             with writes_outside(folder) as written:
                 left = in_trio(_call_each, subject, tool, strange, folder, notes)
-            place = place_of_function(tool.function)
             if written:
-                raise FailedError(
-                    f"call the tool {tool.name}, also with paths outside of its folder",
-                    f"it wrote {'; '.join(written[:3])}",
-                    "write only into a folder that `setup` makes for the episode; refuse a path that leaves it with a "
-                    "ValueError",
-                )
+                tried = f"call the tool {tool.name}, also with paths outside of its folder"
+                change = "write only into a folder that `setup` makes, and refuse a path that leaves it (ValueError)"
+                raise FailedError(tried, f"it wrote {'; '.join(written[:3])}", change)
             if lines := [line for line in left.found() if "file" not in line]:
                 change = "end threads and processes in the tool, or in `close`"
-                raise FailedError(f"call the tool {tool.name}", f"it left {'; '.join(lines)} ({place})", change)
+                seen = f"it left {'; '.join(lines)}{at(tool.function)}"
+                raise FailedError(f"call the tool {tool.name}", seen, change)
     return Passed(f"{counted(len(schemas), 'tool')}, {counted(count, 'call')}", tuple(notes.values()))
 
 
@@ -114,101 +108,86 @@ def tool_results(subject: Subject) -> str:
         try:
             msgspec.json.encode(returned)
         except (TypeError, ValueError, RecursionError):
-            seen = f"it returned {shown(returned)} ({type(returned).__name__}) ({place_of_function(tool.function)})"
+            seen = f"it returned {shown(returned)} ({type(returned).__name__}){at(tool.function)}"
             change = "return text, or numbers, lists and dicts: the model reads the `str` of any other object"
             raise FailedError(f"call the tool {tool.name}", seen, change) from None
     return counted(len(schemas), "tool")
 
 
-def strange_arguments(
-    subject: Subject, tool: ToolMethod, function: Mapping[str, Any], outside: Path
-) -> Iterator[Strange]:
-    """Arguments for a tool: missing, extra, of wrong types, huge, nested, negative, and texts that look like paths and
-    like code. `outside` is a folder that the tool must not write to.
+def strange_arguments(subject: Subject, tool: ToolMethod, outside: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Arguments for a tool, each with words: missing, extra, of wrong types, huge, nested, negative, and texts that
+    look like paths and like code. `outside` is a folder that the tool must not write to.
     """
-    schema = {"function": function}
-    usual = example_arguments(schema)
+    schema = schema_of(tool)
     known = [call for each in subject.expert for reply in each.replies for call in reply.tool_calls]
-    usual = next((dict(call.arguments) for call in known if call.name == tool.name), usual)
-    yield Strange("no argument", {})
-    yield Strange("an unknown argument", {**usual, "rollouts_unknown": 1})
-    for name in function["parameters"]["properties"]:
-        for words, value in _values(outside):
-            yield Strange(f"{name}: {words}", {**usual, name: value})
+    usual = next((dict(call.arguments) for call in known if call.name == tool.name), example_arguments(schema))
+    yield "no argument", {}
+    yield "an unknown argument", {**usual, "rollouts_unknown": 1}
+    for name in schema["function"]["parameters"]["properties"]:
+        for words, value in _values(outside).items():
+            yield f"{name}: {words}", {**usual, name: value}
 
 
-def _values(outside: Path) -> Iterator[tuple[str, Any]]:
-    file = outside / "written.txt"
-    climb = os.path.join(*[".."] * 24)
+def _values(outside: Path) -> dict[str, Any]:
+    file = str(outside / "written.txt")
     nested: Any = []
     for _ in range(60):
         nested = [nested]
-    signs = "'\"\\`;|&<>()[]{}%$#*?"
-    yield from {
-        "none": None,
-        "true": True,
-        "a list": ["a", 1],
-        "an empty list": [],
-        "a table": {"a": {"b": [1]}},
-        "nested": nested,
-    }.items()
-    yield from {"zero": 0, "a negative number": -1, "a large number": 10**30, "a low number": -(10**9)}.items()
-    yield from {"a fraction": 0.5, "a large float": 1e308, "a number as text": "1", "a negative text": "-1"}.items()
-    yield from {"empty text": "", "spaces": " \n\t", "long text": "x" * 100_000, "words": "a b c " * 500}.items()
-    yield from {"unicode": "é \u202e \u0000 ﷽", "half a character": "\ud800", "signs": signs}.items()
-    yield from {"a path outside": str(file), "a path upwards": climb + str(file), "a folder": str(outside)}.items()
-    yield from {"a pattern": "(a+)+$", "a format": "%s%n {0.__class__}", "code": "1/0", "a name": "self"}.items()
+    return (
+        {"none": None, "true": True, "a list": ["a", 1], "an empty list": [], "a table": {"a": {"b": [1]}}}
+        | {"nested": nested, "zero": 0, "a negative number": -1, "a large number": 10**30, "a low number": -(10**9)}
+        | {"a fraction": 0.5, "a large float": 1e308, "a number as text": "1", "a negative text": "-1"}
+        | {"empty text": "", "spaces": " \n\t", "long text": "x" * 100_000, "words": "a b c " * 500}
+        | {"unicode": "é \u202e \u0000 ﷽", "half a character": "\ud800", "signs": "'\"\\`;|&<>()[]{}%$#*?"}
+        | {"a path outside": file, "a path upwards": os.path.join(*[".."] * 24) + file, "a folder": str(outside)}
+        | {"a pattern": "(a+)+$", "a format": "%s%n {0.__class__}", "code": "1/0", "a name": "self"}
+    )
 
 
 async def _call_each(
-    subject: Subject, tool: ToolMethod, strange: Sequence[Strange], folder: Path, notes: dict[str, str]
+    subject: Subject,
+    tool: ToolMethod,
+    strange: Sequence[tuple[str, dict[str, Any]]],
+    folder: Path,
+    notes: dict[str, str],
 ) -> Leftovers:
     """Call the tool of one environment with all arguments. Returns what there was before the calls, and adds a note for
     each kind of exception that is probably an accident. Raises FailedError for the first call that does harm.
     """
-    run = await ready(subject)
-    before = Leftovers(folder)
-    own = next(each for each in run.own_tools if each.name == tool.name)
-    try:
-        for each in strange:
-            call = ToolCall(tool.name, each.arguments, "call")
+    async with ready(subject) as run:
+        before = Leftovers(folder)
+        own = next(each for each in run.own_tools if each.name == tool.name)
+        for words, arguments in strange:
+            call = ToolCall(tool.name, arguments, "call")
             try:
                 outcome = await run_tool({own.name: own}, call, characters_max=RESULT_MAX, seconds_max=TOOL_SECONDS)
             except RolloutsError as error:
-                tried = f"call the tool {tool.name} with {each.words}: {shown(each.arguments)}"
+                tried = f"call the tool {tool.name} with {words}: {shown(arguments)}"
                 raise FailedError(tried, message_of(error), "check the arguments first") from error
             progressed()
-            _judge(own, each, outcome)
+            _judge(own, f"call the tool {tool.name} with {words}: {shown(arguments)}", outcome)
             name = outcome.text.removeprefix("Error: ").partition(":")[0].strip()
             if outcome.failure == "exception" and tool.isolate is None and name in ACCIDENTS:
-                why = f"the tool {tool.name} raised {outcome.error or outcome.text} for {each.words}"
+                why = f"the tool {tool.name} raised {outcome.error or outcome.text} for {words}"
                 advice = "to refuse a call, raise a ValueError that says what to write instead"
                 notes.setdefault(f"{tool.name} {name}", f"{why}; {advice}")
         return before
-    finally:
-        await done(run)
 
 
-def _judge(tool: ToolMethod, strange: Strange, outcome: ToolOutcome) -> None:
-    place = place_of_function(tool.function)
-    given = shown(strange.arguments)
-    tried = f"call the tool {tool.name} with {strange.words}: {given}"
+def _judge(tool: ToolMethod, tried: str, outcome: ToolOutcome) -> None:
+    place = at(tool.function)
     if outcome.failure == "timeout" and tool.isolate is None:
-        change = (
-            'check the arguments first; or let the tool run in its own process, @tool(isolate="process"), or make it '
-            "async, so that it can be stopped"
-        )
-        raise FailedError(tried, f"it had not ended at its deadline ({place})", change)
+        change = 'check the arguments first; or use @tool(isolate="process"), or async, so that it can be stopped'
+        raise FailedError(tried, f"it had not ended at its deadline{place}", change)
     if outcome.failure == "crashed" and tool.isolate is None:
-        raise FailedError(tried, f"{outcome.text} ({place})", "check the arguments first")
+        raise FailedError(tried, f"{outcome.text}{place}", "check the arguments first")
     if not isinstance(outcome.text, str) or len(outcome.text) > RESULT_MAX + 100:
-        raise FailedError(tried, f"the result has {len(outcome.text)} characters ({place})", "return a shorter text")
+        raise FailedError(tried, f"the result has {len(outcome.text)} characters{place}", "return a shorter text")
 
 
 async def _raw_result(subject: Subject, tool: ToolMethod, arguments: dict[str, Any]) -> Any:
-    run = await ready(subject)
-    own = next(each for each in run.own_tools if each.name == tool.name)
-    try:
+    async with ready(subject) as run:
+        own = next(each for each in run.own_tools if each.name == tool.name)
         valid = read_arguments(own, arguments)
         if isinstance(valid, str):
             return ""
@@ -216,8 +195,6 @@ async def _raw_result(subject: Subject, tool: ToolMethod, arguments: dict[str, A
             return await calls.call(functools.partial(own.function, **valid), timeout_seconds=own.timeout_seconds)
         except (calls.CallTimeoutError, Exception):  # `tool_arguments` judges failures
             return ""
-    finally:
-        await done(run)
 
 
 def example_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -250,12 +227,10 @@ def _loosely(calls: Sequence[tuple[str, Any]]) -> list[Any]:
 
 def _fault_of_schema(function: Mapping[str, Any]) -> str:
     """What OpenAI's API would refuse; empty if it accepts the schema."""
-    if not NAME.fullmatch(function["name"]):
-        return f"the name {function['name']!r} may only have letters, digits, _ and -, and at most 64 of them"
     parameters = function["parameters"]
-    for name in parameters["properties"]:
-        if not NAME.fullmatch(name):
-            return f"the argument {name!r} may only have letters, digits, _ and -, and at most 64 of them"
+    names = [function["name"], *parameters["properties"]]
+    if wrong := next((name for name in names if not NAME.fullmatch(name)), None):
+        return f"the name {wrong!r} may only have letters, digits, _ and -, and at most 64 of them"
     for path, schema in _inside(parameters, "parameters"):
         kinds = schema.get("type", [])
         for kind in [kinds] if isinstance(kinds, str) else kinds:
@@ -276,3 +251,73 @@ def _inside(schema: Any, path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield from _inside(schema.get(key), f"{path}.{key}")
         for inner in [*schema.get("anyOf", ()), *schema.get("prefixItems", ())]:
             yield from _inside(inner, path)
+
+
+# --- token masks ------------------------------------------------------------------------------------------------------
+
+
+TEMPLATES = Path(__file__).parents[1] / "templates"
+CONTROL_TOKENS: Mapping[str, tuple[str, ...]] = {
+    "llama3": ("<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"),
+    "mistral": tuple(
+        "</s> <s> [INST] [/INST] [TOOL_CALLS] [AVAILABLE_TOOLS] [/AVAILABLE_TOOLS] [TOOL_RESULTS] [/TOOL_RESULTS] "
+        "[SYSTEM_PROMPT] [/SYSTEM_PROMPT]".split()
+    ),
+    "qwen_coder": (),
+}
+"""The templates besides that of `tiny`, which has the form of Qwen. The first token ends a turn."""
+
+
+def masks(subject: Subject) -> str:
+    """The trained tokens are exactly the model's, under four chat templates."""
+    from rollouts.inference.base import GenerateRequest, Generation
+
+    formats = chat_formats()
+    if not formats:
+        raise UntestedError("tokens need transformers", "type: pip install 'rollouts-rl[train]'")
+    task = subject.tasks[0]
+    script, schemas = script_for(subject, task), [schema_of(tool) for tool in tools_for(subject)]
+    sampled: list[int] = []
+
+    class Engine(ScriptedEngine):
+        async def generate(self, request: GenerateRequest) -> Generation:
+            generation = await super().generate(request)
+            sampled.extend(generation.tokens)
+            return generation
+
+    for family, chat in formats.items():
+        sampled.clear()
+        engine, options = Engine(script, schemas, chat), {"turns": len(script), "rewards": (), "chat": chat}
+        (played,) = play_each(subject, [task], [says("")], engine=engine, **options)
+        tried = f"play an episode with the chat template of {family}"
+        if played.episode.status.is_infrastructure:
+            seen = f"it ended as {played.episode.status.value}: {played.trajectory.error}"
+            change = "use the roles system (first), user, assistant and tool, and text in each message"
+            raise FailedError(tried, seen, change)
+        live: list[int] = []
+        for segment in (segment for each in played.episode.trajectories for segment in each.segments):
+            segment.check()
+            live += [token for token, mask in zip(segment.tokens, segment.loss_mask, strict=True) if mask > 0]
+        if live != sampled:
+            texts = [shown(chat.tokenizer.decode(ids)) for ids in (sampled, live)]
+            seen = f"the model wrote {texts[0]}, and the trained tokens are {texts[1]}"
+            raise FailedError(tried, seen, "in `rollout`, pass the messages of earlier turns on unchanged")
+    return ", ".join(formats)
+
+
+@functools.cache
+def chat_formats() -> dict[str, ChatFormat]:
+    """The chat formats by family; empty without transformers."""
+    if find_spec("transformers") is None or find_spec("jinja2") is None:
+        return {}
+    from rollouts.chat.format import load_chat_format
+    from rollouts.models.loading import load_tokenizer
+
+    found = {"qwen": load_chat_format(load_tokenizer("tiny"))}
+    for family, tokens in CONTROL_TOKENS.items():
+        tokenizer = load_tokenizer("tiny")
+        if tokens:
+            tokenizer.add_special_tokens({"additional_special_tokens": list(tokens), "eos_token": tokens[0]})
+        tokenizer.chat_template = (TEMPLATES / f"{family}.jinja").read_text(encoding="utf-8")
+        found[family] = load_chat_format(tokenizer)
+    return found

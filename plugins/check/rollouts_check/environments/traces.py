@@ -1,13 +1,18 @@
-"""What an environment's code leaves behind or touches outside itself: threads, processes, files, random generators.
+"""What an environment's code leaves behind or touches outside itself: threads, processes, files, random generators,
+attributes of its classes and modules, and the state of the process.
 
-Also draws tasks in another process. Files are watched with an audit hook of Python, so writes of other processes are
-not seen.
+Also asks programs in another process. Files are watched with an audit hook of Python, so writes of other processes are
+not seen. Class attributes, module variables and what `shared` returned are compared by what they hold: text, numbers,
+lists, mappings, and the attributes of objects in them, down to a depth. Functions and modules are left out.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import hashlib
 import inspect
+import itertools
 import json
 import linecache
 import os
@@ -18,16 +23,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import Any
+from types import FrameType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import msgspec
 
 from rollouts.author_code import CORE, INSTALLED, STANDARD_LIBRARY, Place, is_file, shown
 from rollouts.config.convert import unflagged
 from rollouts.errors import counted
+from rollouts_check.environments.agents import watched
 from rollouts_check.environments.subject import Subject
 from rollouts_check.packages import without_own_path
 from rollouts_check.report import FailedError, SkippedError
@@ -77,9 +83,18 @@ def random_calls() -> Iterator[list[str]]:
     if numpy is not None:
         numpy.random.seed(list(b"rollouts check"))
     before, numpys = random.getstate(), _numpy_state()
+
+    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            place = place_of_frame(sys._getframe(1))
+            calls[f"random.{name} was called" + (f" ({place})" if place else "")] = None
+            return function(*args, **kwargs)
+
+        return call
+
     for name, value in patched.items():
         if name != "getstate":
-            setattr(random, name, _recorded(name, value, calls))
+            setattr(random, name, recorded(name, value))
     try:
         yield found
     finally:
@@ -94,15 +109,6 @@ def random_calls() -> Iterator[list[str]]:
             numpy.random.set_state(saved[1])
 
 
-def _recorded(name: str, function: Callable[..., Any], calls: dict[str, None]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        place = place_of_frame(sys._getframe(1))
-        calls[f"random.{name} was called" + (f" ({place})" if place else "")] = None
-        return function(*args, **kwargs)
-
-    return call
-
-
 def _numpy_state() -> str | None:
     numpy = sys.modules.get("numpy")
     return None if numpy is None else repr([str(part) for part in numpy.random.get_state()])
@@ -111,67 +117,51 @@ def _numpy_state() -> str | None:
 def place_of_frame(frame: FrameType | None) -> Place | None:
     """The innermost line of an author's code, from this frame outwards."""
     while frame is not None:
-        file = frame.f_code.co_filename
-        if is_file(file) and not file.startswith((*CORE, STANDARD_LIBRARY)):
-            return Place(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
+        if _is_authors_file(frame):
+            return _place_of(frame)
         frame = frame.f_back
     return None
+
+
+def _is_authors_file(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    return is_file(file) and not file.startswith((*CORE, STANDARD_LIBRARY))
+
+
+def _place_of(frame: FrameType) -> Place:
+    file = frame.f_code.co_filename
+    return Place(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
 
 
 # --- another process --------------------------------------------------------------------------------------------------
 
 
-def draw_in_child(subject: Subject, count: int, hash_seed: str, *, is_late: bool = False) -> list[bytes]:
-    """The encoded training tasks that another process draws, with this PYTHONHASHSEED. `is_late` shifts its clock."""
-    name, seed, path = subject.found.name, hash_seed, sys.path
-    found = draw_in(subject, sys.executable, name, count, hash_seed=seed, path=path, is_late=is_late)
-    return [task.encode() for task in found["tasks"]]
-
-
-def draw_in(
-    subject: Subject,
-    python: str,
-    name: str,
-    count: int,
-    *,
-    hash_seed: str = "0",
-    path: list[str] | None = None,
-    is_late: bool = False,
-) -> dict[str, Any]:
-    """The `tasks` that another Python draws from the environment of this name, and the `file` of its module. `path` is
-    its `sys.path`; None: its own, without the current folder. `is_late` shifts its clock by more than a year.
+def ask_child_of(
+    subject: Subject, program: str, *, hash_seed: str = "", python: Path | None = None, name: str = "", **more: Any
+) -> Any:
+    """The answer of a program of `child` for this environment, in this Python or in another one, where it has another
+    name. Raises FailedError and SkippedError like `ask_child`.
     """
-    answer = subject.scratch / "drawn.json"
     settings = unflagged(subject.settings)
-    settings["env"] = settings["env"] | {"name": name} if isinstance(settings["env"], dict) else name
-    request = {"name": name, "settings": settings, "seed": subject.seed, "count": count, "answer": str(answer)}
-    request["is_late"] = is_late
-    run_child([python] if path else [python, "-P"], request, {"PYTHONHASHSEED": hash_seed}, path)
-    found: dict[str, Any] = json.loads(answer.read_text())
-    return found
+    if name:
+        settings["env"] = settings["env"] | {"name": name} if isinstance(settings["env"], dict) else name
+    request = {"name": name or subject.found.name, "settings": settings, "seed": subject.seed}
+    request |= {"tasks": subject.tasks_max, **more}
+    command, path = ([str(python), "-P"], None) if python else ([sys.executable], sys.path)
+    return ask_child(command, program, request, {"PYTHONHASHSEED": hash_seed} if hash_seed else {}, path)
 
 
 def random_sources(subject: Subject, *, with_episode: bool = False) -> list[str]:
     """What another process saw the environment's code ask for that differs between two runs: the clock, the operating
     system's random numbers, generators without a seed. Empty if it cannot tell.
     """
-    if not subject.is_importable:
+    if not subject.found.is_importable:
         return []
     try:
-        found: list[str] = run_child_of(subject, {"with_episode": with_episode}, {})
+        found: list[str] = ask_child_of(subject, "sources", with_episode=with_episode)
     except (FailedError, SkippedError):
         return []
     return found[:3]
-
-
-def run_child_of(subject: Subject, what: dict[str, Any], variables: dict[str, str]) -> Any:
-    """The answer of a program of `child` for this environment. Raises FailedError and SkippedError like `run_child`."""
-    answer = subject.scratch / "answer.json"
-    request = {"name": subject.found.name, "settings": unflagged(subject.settings), "seed": subject.seed}
-    run_child(
-        [sys.executable], {**request, "tasks": subject.tasks_max, "answer": str(answer), **what}, variables, sys.path
-    )
-    return json.loads(answer.read_text())
 
 
 def first_difference(first: bytes | None, second: bytes | None) -> str:
@@ -193,33 +183,40 @@ def _difference(first: Any, second: Any, path: str) -> str:
     return next(filter(None, inside), "")
 
 
-def run_child(python: list[str], request: dict[str, Any], variables: dict[str, str], path: list[str] | None) -> None:
-    """Run the program of `child` to its end. Raises FailedError if it fails or takes longer than CHILD_SECONDS, and
-    SkippedError if a setting cannot be sent to it, or if it is its episodes that take longer.
+def ask_child(
+    python: list[str], program: str, request: dict[str, Any], variables: dict[str, str], path: list[str] | None
+) -> Any:
+    """Run a program of `child` to its end. Returns its answer. `path` is its `sys.path`; None: its own.
+
+    Raises FailedError if it fails or takes longer than CHILD_SECONDS, and SkippedError if a setting cannot be sent to
+    it, or if it is its episodes that take longer.
     """
     tried = "import the environment in another process"
-    try:
-        text = msgspec.json.encode(request).decode()
-    except (TypeError, ValueError) as error:
-        raise SkippedError(f"a setting cannot be sent to another process: {error}") from error
-    command = [*python, "-c", f"{PATH if path else ''}{BOOT}", text, *(path or ())]
     environment = {**(os.environ if path else without_own_path()), **variables}
-    try:
-        code, errors, left = _run_alone(command, environment)
-    except subprocess.TimeoutExpired:
-        if request.get("plays"):
-            raise SkippedError(f"its episodes took longer than {CHILD_SECONDS:g} seconds in another process") from None
-        seen = f"the import and the tasks took longer than {CHILD_SECONDS:g} seconds"
-        raise FailedError(tried, seen, "load heavy things in `shared`, and make a task when it is drawn") from None
-    if code != 0 and request.get("is_late"):  # a library may not work with the shifted clock
-        return run_child(python, {**request, "is_late": False}, variables, path)
-    if code != 0:
-        lines = errors.strip().splitlines() or [f"exit code {code}"]
-        raise FailedError(tried, "\n".join(lines[-3:]), "make the module importable on its own")
-    if left:
-        tried = "play episodes in another process, and let it end" if request.get("plays") else tried
-        change = "end it in `close`; what `shared` started, after its `yield`"
-        raise FailedError(tried, f"it left {counted(len(left), 'process')}: {', '.join(left[:3])}", change)
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        try:
+            text = msgspec.json.encode({"program": program, "answer": str(answer), **request}).decode()
+        except (TypeError, ValueError) as error:
+            raise SkippedError(f"a setting cannot be sent to another process: {error}") from error
+        command = [*python, "-c", f"{PATH if path else ''}{BOOT}", text, *(path or ())]
+        try:
+            code, errors, left = _run_alone(command, environment)
+        except subprocess.TimeoutExpired:
+            if program == "play":
+                raise SkippedError(f"its episodes took longer than {CHILD_SECONDS:g} seconds there") from None
+            seen = f"the import and the tasks took longer than {CHILD_SECONDS:g} seconds"
+            raise FailedError(tried, seen, "load heavy things in `shared`, and make a task when it is drawn") from None
+        if code != 0 and request.get("is_late"):  # a library may not work with the shifted clock
+            return ask_child(python, program, {**request, "is_late": False}, variables, path)
+        if code != 0:
+            lines = errors.strip().splitlines() or [f"exit code {code}"]
+            raise FailedError(tried, "\n".join(lines[-3:]), "make the module importable on its own")
+        if left:
+            tried = "play episodes in another process, and let it end" if program == "play" else tried
+            change = "end it in `close`; what `shared` started, after its `yield`"
+            raise FailedError(tried, f"it left {counted(len(left), 'process')}: {', '.join(left[:3])}", change)
+        return json.loads(answer.read_text())
 
 
 def _run_alone(command: list[str], environment: dict[str, str]) -> tuple[int, str, list[str]]:
@@ -227,9 +224,8 @@ def _run_alone(command: list[str], environment: dict[str, str]) -> tuple[int, st
     which are killed. Raises TimeoutExpired.
     """
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
-        )
+        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": errors}
+        process = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
         try:
             code = process.wait(CHILD_SECONDS)
         except BaseException:
@@ -258,16 +254,11 @@ def _processes_of(group: int) -> list[str]:
         os.killpg(group, 0)
     except OSError:  # the usual case: there is none
         return []
-    rows = _rows_of_proc() if Path("/proc/self/stat").exists() else _rows_of_ps()
     found = []
-    for pid, _, state, words in rows:
+    for pid, _, words in _running():
         with contextlib.suppress(OSError):
-            if (
-                os.getpgid(pid) == group
-                and not state.startswith("Z")
-                and not any(each in words for each in OWN_CHILDREN)
-            ):
-                found.append(words[:80])
+            if os.getpgid(pid) == group:
+                found.append(words)
     return found
 
 
@@ -290,10 +281,17 @@ class Blocked(threading.Thread):
         self._done = threading.Event()
 
     def __enter__(self) -> Blocked:
+        sleep = time.sleep
+
+        def call(seconds: float, /) -> None:
+            if seconds > 0:
+                self._see("time.sleep", ())
+            sleep(seconds)
+
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(audited(self._see))
-        self._stack.callback(setattr, time, "sleep", time.sleep)
-        time.sleep = self._recorded(time.sleep)  # type: ignore[assignment]
+        self._stack.callback(setattr, time, "sleep", sleep)
+        time.sleep = call  # type: ignore[assignment]
         self.start()
         return self
 
@@ -301,14 +299,6 @@ class Blocked(threading.Thread):
         self._done.set()
         self.join()
         self._stack.close()
-
-    def _recorded(self, sleep: Callable[[float], None]) -> Callable[[float], None]:
-        def call(seconds: float, /) -> None:
-            if seconds > 0:
-                self._see("time.sleep", ())
-            sleep(seconds)
-
-        return call
 
     def _see(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Record a call that blocks, if it is made in the thread of an event loop."""
@@ -326,22 +316,18 @@ class Blocked(threading.Thread):
 
     def run(self) -> None:
         """Look again and again what each loop does, and whether it has been idle since it began that."""
-        before: dict[threading.Thread, tuple[int, int, float]] = {}
+        before: dict[threading.Thread, tuple[tuple[int, int], float]] = {}
         while not self._done.wait(LOOK_SECONDS):
             for thread in threading.enumerate():
-                if thread.name in LOOPS and (idle := _idle_seconds(thread)) is not None:
-                    self._look(thread, idle, before)
-
-    def _look(
-        self, thread: threading.Thread, idle: float, before: dict[threading.Thread, tuple[int, int, float]]
-    ) -> None:
-        frame = sys._current_frames().get(thread.ident or 0)
-        doing = id(frame), frame.f_lasti if frame else 0
-        *known, since = before.get(thread, (0, 0, 0.0))
-        if known != [*doing]:
-            before[thread] = *doing, idle
-        elif idle - since > IDLE_SECONDS and (place := _place_in_async(frame, self._package)):
-            self.idle[f"it was idle for more than {IDLE_SECONDS:g} seconds ({place})"] = None
+                if thread.name not in LOOPS or (idle := _idle_seconds(thread)) is None:
+                    continue
+                frame = sys._current_frames().get(thread.ident or 0)
+                doing = id(frame), frame.f_lasti if frame else 0
+                known, since = before.get(thread, (None, 0.0))
+                if known != doing:
+                    before[thread] = doing, idle
+                elif idle - since > IDLE_SECONDS and (place := _place_in_async(frame, self._package)):
+                    self.idle[f"it was idle for more than {IDLE_SECONDS:g} seconds ({place})"] = None
 
 
 def _idle_seconds(thread: threading.Thread) -> float | None:
@@ -367,9 +353,8 @@ def _place_in_async(frame: FrameType | None, package: str) -> Place | None:
     while frame is not None:
         file = frame.f_code.co_filename
         if frame.f_code.co_flags & ASYNC or any(part in file for part in LOOP_PACKAGES):
-            is_own = is_file(file) and not file.startswith((*CORE, STANDARD_LIBRARY))
-            is_own = is_own and not any(part in file and f"{part}{package}" not in file for part in INSTALLED)
-            return Place(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip()) if is_own else None
+            is_foreign = any(part in file and f"{part}{package}" not in file for part in INSTALLED)
+            return _place_of(frame) if _is_authors_file(frame) and not is_foreign else None
         frame = frame.f_back
     return None
 
@@ -479,13 +464,15 @@ class Leftovers:
 
 
 def _children() -> dict[int, str]:
-    """The command lines of the child processes of this process, by process id. Ended ones are left out."""
-    rows = _rows_of_proc() if Path("/proc/self/stat").exists() else _rows_of_ps()
-    return {
-        pid: words[:80]
-        for pid, parent, state, words in rows
-        if parent == os.getpid() and not state.startswith("Z") and not any(part in words for part in OWN_CHILDREN)
-    }
+    """The command lines of the child processes of this process, by process id."""
+    return {pid: words for pid, parent, words in _running() if parent == os.getpid()}
+
+
+def _running() -> Iterator[tuple[int, int, str]]:
+    """The id, the parent and the command line of all processes but ended ones, and those of Python and of workers."""
+    for pid, parent, state, words in _rows_of_proc() if Path("/proc/self/stat").exists() else _rows_of_ps():
+        if not state.startswith("Z") and not any(part in words for part in OWN_CHILDREN):
+            yield pid, parent, words[:80]
 
 
 def _rows_of_proc() -> Iterator[tuple[int, int, str, str]]:
@@ -501,3 +488,157 @@ def _rows_of_ps() -> Iterator[tuple[int, int, str, str]]:
     for line in done.stdout.splitlines():
         pid, parent, state, words = [*line.split(None, 3), ""][:4]
         yield int(pid), int(parent), state, words
+
+
+# --- what is kept around the objects ----------------------------------------------------------------------------------
+
+
+DEPTH = 4  # attributes of attributes that are compared
+ITEMS_MAX = 500  # items of a container that are compared
+SIGNALS = ("SIGINT", "SIGTERM", "SIGALRM", "SIGCHLD", "SIGHUP", "SIGUSR1", "SIGUSR2")
+OWN_VARIABLES = ("TMPDIR", "COLUMNS", "LINES", "PYTEST_CURRENT_TEST")
+"""Environment variables that the checks, the terminal and pytest set."""
+
+VARIABLE = "the environment variable "
+CONTAINERS = (list, dict, set, collections.deque)
+SKIPPED = (ModuleType, FunctionType, property, staticmethod, classmethod)
+
+
+class Kept(NamedTuple):
+    """What a class attribute or a module variable holds: a digest, how many items, and a text for a message."""
+
+    digest: str
+    size: int | None
+    text: str
+
+
+def kept_by_author(subject: Subject) -> dict[str, Kept]:
+    """What the class attributes and module variables of the environment's package hold, by name, and what `shared`
+    returned.
+    """
+    found: dict[str, Kept] = {}
+    classes = [each for each in getattr(watched(subject.component), "__mro__", ()) if _is_authors(each)]
+    names = list(dict.fromkeys(each.__module__ for each in classes))
+    for name in names:
+        for variable, value in list(vars(sys.modules.get(name, ModuleType(name))).items()):
+            if isinstance(value, type):
+                classes += [value] if value.__module__ == name and value not in classes else []
+            elif _is_state(variable, value):
+                found[f"the module variable {variable}"] = _kept(value)
+    for each in classes:
+        for attribute, value in list(vars(each).items()):
+            defaults = value.__defaults__ or () if isinstance(value, FunctionType) else ()
+            if kept := [default for default in defaults if isinstance(default, CONTAINERS)]:
+                found[f"a default of {each.__name__}.{attribute}"] = _kept(kept)
+            if _is_state(attribute, value):
+                found[f"the class attribute {each.__name__}.{attribute}"] = _kept(value)
+    if subject.has("shared") and subject.environment.remote is None:
+        found["the value of `shared`"] = _kept(subject.environment.shared().get_now())
+    return found
+
+
+def changes(before: Mapping[str, Kept], after: Mapping[str, Kept]) -> list[str]:
+    """The names whose value is another one afterwards, each with both values."""
+    names = [name for name in after if name not in before or before[name].digest != after[name].digest]
+    return [
+        f"{name} was {before[name].text}, then {after[name].text}" if name in before else f"{name} is new"
+        for name in names
+    ]
+
+
+def grown(states: list[dict[str, Kept]]) -> list[str]:
+    """The names of lists, mappings and sets with more items each time."""
+    found = []
+    for name, last in states[-1].items():
+        sizes = [each[name].size for each in states if name in each]
+        known = [size for size in sizes if size is not None]
+        if len(known) == len(states) and all(one < two for one, two in itertools.pairwise(known)):
+            found.append(f"{name} had {', '.join(map(str, known[:-1]))} and then {known[-1]} items: {last.text}")
+    return found
+
+
+def _is_authors(value: Any) -> bool:
+    module = getattr(value, "__module__", "builtins") or "builtins"
+    top = module.partition(".")[0]
+    return top not in ("builtins", "typing", "abc", "rollouts") and top not in sys.stdlib_module_names
+
+
+def _is_state(name: str, value: Any) -> bool:
+    if name.startswith("__") or isinstance(value, SKIPPED) or (callable(value) and not hasattr(value, "__dict__")):
+        return False
+    return name not in ("_abc_impl", "__warningregistry__")
+
+
+def _kept(value: Any) -> Kept:
+    digest = hashlib.sha256()
+    sizes: list[int] = []
+    for part in _parts(value, 0, set(), sizes):
+        digest.update(part.encode(errors="replace"))
+    return Kept(digest.hexdigest(), sum(sizes) if sizes else None, shown(value))
+
+
+def _parts(value: Any, depth: int, seen: set[int], sizes: list[int]) -> Iterator[str]:
+    """Texts that are equal if two values hold the same. Adds the size of each container to `sizes`."""
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        yield repr(value)[:1000]
+        return
+    yield type(value).__name__
+    if depth > DEPTH or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, CONTAINERS):
+        sizes.append(len(value))
+    if isinstance(value, random.Random):
+        yield str(hash(value.getstate()))
+    elif isinstance(value, dict | set | frozenset | list | tuple | collections.deque):
+        yield str(len(value))
+        items = list(value.items() if isinstance(value, dict) else value)[:ITEMS_MAX]
+        items = [each for pair in items for each in pair] if isinstance(value, dict) else items
+        texts = ["".join(_parts(each, depth + 1, seen, sizes)) for each in items]
+        yield from sorted(texts) if isinstance(value, set | frozenset) else texts
+    elif type(value).__module__ == "itertools":
+        yield repr(value)
+    else:
+        for name, each in _attributes(value).items():
+            yield name
+            yield from _parts(each, depth + 2, seen, sizes)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes of an author's object; empty for others, such as a lock or a class."""
+    if isinstance(value, type) or isinstance(value, SKIPPED) or not _is_authors(type(value)):
+        return {}
+    found = getattr(value, "__dict__", None)
+    return dict(found) if isinstance(found, dict) else {}
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+
+def state_of_process() -> dict[str, Any]:
+    """The working directory, the handlers of signals, and the environment variables, with words for each."""
+    try:
+        folder = os.getcwd()
+    except OSError:
+        folder = "a folder that does not exist"
+    found: dict[str, Any] = {"the working directory": folder, "sys.path": list(sys.path)}
+    for name in SIGNALS:
+        if hasattr(signal, name):
+            found[f"the handler of {name}"] = signal.getsignal(getattr(signal, name))
+    known = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
+    return found | {f"{VARIABLE}{name}": value for name, value in known.items()}
+
+
+def process_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """What another process state has that the first has not."""
+    names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
+    return [f"{name} was {shown(before.get(name))}, then {shown(after.get(name))}" for name in names]
+
+
+def restore_process(before: Mapping[str, Any]) -> None:
+    """Set the working directory and the environment variables as they were."""
+    os.chdir(before["the working directory"])
+    known = {name.removeprefix(VARIABLE): value for name, value in before.items() if name.startswith(VARIABLE)}
+    for name in [each for each in os.environ if each not in known and each not in OWN_VARIABLES]:
+        del os.environ[name]
+    os.environ.update(known)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from rollouts.config.settings import COMPONENT_KINDS
 from rollouts.errors import OutputError, UserError, in_lines, suggestion
-from rollouts.plugins.index import HOOKS, KIND_WORDS, ComponentRef, installed_components, is_installed
+from rollouts.plugins.index import HOOKS, KIND_WORDS, installed_components, is_installed
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -101,28 +101,26 @@ def render_package(kind: str, name: str, author: str = "") -> NewPackage:
     module, test = (_text(kind, file) for file in ("module.py.txt", "test.py.txt"))
     _check_use(name, (module, test))
     is_torch = re.search(r"^(import|from) torch\b", module + test, re.MULTILINE) is not None
-    is_class = "$Name" in module
-    package, author = f"rollouts_{name}", author or f"the authors of {_distribution(name)}"
+    package, distribution, class_name = f"rollouts_{name}", _distribution(name), _class_name(name)
+    author = author or f"the authors of {distribution}"
     flag = next((key for key, each in COMPONENT_KINDS.items() if each == kind), "").replace("_", "-")
     command = _TRY.get(kind, f"{_RUN} --{flag} {{name}}").format(name=name)
     values = {
         "name": name,
-        "Name": _class_name(name),
+        "Name": class_name,
         "package": package,
-        "distribution": _distribution(name),
-        "target": package if kind == HOOKS else f"{package}:{_class_name(name) if is_class else name}",
+        "distribution": distribution,
+        "target": package if kind == HOOKS else f"{package}:{class_name if '$Name' in module else name}",
         "group": "rollouts" if kind == HOOKS else f"rollouts.{kind}",
         "requirement": "rollouts-rl[train]" if is_torch else "rollouts-rl",
         "author": author,
         "author_toml": json.dumps(author, ensure_ascii=False),
         "year": str(datetime.date.today().year),
         "run": command,
-    }
-    values |= {
         "description": example_description(kind),
         "about": f"{example_description(kind)}.",
-        "next": _wrapped(_fill(_text(kind, "next.md.txt"), values)),
     }
+    values["next"] = _wrapped(_fill(_text(kind, "next.md.txt"), values))
     files = {path: _fill(_text("shared", file), values) for path, file in _SHARED.items()}
     files[f"{package}/__init__.py"] = _fill(module, values)
     files[f"tests/test_{name}.py"] = _fill(test, values)
@@ -149,14 +147,12 @@ def write_package(package: NewPackage, folder: Path) -> None:
 
 def namesakes(kind: str, name: str) -> list[str]:
     """Notes about installed packages with these names."""
-    refs: list[ComponentRef] = installed_components(None if kind == HOOKS else kind)
-    others = [ref for ref in refs if ref.name == name and kind != HOOKS]
-    if is_installed(_distribution(name)):
-        return [f"{_distribution(name)} is installed already; `pip install` of this folder replaces it"]
-    own = f"{_distribution(name)}/{name}"
-    return [
-        f"{ref.qualified} is installed and has the same name; with both, type {own} instead of {name}" for ref in others
-    ]
+    own = _distribution(name)
+    if is_installed(own):
+        return [f"{own} is installed already; `pip install` of this folder replaces it"]
+    others = [ref for ref in installed_components(kind) if ref.name == name] if kind != HOOKS else []
+    typed = f"type {own}/{name} instead of {name}"
+    return [f"{ref.qualified} is installed and has the same name; with both, {typed}" for ref in others]
 
 
 def _check_name(name: str) -> None:
@@ -184,14 +180,11 @@ def _check_use(name: str, templates: tuple[str, ...]) -> None:
     values = {"name": _EXAMPLE, "Name": _class_name(_EXAMPLE), "package": "rollouts", "distribution": "", "kind": ""}
     nodes = [node for text in templates for node in ast.walk(ast.parse(_fill(text, values)))]
     used = {getattr(node, field, None) for node in nodes for field in ("id", "arg", "attr")}
-    used |= {alias.asname or alias.name for node in nodes if hasattr(node, "names") for alias in _aliases(node)}
+    imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    used |= {alias.asname or alias.name for node in imports for alias in node.names}
     for taken in (name, _class_name(name)):
         if taken in used:
             raise UserError(f"the code of the package uses the name {taken} already\ntype: my_{name}")
-
-
-def _aliases(node: ast.AST) -> list[ast.alias]:
-    return [each for each in getattr(node, "names", []) if isinstance(each, ast.alias)]
 
 
 def _text(folder: str, file: str) -> str:

@@ -1,13 +1,18 @@
-"""Load a model, sample replies with their logprobs, and continue conversations.
+"""Load a model, sample replies, continue conversations; read the tool calls in a reply, and run them.
 
 The model is a plain causal LM of transformers, sampled by the embedded engine: a batch is one batch, and each reply
-depends on its own seed only. Tools are in tools.py, generators that use a server in servers.py.
+depends on its own seed only.
 
     model, tokenizer = load_model("tiny"), load_tokenizer("tiny")
     reply = generate(model, tokenizer, "What is 2 + 3?", GenerationConfig(max_tokens=16))
 
 A *generator* is a function `generator(model, tokenizer, prompt, config)` that returns a Generation, or its text. Its
-`prompt` is the text that you gave, or the ids of a conversation. It decides what `model` is.
+`prompt` is the text that you gave, or the ids of a conversation. It decides what `model` is. `vllm_generator` and
+`sglang_generator` ask a running server. They send and receive ids, and the server's tokenizer is checked. The server
+samples with its own weights: a change of your model does not reach it.
+
+A *tool parser* takes the text of a reply and returns tool calls, or tool calls and the remaining text. A call that
+cannot be read has an `error`, which is a text for the model. `parse_tools` reads every format that the engine knows.
 
 Legend: P ids of a prompt, K sampled ids of a reply, N replies.
 """
@@ -17,37 +22,76 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
+import trio
 
 from rollouts.agent.records import turn_seed
 from rollouts.author_code import shown
 from rollouts.chat.format import chat_format
-from rollouts.env.authoring import TOOL_MARK, mark_of
-from rollouts.env.schema import tool_schema
-from rollouts.errors import ConfigError, InferenceError
+from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, detect_tool_call_format, parse_reply
+from rollouts.env.authoring import TOOL_MARK, ToolMethod, mark_of
+from rollouts.env.schema import schema_of
+from rollouts.env.tools import run_tool
+from rollouts.errors import ConfigError, InferenceError, RolloutsError, TrainingError, words_of
+from rollouts.inference.base import GenerateRequest
+from rollouts.models import loading
 from rollouts.training.algorithms.algorithm import function_label
-from rollouts.types import Message, Sample, Task, ToolCall
-from rollouts_notes.primitives.calls import call_given
+from rollouts.types import Message, Task, ToolCall
 from rollouts_notes.primitives.types import Conversation, Generation, GenerationConfig, ModelConfig, Turn
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from rollouts.inference.servers.dialect import Dialect
 
-    from rollouts.inference.base import InferenceBackend
-
+T = TypeVar("T")
 Prompt = str | Sequence[int] | Conversation | Sequence[Message] | Task
 """Text as the model is to see it, token ids, or a conversation or task, which the model's chat template renders."""
 
 Generator = Callable[[Any, Any, Any, GenerationConfig], Generation | str]
+TemplateFn = Callable[[Sequence[Message], Sequence[dict[str, Any]]], str]
 ToolParser = Callable[..., Sequence[ToolCall] | tuple[Sequence[ToolCall], str]]
 """`tool_parser(text)` or `tool_parser(text, tools)`: the calls and the remaining text, or the calls alone."""
+Tools = Sequence[Callable[..., Any] | dict[str, Any]]
+ToolExecutor = Callable[[Sequence[ToolCall], Tools], Sequence[Message | str]]
 
 DEFAULT = GenerationConfig()
-ANY_TOOL: list[dict[str, Any]] = [{}]  # formats without tags read calls only if tools were offered
+_NUMBERS: dict[str, tuple[Any, float, str]] = {
+    "max_tokens": (int, 1, "an integer of 1 or more"),
+    "temperature": (int | float, 0, "a number of 0 or more"),
+    "seed": (int, -math.inf, "an integer"),
+}
+_ANY_TOOL: list[dict[str, Any]] = [{}]  # formats without tags read calls only if tools were offered
+
+
+def call_given(form: str, function: Callable[..., T], *given: Any, error: type[RolloutsError] = TrainingError) -> T:
+    """Call a user's function. `form` is the documented call, such as "reward_fn(rollout)".
+
+    Raises ConfigError if the function does not take these arguments, and `error` if it raises.
+
+    >>> call_given("scorer(model, rollout)", lambda model: 1.0, "a model", "a rollout")
+    Traceback (most recent call last):
+    rollouts.errors.ConfigError: <lambda> cannot be called as scorer(model, rollout): too many positional arguments
+    """
+    try:
+        return function(*given)
+    except RolloutsError:
+        raise
+    except Exception as failure:  # a user's function may raise anything
+        label, why = function_label(function), ""
+        if isinstance(failure, TypeError):
+            try:
+                inspect.signature(function).bind(*given)
+            except TypeError as refusal:
+                why = str(refusal) if callable(function) else "it is not callable"
+            except ValueError:  # a builtin may have no readable signature
+                pass
+        if why:
+            raise ConfigError(f"{label} cannot be called as {form}: {why}") from failure
+        raise error(f"the {form.partition('(')[0]} {label} raised {words_of(failure)}") from failure
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -61,13 +105,7 @@ def load_model(config: ModelConfig | str, *, model_loader: Callable[[ModelConfig
     >>> load_model("tiny").config.vocab_size
     469
     """
-    config = _model_config(config)
-    if model_loader is not None:
-        return model_loader(config)
-    from rollouts.models.loading import load_hf_model, remote_code
-
-    with remote_code(config.trust_remote_code):
-        return load_hf_model(config.name, dtype=config.dtype, device=config.device)
+    return _load(config, model_loader, lambda c: loading.load_hf_model(c.name, dtype=c.dtype, device=c.device))
 
 
 def load_tokenizer(config: ModelConfig | str, *, tokenizer_loader: Callable[[ModelConfig], Any] | None = None) -> Any:
@@ -76,21 +114,17 @@ def load_tokenizer(config: ModelConfig | str, *, tokenizer_loader: Callable[[Mod
     >>> load_tokenizer("tiny").eos_token
     '<|im_end|>'
     """
-    config = _model_config(config)
-    if tokenizer_loader is not None:
-        return tokenizer_loader(config)
-    from rollouts.models import loading as models
-
-    with models.remote_code(config.trust_remote_code):
-        return models.load_tokenizer(config.name)
+    return _load(config, tokenizer_loader, lambda c: loading.load_tokenizer(c.name))
 
 
-def _model_config(config: ModelConfig | str) -> ModelConfig:
-    if isinstance(config, ModelConfig):
-        return config
-    if not isinstance(config, str):
+def _load(config: Any, loader: Callable[..., Any] | None, usual: Callable[[ModelConfig], Any]) -> Any:
+    config = ModelConfig(config) if isinstance(config, str) else config
+    if not isinstance(config, ModelConfig):
         raise ConfigError(f'expected a model\'s name or a ModelConfig, got {shown(config)}; write load_model("tiny")')
-    return ModelConfig(config)
+    if loader is not None:
+        return loader(config)
+    with loading.remote_code(config.trust_remote_code):
+        return usual(config)
 
 
 # --- replies ----------------------------------------------------------------------------------------------------------
@@ -159,9 +193,9 @@ def batch_generate(
     if generator is None:
         from rollouts.inference.embedded.hf import HFInference
 
-        _check_model(model)
+        check_model(model)
         rows = [encode_prompt(tokenizer, prompt) for prompt in prompts]
-        return sample_replies(cast("InferenceBackend", HFInference(model)), tokenizer, rows, configs) if rows else []
+        return _sampled(HFInference(model), tokenizer, rows, configs) if rows else []
     own = functools.partial(_from_generator, generator, model, tokenizer)
     if workers <= 1:
         return list(map(own, prompts, configs))
@@ -173,106 +207,17 @@ def _check_config(config: Any) -> None:
     """Raise ConfigError for settings that cannot be used."""
     if not isinstance(config, GenerationConfig):
         raise ConfigError(f"the config is {shown(config)}; expected a GenerationConfig, such as GenerationConfig(64)")
-    for name, value, kinds, least in (
-        ("max_tokens", config.max_tokens, int, 1),
-        ("temperature", config.temperature, int | float, 0),
-        ("seed", config.seed, int, -math.inf),
-    ):
+    for name, (kinds, least, expected) in _NUMBERS.items():
+        value = getattr(config, name)
         if not isinstance(value, kinds) or not least <= value < math.inf:
-            word = "an integer" if kinds is int else "a number"
-            least_words = "" if least == -math.inf else f" of {least} or more"
-            raise ConfigError(f"GenerationConfig({name}={shown(value)}): expected {word}{least_words}")
+            raise ConfigError(f"GenerationConfig({name}={shown(value)}): expected {expected}")
     _stop_texts(config)
 
 
-def _check_model(model: Any) -> None:
+def check_model(model: Any) -> None:
+    """Raise ConfigError for anything but a causal LM."""
     if not hasattr(model, "get_input_embeddings"):
         raise ConfigError(f'the model is {shown(model)}; expected a causal LM, such as load_model("tiny")')
-
-
-def generate_with_logprobs(
-    model: Any,
-    tokenizer: Any,
-    prompt: Prompt,
-    config: GenerationConfig = DEFAULT,
-    *,
-    generator: Generator | None = None,
-    logprob_extractor: Callable[[Any, Generation], Any] | None = None,
-) -> Generation:
-    """Sample one reply whose logprobs [K] are known. Raises like `generate`, and ConfigError for a wrong number of
-    logprobs.
-
-    Without `logprob_extractor` they are the sampler's own. If a generator reports none, `model` computes them at the
-    sampling temperature (`compute_logprobs`).
-
-    >>> model, tokenizer = load_model("tiny"), load_tokenizer("tiny")
-    >>> reply = generate_with_logprobs(model, tokenizer, "2 + 3 =", generator=lambda *given: "5")
-    >>> len(reply.logprobs) == len(reply.tokens) and max(reply.logprobs) <= 0
-    True
-
-    Args:
-        logprob_extractor: `logprob_extractor(model, generation)` returns [K]
-    """
-    reply = generate(model, tokenizer, prompt, config, generator=generator)
-    if logprob_extractor is None and reply.logprobs is not None:
-        return reply
-    return reply._replace(logprobs=extract_logprobs(model, reply, config.temperature, logprob_extractor).tolist())
-
-
-def extract_logprobs(
-    model: Any,
-    generation: Generation,
-    temperature: float | None,
-    logprob_extractor: Callable[[Any, Generation], Any] | None,
-) -> Tensor:
-    """The logprobs [K] of a reply under `model`, by the extractor or by `compute_logprobs`, without gradient.
-
-    Raises ConfigError if the extractor does not return K numbers.
-    """
-    import torch
-
-    with torch.no_grad():
-        if logprob_extractor is None:
-            return compute_logprobs(model, [generation], temperature=temperature)[0]
-        form = "logprob_extractor(model, generation)"
-        found = torch.as_tensor(call_given(form, logprob_extractor, model, generation)).detach()
-    if found.shape != (len(generation.tokens),):
-        expected = f"[{len(generation.tokens)}], one number per sampled token"
-        raise ConfigError(f"the logprob_extractor returned shape {list(found.shape)}; expected {expected}")
-    return found
-
-
-def compute_logprobs(
-    model: Any, generations: Sequence[Generation], *, temperature: float | None = None
-) -> list[Tensor]:
-    """The logprobs of the sampled ids of each reply, N tensors [K], in one batch and with gradient.
-
-    Prompts that several replies share run once. Use `torch.no_grad()` if you need no gradient. `temperature` None is
-    that of the replies, and 0 counts as 1. Raises TrainingError if it is another one than theirs.
-
-    >>> model, tokenizer = load_model("tiny"), load_tokenizer("tiny")
-    >>> reply = generate(model, tokenizer, "2 + 3 =", GenerationConfig(max_tokens=4))
-    >>> logprobs = compute_logprobs(model, [reply])[0]
-    >>> max(abs(a - b) for a, b in zip(logprobs.tolist(), reply.logprobs)) < 1e-4, logprobs.requires_grad
-    (True, True)
-    """
-    import torch
-
-    from rollouts_notes.primitives.batches import score_samples, temperature_of
-
-    counts = [len(each.tokens) for each in generations]
-    if not sum(counts):
-        return [torch.zeros(0) for _ in generations]
-    _check_model(model)
-    samples = []
-    groups: dict[tuple[int, ...], int] = {}
-    for number, each in enumerate(generations):
-        if not each.prompt_tokens:
-            raise ConfigError(f"generation {number} has no prompt_tokens, so the model cannot predict its first token")
-        group, start = groups.setdefault(tuple(each.prompt_tokens), len(groups)), len(each.prompt_tokens)
-        tokens, mask = [*each.prompt_tokens, *each.tokens], [0.0] * start + [1.0] * len(each.tokens)
-        samples.append(Sample("", "", tokens, mask, 0.0, group, rollout_index=number, prompt_length=start))
-    return list(torch.split(score_samples(model, samples, temperature_of(generations, temperature))[0], counts))
 
 
 def _from_generator(
@@ -291,68 +236,56 @@ def _from_generator(
     return Generation(reply, tokens, prompt_tokens=encode_prompt(tokenizer, given), temperature=config.temperature)
 
 
-def sample_replies(
-    engine: InferenceBackend, tokenizer: Any, rows: Sequence[Sequence[int]], configs: Sequence[GenerationConfig]
+def _sampled(
+    engine: Any, tokenizer: Any, rows: Sequence[list[int]], configs: Sequence[GenerationConfig]
 ) -> list[Generation]:
-    """The replies of an engine to prompts [N] of ids, all in flight at the same time. The engine is closed.
-
-    Raises ConfigError for settings that cannot be used and inside of trio, and InferenceError.
+    """The replies of an engine to prompts [N] of ids, all in flight at the same time. The engine is closed. Raises
+    ConfigError for settings that cannot be used and inside of trio, and InferenceError.
     """
-    from rollouts.inference.base import GenerateRequest
-
     requests = []
     for row, config in zip(rows, configs, strict=True):
         _check_config(config)
-        stop_ids = (*turn_ends(tokenizer), *_ids_with(tokenizer, _stop_texts(config)))
-        requests.append(GenerateRequest(list(row), config.max_tokens, stop_ids, config.seed, config.temperature))
-    replies = run_sync(_sample, engine, requests)
+        stop_ids = (*_turn_ends(tokenizer), *_ids_with(tokenizer, _stop_texts(config)))
+        requests.append(GenerateRequest(row, config.max_tokens, stop_ids, config.seed, config.temperature))
+    replies = run_sync(_replies, engine, requests)
     return [_generation(tokenizer, *each) for each in zip(rows, replies, configs, strict=True)]
 
 
-async def _sample(engine: InferenceBackend, requests: Sequence[Any]) -> list[Any]:
-    import trio
+async def _replies(engine: Any, requests: Sequence[GenerateRequest]) -> list[Any]:
+    from rollouts.training.weights.probe import gather
 
-    replies: list[Any] = [None] * len(requests)
-
-    async def reply(place: int, session: str) -> None:
-        request = requests[place]
-        room = engine.context_tokens_max - len(request.tokens)
+    async def reply(place: int) -> Any:
+        request, most = requests[place], engine.context_tokens_max
         try:
+            room = most - len(request.tokens)
             if room < 1:
-                most = f"the model's context holds {engine.context_tokens_max}"
-                raise InferenceError(f"the prompt has {len(request.tokens)} tokens, and {most}")
+                what = f"the prompt has {len(request.tokens)} tokens, and the model's context holds {most}"
+                raise InferenceError(what)
             limit = min(request.max_tokens, room)
-            replies[place] = await engine.generate(
-                msgspec.structs.replace(request, max_tokens=limit, session=session, order=(place,))
-            )
-        except InferenceError as error:
-            replies[place] = error
+            changed = {"max_tokens": limit, "session": sessions[place], "order": (place,)}
+            return await engine.generate(msgspec.structs.replace(request, **changed))
         finally:
-            engine.close_session(session)
+            engine.close_session(sessions[place])
 
     async with engine:
         sessions = [engine.open_session((place,)) for place in range(len(requests))]
-        async with trio.open_nursery() as nursery:
-            for place, session in enumerate(sessions):
-                nursery.start_soon(reply, place, session)
+        replies = await gather(reply, range(len(requests)))
     for each in replies:
-        if isinstance(each, InferenceError):
+        if isinstance(each, Exception):
             raise each
     return replies
 
 
-def _generation(tokenizer: Any, row: Sequence[int], reply: Any, config: GenerationConfig) -> Generation:
+def _generation(tokenizer: Any, row: list[int], reply: Any, config: GenerationConfig) -> Generation:
     """The reply, cut after the first stop text."""
-    tokens, finish = list(reply.tokens), reply.finish
-    for size in range(1, len(tokens) + 1) if config.stop else ():
-        text = tokenizer.decode(tokens[:size])
-        if any(stop in text for stop in _stop_texts(config)):
+    tokens, finish, stop = list(reply.tokens), reply.finish, _stop_texts(config)
+    for size in range(1, len(tokens) + 1) if stop else ():
+        if any(each in tokenizer.decode(tokens[:size]) for each in stop):
             tokens, finish = tokens[:size], "stop"
             break
-    ends = turn_ends(tokenizer)
-    body = tokens[:-1] if tokens and tokens[-1] in ends else tokens
+    body = tokens[:-1] if tokens and tokens[-1] in _turn_ends(tokenizer) else tokens
     known = reply.logprobs[: len(tokens)]
-    return Generation(tokenizer.decode(body), tokens, known, finish, list(row), config.temperature)
+    return Generation(tokenizer.decode(body), tokens, known, finish, row, config.temperature)
 
 
 def _stop_texts(config: GenerationConfig) -> tuple[str, ...]:
@@ -374,8 +307,6 @@ def _ids_with(tokenizer: Any, stop: tuple[str, ...]) -> tuple[int, ...]:
 
 def run_sync(function: Callable[..., Any], *args: Any) -> Any:
     """Run an async function to its end. Raises ConfigError inside of trio."""
-    import trio
-
     if trio.lowlevel.in_trio_run():
         raise ConfigError(
             "this function waits for its result, so trio cannot call it; write "
@@ -384,10 +315,62 @@ def run_sync(function: Callable[..., Any], *args: Any) -> Any:
     return trio.run(function, *args)
 
 
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+
+def vllm_generator(
+    model: Any,
+    tokenizer: Any,
+    prompt: Prompt,
+    config: GenerationConfig,
+    *,
+    url: str = "http://127.0.0.1:8000",
+    served_model: str = "",
+    api_key_env: str = "VLLM_API_KEY",
+    dialect: Dialect | None = None,
+) -> Generation:
+    """Sample one reply from the vLLM server at `url`. `model` is not used, unless it is a URL: then it replaces `url`.
+
+    Raises ConfigError if the server does not fit (another tokenizer, an old version), and InferenceError if it fails.
+
+    Args:
+        served_model: the server's name for the model; empty: its first model
+        api_key_env: the environment variable with the API key, if the server requires one
+        dialect: how the server speaks; None: as vLLM does
+    """
+    from rollouts.inference.servers.checks import ServerSetup
+    from rollouts.inference.servers.options import PROBE_TEXT
+    from rollouts.inference.servers.server import Server
+    from rollouts.inference.servers.vllm import VLLM
+
+    setup = ServerSetup(
+        vocabulary_size=len(tokenizer),
+        model=served_model,
+        temperature=config.temperature,
+        tokenizer=(PROBE_TEXT, tokenizer.encode(PROBE_TEXT, add_special_tokens=False)),
+        takes_weights=False,
+        api_key=os.environ.get(api_key_env, ""),
+    )
+    engine = Server(dialect or VLLM(), model if isinstance(model, str) and "://" in model else url, setup)
+    return _sampled(engine, tokenizer, [encode_prompt(tokenizer, prompt)], [config])[0]
+
+
+def sglang_generator(
+    model: Any, tokenizer: Any, prompt: Prompt, config: GenerationConfig, **options: Any
+) -> Generation:
+    """Sample one reply from the SGLang server at `url`, http://127.0.0.1:30000 by default. `options` are those of
+    `vllm_generator`; the default of `api_key_env` is SGLANG_API_KEY.
+    """
+    from rollouts.inference.servers.sglang import SGLang
+
+    usual: dict[str, Any] = {"url": "http://127.0.0.1:30000", "api_key_env": "SGLANG_API_KEY", "dialect": SGLang()}
+    return vllm_generator(model, tokenizer, prompt, config, **usual | options)
+
+
 # --- prompts and conversations ----------------------------------------------------------------------------------------
 
 
-def turn_ends(tokenizer: Any) -> tuple[int, ...]:
+def _turn_ends(tokenizer: Any) -> tuple[int, ...]:
     """The ids that end a reply: those of the chat template, the tokenizer's end-of-text id, and those of the model."""
     if getattr(tokenizer, "chat_template", None):
         return chat_format(tokenizer).stop_ids
@@ -405,7 +388,7 @@ def prompt_conversation(prompt: Prompt) -> Conversation:
     """
     if isinstance(prompt, str | Task):
         prompt = Conversation(Task(prompt).messages if isinstance(prompt, str) else prompt.messages)
-    messages, tools = (prompt.messages, prompt.tools) if isinstance(prompt, Conversation) else (prompt, ())
+    messages, tools = prompt if isinstance(prompt, Conversation) else (prompt, ())
     try:
         given = [each if isinstance(each, Message) else msgspec.convert(each, Message) for each in messages]
     except (msgspec.ValidationError, TypeError) as error:
@@ -416,17 +399,17 @@ def prompt_conversation(prompt: Prompt) -> Conversation:
     return Conversation(given, tools)
 
 
-def schemas_of(tools: Sequence[Callable[..., Any] | dict[str, Any]]) -> list[dict[str, Any]]:
+def schemas_of(tools: Tools) -> list[dict[str, Any]]:
     """The OpenAI schemas of tools. Raises EnvironmentDefinitionError if a function has no readable type hints."""
-    return [each if isinstance(each, dict) else tool_schema(each, tool_name(each)) for each in tools]
+    return [each if isinstance(each, dict) else schema_of(_method(each)) for each in tools]
 
 
-def tool_name(tool: Callable[..., Any]) -> str:
-    """The name that the model sees: that of `@tool(name=...)`, or the function's. Raises ConfigError."""
+def _method(tool: Callable[..., Any]) -> ToolMethod:
+    """A function as a tool. The model sees the name of `@tool(name=...)`, or the function's. Raises ConfigError."""
     if not callable(tool):
         raise ConfigError(f"the tool {shown(tool)} is no function; give functions with type hints, or OpenAI schemas")
-    mark = mark_of(tool, TOOL_MARK)
-    return str((mark and mark[0]) or getattr(tool, "__name__", type(tool).__name__))
+    name, timeout_seconds, isolate, _ = mark_of(tool, TOOL_MARK) or ("", 30.0, None, None)
+    return ToolMethod(name or getattr(tool, "__name__", type(tool).__name__), tool, timeout_seconds, isolate)
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -447,21 +430,16 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> list[int]:
         opens = tokenizer.bos_token and prompt.startswith(tokenizer.bos_token)  # a rendered template has it already
         ids = tokenizer.encode(prompt, add_special_tokens=not opens)
     elif isinstance(prompt, Sequence) and all(isinstance(each, int) for each in prompt):
-        ids = list(prompt)
+        ids = prompt
     else:
-        conversation = prompt_conversation(prompt)
-        ids = chat_format(tokenizer).encode_prompt(list(conversation.messages), schemas_of(conversation.tools))
+        messages, tools = prompt_conversation(prompt)
+        ids = chat_format(tokenizer).encode_prompt(list(messages), schemas_of(tools))
     if not ids:
         raise ConfigError("the prompt is empty; give it at least one token")
     return list(ids)
 
 
-def apply_chat_template(
-    tokenizer: Any,
-    prompt: Prompt,
-    *,
-    template_fn: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str] | None = None,
-) -> str:
+def apply_chat_template(tokenizer: Any, prompt: Prompt, *, template_fn: TemplateFn | None = None) -> str:
     """The text of a conversation as the model sees it, with the generation prompt. A text is one message of the user.
 
     Raises ModelError if the template refuses the conversation.
@@ -488,7 +466,7 @@ def generate_conversation_turn(
     config: GenerationConfig = DEFAULT,
     *,
     generator: Generator | None = None,
-    template_fn: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str] | None = None,
+    template_fn: TemplateFn | None = None,
     tool_parser: ToolParser | None = None,
     previous: Generation | None = None,
 ) -> Turn:
@@ -507,7 +485,7 @@ def generate_conversation_turn(
     Args:
         template_fn: as in `apply_chat_template`
         tool_parser: `tool_parser(text)` returns the tool calls and the remaining text, as the tool parser of a run
-            does. It may return the calls alone, as those of tools.py do
+            does. It may return the calls alone, as `parse_tools` does
         previous: the last turn's reply. Its ids are continued exactly as they were sampled, if the template allows it
     """
     prompt = turn_prompt(tokenizer, conversation, template_fn=template_fn, previous=previous)
@@ -519,16 +497,21 @@ def turn_prompt(
     tokenizer: Any,
     conversation: Conversation,
     *,
-    template_fn: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str] | None = None,
+    template_fn: TemplateFn | None = None,
     previous: Generation | None = None,
 ) -> Prompt:
     """The prompt of the next turn of a conversation (see `generate_conversation_turn`)."""
-    conversation = prompt_conversation(conversation)
+    messages, tools = conversation = prompt_conversation(conversation)
     if template_fn is not None:
         return apply_chat_template(tokenizer, conversation, template_fn=template_fn)
-    messages, schemas = list(conversation.messages), schemas_of(conversation.tools)
-    continued = None if previous is None else _continued(tokenizer, messages, schemas, previous)
-    return continued or encode_prompt(tokenizer, conversation)
+    at = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=len(messages))
+    if previous is not None and previous.prompt_tokens and messages[at + 1 :]:
+        sampled, parts = list(previous.tokens), (list(messages[:at]), messages[at], list(messages[at + 1 :]))
+        # None: the template rewrites earlier turns, so the ids of the last reply cannot be continued.
+        new = chat_format(tokenizer).extend(*parts, schemas_of(tools), sampled)
+        if new is not None:
+            return [*previous.prompt_tokens, *sampled, *new]
+    return encode_prompt(tokenizer, conversation)
 
 
 def read_turn(
@@ -536,57 +519,130 @@ def read_turn(
     conversation: Conversation,
     reply: Generation,
     *,
-    template_fn: Callable[[Sequence[Message], Sequence[dict[str, Any]]], str] | None = None,
+    template_fn: TemplateFn | None = None,
     tool_parser: ToolParser | None = None,
 ) -> Turn:
     """The conversation with this reply to it (see `generate_conversation_turn`)."""
     conversation = prompt_conversation(conversation)
-    message, calls = Message("assistant", reply.text), []
+    message, schemas = Message("assistant", reply.text), schemas_of(conversation.tools)
     if template_fn is None:
-        message = chat_format(tokenizer).parse(reply.tokens, schemas_of(conversation.tools))
-        calls = message.tool_calls
+        message = chat_format(tokenizer).parse(reply.tokens, schemas)
+    calls = message.tool_calls
     if tool_parser is not None:
-        read = parse_calls(tool_parser, reply.text, schemas_of(conversation.tools))
-        if [(each.name, each.arguments, each.error) for each in read] != [
-            (each.name, each.arguments, each.error) for each in calls
-        ]:
+        read = _parsed(tool_parser, reply.text, schemas)
+        if _meaning(read) != _meaning(calls):
             message, calls = Message("assistant", reply.text), read
     return Turn(conversation._replace(messages=[*conversation.messages, message]), reply, calls)
 
 
-def parse_calls(tool_parser: ToolParser, text: str, tools: Sequence[dict[str, Any]] = ANY_TOOL) -> list[ToolCall]:
-    """The calls that a tool parser finds. `tools` are the schemas of the offered tools, for a parser that names them.
+def _meaning(calls: Sequence[ToolCall]) -> list[tuple[str, Any, str | None]]:
+    return [(each.name, each.arguments, each.error) for each in calls]
 
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def parse_tools(text: str) -> list[ToolCall]:
+    """The tool calls in a text, in any format: `<tool_call>` tags, `[TOOL_CALLS]`, or a bare JSON object.
+
+    >>> parse_tools('Let me see. <tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>')[0].arguments
+    {'a': 2}
+    >>> parse_tools("5")
+    []
+    """
+    return _read(text, detect_tool_call_format(text, ""))
+
+
+def parse_xml_tools(text: str) -> list[ToolCall]:
+    """The tool calls between `<tool_call>` tags, as JSON or as `<function=name>`; other text is no call.
+
+    >>> parse_xml_tools("<tool_call><function=add><parameter=a>2</parameter></function></tool_call>")[0].name
+    'add'
+    """
+    return _read(text, "xml" if "<function=" in text else "hermes")
+
+
+def parse_functions(text: str) -> list[ToolCall]:
+    """The tool calls in a reply that is JSON: `{"name": ..., "arguments": {...}}`, also with `parameters`.
+
+    >>> [call.name for call in parse_functions('{"name": "add", "parameters": {"a": 2}}')]
+    ['add']
+    """
+    return _read(text, "json")
+
+
+def _read(text: str, name: str) -> list[ToolCall]:
+    return parse_reply(text, TOOL_CALL_FORMATS[name], _ANY_TOOL).message.tool_calls
+
+
+def extract_tool_calls(generation: Generation | str, *, tool_parser: ToolParser | None = None) -> list[ToolCall]:
+    """The tool calls of a reply. `tool_parser(text)` replaces `parse_tools`, and may also return the remaining text.
+
+    Raises ConfigError if the parser returns anything but tool calls.
+
+    >>> extract_tool_calls("add(2, 3)", tool_parser=lambda text: [ToolCall(text.partition("(")[0])])[0].name
+    'add'
+    """
+    text = generation if isinstance(generation, str) else generation.text
+    return _parsed(tool_parser or parse_tools, text, _ANY_TOOL)
+
+
+def _parsed(tool_parser: ToolParser, text: str, tools: Sequence[dict[str, Any]]) -> list[ToolCall]:
+    """The calls that a tool parser finds. `tools` are the schemas of the offered tools, for a parser that names them.
     Raises ConfigError if it returns anything else.
     """
-    if _names_tools(tool_parser):
-        calls: Any = call_given("tool_parser(text, tools)", tool_parser, text, list(tools))
-    else:
-        calls = call_given("tool_parser(text)", tool_parser, text)
+    try:
+        names_tools = "tools" in inspect.signature(tool_parser).parameters
+    except (TypeError, ValueError):  # a builtin may have no readable signature
+        names_tools = False
+    given = (text, list(tools)) if names_tools else (text,)
+    calls: Any = call_given(f"tool_parser(text{', tools' * names_tools})", tool_parser, *given)
     if isinstance(calls, tuple) and len(calls) == 2 and isinstance(calls[1], str):
         calls = calls[0]
     if not isinstance(calls, Sequence) or not all(isinstance(each, ToolCall) for each in calls):
-        raise ConfigError(
-            f"the tool_parser {function_label(tool_parser)} returned {shown(calls)}; expected a list of ToolCall "
-            "and the remaining text, or the list alone"
-        )
+        what = f"the tool_parser {function_label(tool_parser)} returned {shown(calls)}"
+        raise ConfigError(f"{what}; expected a list of ToolCall and the remaining text, or the list alone")
     return list(calls)
 
 
-def _names_tools(tool_parser: ToolParser) -> bool:
-    try:
-        return "tools" in inspect.signature(tool_parser).parameters
-    except (TypeError, ValueError):  # a builtin may have no readable signature
-        return False
+def execute_functions(tool_calls: Sequence[ToolCall], tools: Tools) -> list[str]:
+    """Run each call with the function that has its name, in order. Returns a text for each call.
+
+    Arguments are checked against the function's type hints. A failure becomes a text for the model. Functions may be
+    async; `@tool(timeout_seconds=5)` gives one a deadline (30 s without it).
+
+    >>> def add(a: int, b: int) -> int:
+    ...     "Add two numbers."
+    ...     return a + b
+    >>> execute_functions([ToolCall("add", {"a": 2, "b": 3}), ToolCall("sub")], [add])
+    ['5', "Error: there is no tool 'sub'. The tools are: add"]
+    """
+    # A schema has no function, so its call becomes "there is no tool".
+    methods = {method.name: method for method in (_method(each) for each in tools if not isinstance(each, dict))}
+    return [run_sync(run_tool, methods, each).text for each in tool_calls]
 
 
-def _continued(
-    tokenizer: Any, messages: list[Message], schemas: list[dict[str, Any]], previous: Generation
-) -> list[int] | None:
-    """The ids of the conversation behind the last reply as it was sampled; None if the template rewrites it."""
-    at = max((place for place, message in enumerate(messages) if message.role == "assistant"), default=len(messages))
-    if not messages[at + 1 :] or not previous.prompt_tokens:
-        return None
-    sampled = list(previous.tokens)
-    new = chat_format(tokenizer).extend(messages[:at], messages[at], messages[at + 1 :], schemas, sampled)
-    return None if new is None else [*previous.prompt_tokens, *sampled, *new]
+def execute_tools(
+    tool_calls: Sequence[ToolCall], tools: Tools = (), *, tool_executor: ToolExecutor | None = None
+) -> list[Message]:
+    """Run the calls, and return one message with the role `tool` for each.
+
+    Raises ConfigError if the executor does not return one result per call.
+
+    >>> execute_tools([ToolCall("add")], tool_executor=lambda calls, tools: ["5"])[0].content
+    '5'
+
+    Args:
+        tools: the functions that the calls may name
+        tool_executor: `tool_executor(tool_calls, tools)` replaces `execute_functions`; it returns texts or messages
+    """
+    results = call_given("tool_executor(tool_calls, tools)", tool_executor or execute_functions, tool_calls, tools)
+    if isinstance(results, str) or not isinstance(results, Sequence) or len(results) != len(tool_calls):
+        expected = f"a list of {len(tool_calls)} texts or messages, one per call"
+        raise ConfigError(f"the tool_executor returned {shown(results)}; expected {expected}")
+    return [
+        result
+        if isinstance(result, Message)
+        else Message("tool", str(result), tool_call_id=call.id or None, name=call.name)
+        for result, call in zip(results, tool_calls, strict=True)
+    ]

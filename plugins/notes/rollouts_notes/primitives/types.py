@@ -1,5 +1,9 @@
 """The NamedTuples that the primitives take and return. A change makes a new one: `config._replace(seed=1)`.
 
+`ModelConfig`, `Conversation`, `Generation` and `Turn` are the shapes that the first notes give: tuples of plain values
+that you make yourself. The core has classes of these names inside: a section of a settings file, a talk with a person,
+an engine's answer without text, a turn of a trajectory.
+
 Legend: P ids of a prompt, K sampled ids of one reply, T sampled ids of a batch, N rollouts. `Message` and `ToolCall`
 are those of `rollouts`. Models, tokenizers and optimizers are plain objects of transformers and torch.
 """
@@ -108,6 +112,16 @@ class Rollout(NamedTuple):
     metadata: Mapping[str, Any] = {}
     turns: Sequence[Generation] = ()
     group_index: int | None = None
+
+    @property
+    def all_turns(self) -> Sequence[Generation]:
+        """All replies, in order."""
+        return self.turns or (self.generation,)
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether the last reply reached `max_tokens`."""
+        return self.generation.finish_reason == "length"
 
 
 class Batch(NamedTuple):

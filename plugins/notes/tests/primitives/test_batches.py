@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from rollouts_notes.primitives.batches import rollout_samples, sampled_logprobs
+from rollouts_notes.primitives.rollouts import rollout_samples, sampled_logprobs
 
 from rollouts.errors import TrainingError
 from rollouts.primitives import Generation, Rollout, create_batch, load_model
@@ -98,7 +98,7 @@ def test_dropout_is_off_while_a_batch_is_scored_and_the_mode_stays(model):
     [
         ([], "there are no rollouts"),
         ([Rollout("a", Generation("text only"), 1.0)], "0 prompt ids and 0 sampled ids.*from the generator"),
-        ([Rollout("a", turn([5], [6, 7], [-1.0]), 1.0)], "2 ids and 1 logprobs"),
+        ([Rollout("a", turn([5], [6, 7], [-1.0]), 1.0)], "2 sampled ids with 1 logprobs"),
         ([Rollout("a", turn([5], [6, 7]), 1.0, ref_logprobs=[-1.0])], "2 sampled ids and 1 ref_logprobs"),
     ],
 )

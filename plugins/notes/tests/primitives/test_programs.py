@@ -33,26 +33,28 @@ def test_the_grpo_loop(capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+@pytest.mark.nightly
 def test_vector_rewards(capsys):
     means = main_of("vector_rewards")(1)
     assert set(means) == {"correct", "used_tool", "brevity"} and means["used_tool"] > 0
     assert capsys.readouterr().out.startswith("iteration  0  reward 0.")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_algorithm_switching(capsys):
     assert main_of("algorithm_switching")(3).iteration == 3
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["grpo", "grpo", "dapo"]
 
 
+@pytest.mark.nightly
 def test_tool_tracking(capsys):
     rollouts = main_of("tool_tracking")(6)
     assert sum(rollout.metadata["calls"] for rollout in rollouts) > 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("6 conversations: ")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_custom_kl():
     moving, fixed = main_of("custom_kl")(2)
     assert moving > 0 and fixed != 0

@@ -124,7 +124,7 @@ def test_reward_models_name_their_package_and_work_with_functions(monkeypatch):
     def missing(kind, name):
         raise UnknownComponentError(f"no {name}")
 
-    monkeypatch.setattr("rollouts_notes.primitives.rewards.find_component", missing)
+    monkeypatch.setattr("rollouts_notes.primitives.utilities.find_component", missing)
     with pytest.raises(ConfigError, match=r"(?s)not installed.*pip install rollouts-reward-model.*model_loader=my_l"):
         load_reward_model("a/judge")
     with pytest.raises(ConfigError, match=r"(?s)pip install rollouts-reward-model.*scorer=my_scorer"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 import trio
 from rollouts_calculator import Calculator
-from rollouts_notes.primitives.batches import rollout_samples
+from rollouts_notes.primitives.rollouts import rollout_samples
 
 from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits

@@ -8,7 +8,7 @@ import types
 
 import pytest
 import torch
-from rollouts_notes.primitives.batches import rollout_samples
+from rollouts_notes.primitives.rollouts import rollout_samples
 from rollouts_notes.primitives.training import _wandb
 
 from rollouts.errors import ConfigError, TrainingError, UserError
@@ -120,7 +120,7 @@ def assert_same(own, other):
         torch.testing.assert_close(gradient, other[name], rtol=1e-3, atol=1e-5, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "rollout_mean"])
+@pytest.mark.parametrize("aggregation", ["rollout_mean", pytest.param("token_mean", marks=pytest.mark.nightly)])
 def test_the_gradient_is_the_engine_s(rollouts, aggregation):
     algorithm = recipes.GRPO._replace(aggregation=aggregation, kl=KL(rk3_loss, 0.2))
     own, stats = gradient_of(rollouts, create_algorithm_config(algorithm))
@@ -140,7 +140,7 @@ def test_the_gradient_of_pairs_is_the_engine_s(rollouts):
     assert stats.loss == pytest.approx(loss, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "ppo"])
+@pytest.mark.parametrize("name", ["ppo", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("grpo", "dapo"))])
 def test_microbatches_change_nothing(rollouts, name):
     values = lambda batch: batch.tokens.float() / 500  # noqa: E731
     config = create_algorithm_config(name, value_fn=values if name == "ppo" else None)

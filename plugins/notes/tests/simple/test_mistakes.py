@@ -7,11 +7,8 @@ import json
 import pytest
 import torch
 import trio
-from rollouts_notes.configs import RLTrainingConfig, SFTTrainingConfig
-from rollouts_notes.dataset_loaders import load_sft_dataset
-from rollouts_notes.rl import run_rl_training
-from rollouts_notes.sft import run_sft_training
-from rollouts_notes.supervised import tokenize_conversation
+from rollouts_notes.loops import RLTrainingConfig, SFTTrainingConfig, run_rl_training, run_sft_training
+from rollouts_notes.supervised import load_sft_dataset, tokenize_conversation
 
 from rollouts.errors import ConfigError, RunError, TrainingError
 from rollouts.primitives import load_tokenizer

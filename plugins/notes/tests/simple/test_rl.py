@@ -9,7 +9,7 @@ import json
 import pytest
 import torch
 import trio
-from rollouts_notes.progress import Checkpoints, CheckpointSync
+from rollouts_notes.loops import Progress
 
 from rollouts.errors import ConfigError
 from rollouts.training import (
@@ -100,7 +100,7 @@ def test_a_step_of_the_loop_is_the_step_by_hand(backend_of):
 
 
 def test_lines_checkpoints_and_servers(backend_of, tmp_path, capsys, monkeypatch):
-    checked = "rollouts_notes.progress.sync_weights_to_engines"
+    checked = "rollouts_notes.loops.sync_weights_to_engines"
 
     async def load(engines, path):
         return [await engine.update_weights_from_checkpoint(path) for engine in engines]
@@ -132,7 +132,7 @@ def test_a_real_model_reaches_a_checkpoint_server(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     backend, server = create_pytorch_backend("tiny", 1e-3, 1, "grpo"), Server()
     try:
-        sync = CheckpointSync([server], Checkpoints(backend, "kept"), prints=False)
+        sync = Progress(RLTrainingConfig(1, checkpoint_dir="kept"), backend, [server])
         assert trio.run(sync.sync, backend) == {"sync/version": 0.0}
     finally:
         backend.close()
@@ -193,12 +193,12 @@ def test_training_on_samples_without_a_manager(backend_of):
 
 
 def test_the_backends_own_algorithm_is_the_default(monkeypatch):
-    from rollouts_notes import rl
+    from rollouts_notes import loops
 
     backend = create_pytorch_backend("tiny", 1e-3, 1, "grpo")
     try:
-        assert rl._algorithm_of(backend, RLTrainingConfig(1)) is backend.algorithms["main"] is GRPO
-        mine = rl._algorithm_of(backend, RLTrainingConfig(1, baseline=0.5))
+        assert loops._algorithm_of(backend, RLTrainingConfig(1)) is backend.algorithms["main"] is GRPO
+        mine = loops._algorithm_of(backend, RLTrainingConfig(1, baseline=0.5))
         assert mine.terms == GRPO.terms and mine.advantage([1.0, 0.0]).tolist() == [0.5, -0.5]
     finally:
         backend.close()

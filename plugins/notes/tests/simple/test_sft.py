@@ -62,7 +62,6 @@ def test_the_plain_backend_scores_as_the_runs_backend(backend_of):
         Row([1, 2, 3, 4], [0.0, 1.0, 0.0, 1.0], [], [0.0] * 4, None, 0, 0),
         Row([7, 8], [0.0, 1.0], [], [0.0] * 2, None, 1, 1),
     ]
-    rows[1].temperature = 2.0
     batch = TrainBatch(rows, 1.0, [], 0, temperature=0.5)
     theirs = create_pytorch_backend("tiny", 1e-3, 1, "sft")
     ours = backend_of(create_cross_entropy_loss(), theirs.model)

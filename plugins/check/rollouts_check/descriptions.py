@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +22,6 @@ from rollouts.plugins.index import ComponentRef
 
 _HOPS_MAX = 5  # how many modules are searched for an imported name
 _DEFINES = "__getattr__|globals|locals|vars|setattr|exec|modules"  # code with one of these may define any name
-_DEFINED = r"^(?:async\s+def\s+|def\s+|class\s+)?{name}\b(?!\s*\.)"
-_END = re.compile(r"^(?=[^\s#)\]}])", re.MULTILINE)  # the next statement of the module
 
 
 class Definition(NamedTuple):
@@ -65,15 +64,23 @@ def _fault_of(module: str, attribute: str) -> str:
     return f"{module} has no {known}" if is_certain else ""
 
 
+@functools.lru_cache(maxsize=64)
+def _parsed(text: str) -> tuple[list[ast.stmt], str]:
+    """The statements of a module, and its mistake of syntax."""
+    try:
+        return ast.parse(text).body, ""
+    except (SyntaxError, ValueError) as error:
+        return [], f"line {getattr(error, 'lineno', None) or '?'}: {getattr(error, 'msg', error)}"
+
+
 @functools.cache
 def _read_imports(text: str, package: str) -> tuple[str, str, bool]:
     """A mistake of syntax of a module in the package, the first import of a missing module, and whether the module runs
     code that may change where modules are found. Imports after such code are not judged.
     """
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError) as error:
-        return f"line {getattr(error, 'lineno', None) or '?'}: {getattr(error, 'msg', error)}", "", True
+    body, mistake = _parsed(text)
+    if mistake:
+        return mistake, "", True
     for node in body:
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
@@ -113,18 +120,35 @@ def first_sentence(text: str) -> str:
 def find_definition(ref: ComponentRef) -> Definition | None:
     """Find the definition of a component; None if it cannot be found without an import."""
     module, name = _module_and_name(ref)
-    if not module or not name.isidentifier():
-        return None
-    file = Path(module) if module.endswith(".py") else _source_of(module)
+    file = Path(module) if module.endswith(".py") else _source_of(module) if module else None
     for _ in range(_HOPS_MAX):
-        if file is None or not (text := _read(file)):
+        if file is None or not name.isidentifier() or name not in (text := _read(file)):
             return None
-        place = _definition(text, name, file)
-        if place is not None:
-            return place
-        module, name = _imported(text, name, module, is_package=file.name == "__init__.py")
+        body, _ = _parsed(text)
+        for node, following in itertools.zip_longest(body, body[1:]):
+            if name in _names_of(node):
+                return Definition(file, node.lineno, _doc_of(node, following))
+        module, name = _imported(body, name, module, is_package=file.name == "__init__.py")
         file = _source_of(module) if module else None
     return None
+
+
+def _names_of(node: ast.stmt) -> list[str]:
+    """The names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    return [target.id for target in targets if isinstance(target, ast.Name)]
+
+
+def _doc_of(node: ast.stmt, following: ast.stmt | None) -> str:
+    """The docstring of a definition; of a value, the string after it."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return ast.get_docstring(node) or ""
+    text = (
+        following.value.value if isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant) else ""
+    )
+    return text if isinstance(text, str) else ""
 
 
 def _module_and_name(ref: ComponentRef) -> tuple[str, str]:
@@ -164,56 +188,11 @@ def _read(file: Path) -> str:
         return ""
 
 
-def _definition(text: str, name: str, file: Path) -> Definition | None:
-    """The definition of a name at the top level of a module. Parses only its own lines, because a module can be
-    long.
-    """
-    for found in re.finditer(_DEFINED.format(name=re.escape(name)), text, re.MULTILINE):
-        line = text.count("\n", 0, found.start()) + 1
-        for end in _ends(text, found.end()):
-            try:
-                body = ast.parse(text[found.start() : end]).body
-            except (SyntaxError, ValueError):
-                continue
-            first = body[0]
-            if isinstance(first, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                return Definition(file, line, ast.get_docstring(first) or "")
-            if not isinstance(first, ast.Assign | ast.AnnAssign):
-                break
-            return Definition(file, line, _text_after(text[end:]))
-    return None
-
-
-def _ends(text: str, start: int) -> Iterator[int]:
-    """The possible ends of the statement around `start`: the next lines that may begin another statement."""
-    for count, found in enumerate(_END.finditer(text, start)):
-        if found.start() > start:
-            yield found.start()
-        if count == 3:
-            break
-    yield len(text)
-
-
-def _text_after(text: str) -> str:
-    """The string at the start of this text, which documents the value before it; empty if there is none."""
-    found = re.match(r'(?:"""(.*?)"""|"([^"\n]*)")[ \t]*(?:#.*)?(?:\n|\Z)', text, re.DOTALL)
-    return (found[1] or found[2] or "") if found else ""
-
-
-def _imported(text: str, name: str, module: str, *, is_package: bool) -> tuple[str, str]:
+def _imported(body: Sequence[ast.stmt], name: str, module: str, *, is_package: bool) -> tuple[str, str]:
     """The module that a name is imported from, and its name there; both empty if the name is not imported."""
-    if not re.search(rf"\bimport\b[^#]*\b{re.escape(name)}\b", text):
-        return "", ""
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError):
-        return "", ""
-    for node in body:
-        if not isinstance(node, ast.ImportFrom):
-            continue
-        for alias in node.names:
-            if (alias.asname or alias.name) == name:
-                parents = module.split(".")
-                above = parents[: len(parents) - node.level + is_package] if node.level else []
-                return ".".join([*above, *([node.module] if node.module else [])]), alias.name
+    parents = module.split(".")
+    for node in (node for node in body if isinstance(node, ast.ImportFrom)):
+        for alias in (alias for alias in node.names if (alias.asname or alias.name) == name):
+            above = parents[: len(parents) - node.level + is_package] if node.level else []
+            return ".".join([*above, *([node.module] if node.module else [])]), alias.name
     return "", ""

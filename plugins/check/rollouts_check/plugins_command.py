@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import shutil
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +16,8 @@ from rollouts.author_code import unwrapped
 from rollouts.cli.app import NamedGroup
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, REQUIRED
 from rollouts.errors import counted
-from rollouts.plugins.descriptions import first_sentence
+from rollouts.terminal_text import aligned, aligned_table
+from rollouts_check.descriptions import first_sentence
 
 if TYPE_CHECKING:
     from rollouts.plugins.signature import Signature
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 _LEGEND = (
     "(pi is the policy, r = pi / pi_old its ratio, A the advantage, R the reward; [T] is one value for each token)"
 )
-_DESCRIPTION_CHARACTERS_MIN = 20  # the narrowest column; in a narrower terminal, lines wrap
 
 
 @click.group("plugins", cls=NamedGroup, no_args_is_help=True)
@@ -38,13 +36,13 @@ def plugins() -> None:
 @plugins.command("list")
 @click.option("--kind", metavar="KIND", help="Only components of this kind: environments, rewards, losses, ...")
 @click.option("--all", "with_hooks", is_flag=True, help="Also load the hook plugins, and list what they offer.")
-def list_(kind: str | None, with_hooks: bool) -> int:
+def _list(kind: str | None, with_hooks: bool) -> int:
     """List the installed components, without importing them.
 
     The description of a component is the first sentence of its docstring. In a terminal it is cut to the width.
     """
-    from rollouts.plugins.descriptions import description, known_faults
     from rollouts.plugins.manager import PluginManager
+    from rollouts_check.descriptions import description, known_faults
 
     manager = PluginManager()
     refs = manager.list(kind, hooks=with_hooks)
@@ -55,28 +53,28 @@ def list_(kind: str | None, with_hooks: bool) -> int:
             (ref.kind, ref.name, ref.distribution, ref.version, f"broken: {fault}" if fault else description(ref))
             for ref, fault in zip(refs, known_faults(refs), strict=True)
         ]
-        click.echo(table(("kind", "name", "distribution", "version", "description"), rows))
+        click.echo(aligned_table(("kind", "name", "distribution", "version", "description"), rows))
         click.echo("nothing was imported; to check all, type: rollouts plugins doctor")
     for fault in manager.faults:
         click.echo(f"fault: {fault}", err=True)
     return 0
 
 
-@plugins.command()
+@plugins.command("show")
 @click.argument("name")
 @click.option("--kind", metavar="KIND", help="The kind, if components of several kinds have this name.")
-def show(name: str, kind: str | None) -> int:
+def _show(name: str, kind: str | None) -> int:
     """Import one component. Show what it does, what it receives, its settings, and where its code is.
 
     For an algorithm, also show its formula and parts; for an environment, its tools, rewards and metrics.
     """
-    from rollouts.plugins.descriptions import find_definition
     from rollouts.plugins.index import KIND_WORDS
     from rollouts.plugins.loading import stated_version
     from rollouts.plugins.manager import PluginManager
     from rollouts.runs.any_kind import find_of_any_kind
     from rollouts.runs.components import signed
     from rollouts.training.algorithms.algorithm import Algorithm
+    from rollouts_check.descriptions import find_definition
 
     manager = PluginManager()
     ref = find_of_any_kind(manager, kind, name, "rollouts plugins show")
@@ -89,25 +87,22 @@ def show(name: str, kind: str | None) -> int:
         "object": ref.value,
         "code": f"{place.file}, line {place.line}" if place else "",
     }
-    lines = [label, *_indent([(word, fact) for word, fact in facts.items() if fact])]
     is_code = inspect.isclass(component) or inspect.isroutine(component)
-    own = inspect.getdoc(component) if is_code else component.__doc__
-    if not is_code and own == type(component).__doc__:  # a value: its documentation follows its assignment
-        own = place.doc if place else ""
-    if own:
-        lines += ["", *(f"  {line}".rstrip() for line in inspect.cleandoc(own).splitlines())]
-    if isinstance(component, Algorithm):
-        lines += _algorithm_lines(component)
-    if ref.kind == "environments":
-        lines += _environment_lines(component)
+    doc = inspect.getdoc(component) if is_code else component.__doc__
+    if not is_code and doc == type(component).__doc__:  # a value: its documentation follows its assignment
+        doc = place.doc if place else ""
+    lines = [label, *aligned([(word, fact) for word, fact in facts.items() if fact], "  ")]
+    lines += ["", *(f"  {line}".rstrip() for line in inspect.cleandoc(doc).splitlines())] if doc else []
+    lines += _algorithm_lines(component) if isinstance(component, Algorithm) else []
+    lines += _environment_lines(component) if ref.kind == "environments" else []
     if ref.kind != "commands":
         lines += _signature_lines(ref.kind, name, signed(component, ref.kind, label)[1])
     click.echo("\n".join(lines))
     return 0
 
 
-@plugins.command()
-def doctor() -> int:
+@plugins.command("doctor")
+def _doctor() -> int:
     """Import all installed components and report problems. The exit code is 1 if there are problems.
 
     Environments whose packages clash are problems too. Not a problem, but listed: a component that needs an extra that
@@ -150,12 +145,9 @@ def _algorithm_lines(algorithm: Algorithm) -> list[str]:
         ("pairs", algorithm.pairs, ""),
         *(("filter", function, "") for function in algorithm.filters),
     ]
-    rows = [
-        (word, function_label(function) + factor, first_sentence(inspect.getdoc(unwrapped(function)) or ""))
-        for word, function, factor in parts
-        if function is not None
-    ]
-    return ["", "formula", f"  {objective_words(algorithm)}", f"  {_LEGEND}", "", "parts", *_indent(rows)]
+    found = [(word, function, factor) for word, function, factor in parts if function is not None]
+    rows = [(word, function_label(function) + factor, _sentence(function)) for word, function, factor in found]
+    return ["", "formula", f"  {objective_words(algorithm)}", f"  {_LEGEND}", *_section("parts", rows)]
 
 
 def _environment_lines(environment: Any) -> list[str]:
@@ -165,27 +157,23 @@ def _environment_lines(environment: Any) -> list[str]:
     from rollouts.env.authoring import metrics_of, rewards_of, roles_of, tools_of
     from rollouts.env.schema import schema_of, tool_label
 
-    roles = [(role.name, role.system.partition("\n")[0]) for role in roles_of(environment)]
-    lines = ["", "roles", *_indent(roles)] if roles else []
-    tools = [(tool_label(schema_of(tool)), _of_role(tool.role), tool.function) for tool in tools_of(environment)]
+    tools = [(tool_label(schema_of(tool)), tool.role, tool.function) for tool in tools_of(environment)]
     if (chooses := getattr(environment, "tools", None)) is not None:
-        tools.append(("tools(task): the tools of each task", "", chooses))
+        tools.append(("tools(task): the tools of each task", None, chooses))
     rewards = [
-        (each.name if each.weight == 1 else f"{each.name} × {each.weight:g}", _of_role(each.role), each.function)
+        (each.name if each.weight == 1 else f"{each.name} × {each.weight:g}", each.role, each.function)
         for each in rewards_of(environment)
     ]
-    metrics = [(each.name, _of_role(each.role), each.function) for each in metrics_of(environment)]
-    for word, found in (("tools", tools), ("rewards", rewards), ("metrics", metrics)):
-        rows = [
-            (label + whose, first_sentence(inspect.getdoc(unwrapped(function)) or ""))
-            for label, whose, function in found
-        ]
-        lines += ["", word, *_indent(rows)] if rows else []
+    metrics = [(each.name, each.role, each.function) for each in metrics_of(environment)]
+    lines = _section("roles", [(role.name, role.system.partition("\n")[0]) for role in roles_of(environment)])
+    for title, found in (("tools", tools), ("rewards", rewards), ("metrics", metrics)):
+        rows = [(f"{label} ({role})" if role else label, _sentence(function)) for label, role, function in found]
+        lines += _section(title, rows)
     return lines
 
 
-def _of_role(role: str | None) -> str:
-    return f" ({role})" if role else ""
+def _sentence(function: Any) -> str:
+    return first_sentence(inspect.getdoc(unwrapped(function)) or "")
 
 
 def _signature_lines(kind: str, name: str, signature: Signature) -> list[str]:
@@ -193,22 +181,20 @@ def _signature_lines(kind: str, name: str, signature: Signature) -> list[str]:
     from rollouts.config.flags import flag_name
     from rollouts.plugins.vocabulary import VOCABULARY
 
-    lines: list[str] = []
-    if signature.requests:
-        words = VOCABULARY.get(kind, {})
-        lines += ["", "receives", *_indent([(name, words.get(name, "")) for name in signature.requests])]
+    words = VOCABULARY.get(kind, {})
+    lines = _section("receives", [(name, words.get(name, "")) for name in signature.requests])
     key = next((key for key, each in COMPONENT_KINDS.items() if each == kind), None)
     prefix = () if key is None else (key, "ALIAS") if key in MULTIPLE else (key,)
     rows = [
         (
-            flag_name((*prefix, setting.name)) if prefix else setting.name,
-            describe_type(setting.type),
-            default_text(setting),
-            setting.doc,
+            flag_name((*prefix, each.name)) if prefix else each.name,
+            describe_type(each.type),
+            default_text(each),
+            each.doc,
         )
-        for setting in signature.settings
+        for each in signature.settings
     ]
-    lines += ["", "settings", *(_indent(rows) if rows else ["  none"])]
+    lines += _section("settings", rows) or ["", "settings", "  none"]
     if rows and "ALIAS" in prefix:
         alias, setting = re.split("[:/]", name)[-1], signature.settings[0]
         value = "VALUE" if setting.default in (REQUIRED, None) else toml_value(setting.default)
@@ -218,21 +204,5 @@ def _signature_lines(kind: str, name: str, signature: Signature) -> list[str]:
     return lines
 
 
-def _indent(rows: Sequence[Sequence[str]]) -> list[str]:
-    return [f"  {line}" for line in _align(rows)]
-
-
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    if not rows:
-        return []
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of rows with a header. In a terminal the last column is cut to the width."""
-    if sys.stdout is not None and sys.stdout.isatty():
-        others = sum(max(map(len, column)) + 2 for column in zip(*(row[:-1] for row in [head, *rows]), strict=True))
-        room = max(shutil.get_terminal_size().columns - others, _DESCRIPTION_CHARACTERS_MIN)
-        rows = [(*row[:-1], row[-1] if len(row[-1]) <= room else f"{row[-1][: room - 1]}…") for row in rows]
-    return "\n".join(_align([head, ["-" * len(word) for word in head], *rows]))
+def _section(title: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    return ["", title, *aligned(rows, "  ")] if rows else []

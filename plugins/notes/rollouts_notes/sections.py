@@ -178,8 +178,9 @@ class Config:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, kind in _SECTIONS.items():
-            setattr(self, name, _read(kind, getattr(self, name), name))
+        for each in dataclasses.fields(self):
+            if isinstance(kind := each.default_factory, type) and dataclasses.is_dataclass(kind):
+                setattr(self, each.name, _read(kind, getattr(self, each.name), each.name))
         general, sft, rl = self.training, self.sft, self.rl
         for phase in (sft, rl):
             phase.num_steps = general.num_steps if phase.num_steps is None else phase.num_steps
@@ -227,9 +228,8 @@ class Config:
             found["minibatches"] = minibatches if minibatches > 1 else None
         if self.mode == "sft+rl":
             own = {"steps": self.sft.num_steps, "lr": self.sft.matrix_lr, "prompts_per_step": self.sft.batch_size}
-            found["sft"] = {name: value for name, value in own.items() if value is not None}
-        rows = {"split": None if data.split == "train" else data.split, "limit": data.num_samples}
-        rows = {name: value for name, value in rows.items() if value is not None}
+            found["sft"] = _without_none(own)
+        rows = _without_none({"split": None if data.split == "train" else data.split, "limit": data.num_samples})
         found["env"] = data.environment or ("prompts" if data.dataset_id else None)
         found["data"] = {"name": data.dataset_id, **rows} if rows else data.dataset_id or None
         found |= {"out": self.output.save_dir or None, "checkpoint_every": self.training.checkpoint_every or None}
@@ -242,7 +242,7 @@ class Config:
         found["training"] = {name: value for name, value in how.items() if value != "auto"} or None
         if self.deployment.sglang_port is not None and not is_sft:
             found["inference"] = {"name": "sglang", "url": f"http://127.0.0.1:{self.deployment.sglang_port}"}
-        return {name: value for name, value in found.items() if value is not None} | self.settings
+        return _without_none(found) | self.settings
 
     def _refuse_unused(self) -> None:
         """Raise ConfigError for a field that would have no effect on a run."""
@@ -270,28 +270,16 @@ class Config:
                 raise ConfigError(f"{name} is {getattr(getattr(self, section), place)!r}, which no run uses: {why}")
 
 
-_SECTIONS: dict[str, type[Any]] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "training": TrainingConfig,
-    "deployment": DeploymentConfig,
-    "sft": SFTConfig,
-    "rl": RLConfig,
-    "output": OutputConfig,
-}
-
-
-def is_config(tree: object) -> bool:
-    """Whether a file holds a Config: only a Config has these tables."""
-    return isinstance(tree, Mapping) and {"model", "deployment", "output"} <= tree.keys()
-
-
 def read_config(tree: Any, place: str) -> Config:
     """A Config from nested dicts. Raises ConfigError that begins with `place`."""
     try:
         return _read(Config, tree, place)
     except ConfigError as error:
         raise error if str(error).startswith(place) else ConfigError(f"{place}: {error}") from error
+
+
+def _without_none(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
 
 
 def _check(config: object, is_good: bool, name: str, expected: str) -> None:
@@ -306,8 +294,7 @@ def _read(kind: type[T], given: Any, place: str) -> T:
     if not isinstance(given, Mapping):
         raise ConfigError(f"{place}: expected a {kind.__name__} or a dict, got {given!r}")
     known = [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    unknown = next((name for name in given if name not in known), None)
-    if unknown is not None:
+    for unknown in (name for name in given if name not in known):
         what = f"{place}: {kind.__name__} has no field {unknown!r}"
         raise ConfigError(in_lines(what, suggestion(str(unknown), known, str), f"its fields: {', '.join(known)}"))
     try:
