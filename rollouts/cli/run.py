@@ -151,9 +151,9 @@ def _resume(folder: str, checkpoint: str | None, display: Display, **options: An
     """
     from rollouts.runs import resume_run
     from rollouts.runs.progress import shown_progress
-    from rollouts.runs.several import holds_several
+    from rollouts.runs.several import holds_runs
 
-    if holds_several(Path(folder)):
+    if holds_runs(Path(folder)):
         from rollouts.cli.several import resume_several
 
         resume_several(Path(folder), options, checkpoint, display)

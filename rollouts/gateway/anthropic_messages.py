@@ -86,7 +86,7 @@ def _read(body: bytes, *, is_count: bool = False) -> ClientRequest:
         given.temperature,
         stop=given.stop_sequences or [],
         count=0 if is_count else 1,
-        unsupported=exchange.used(
+        unsupported=exchange.unsupported(
             top_p=given.top_p not in (None, 1), top_k=given.top_k is not None, tool_choice=choice in ("any", "tool")
         ),
     )

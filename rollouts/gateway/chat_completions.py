@@ -95,7 +95,7 @@ def _read(body: bytes) -> ClientRequest:
         stops,
         given.n or 1,
         bool(given.logprobs),
-        exchange.used(
+        exchange.unsupported(
             top_p=given.top_p not in (None, 1),
             frequency_penalty=bool(given.frequency_penalty),
             presence_penalty=bool(given.presence_penalty),

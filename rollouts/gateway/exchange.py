@@ -191,14 +191,14 @@ def check_ranges(given: Any, **ranges: tuple[float, float]) -> None:
             raise mistake_in(name, f"{name} is {value}; it must be from {least:g} to {most:g}")
 
 
-def used(**settings: bool) -> list[str]:
+def unsupported(**settings: bool) -> list[str]:
     """The names of the settings that a request uses."""
     return [name for name, is_used in settings.items() if is_used]
 
 
 def refuse_unsupported(**settings: bool) -> None:
     """Raise APIError for a setting that a request uses, although no engine here supports it."""
-    for name in used(**settings):
+    for name in unsupported(**settings):
         raise mistake_in(name, f"{name} is not supported here; leave it out")
 
 

@@ -94,7 +94,7 @@ class Responses:
             [] if given.tool_choice == "none" else tools,
             given.max_output_tokens,
             given.temperature,
-            unsupported=exchange.used(
+            unsupported=exchange.unsupported(
                 top_p=given.top_p not in (None, 1), tool_choice=given.tool_choice not in (None, "auto", "none")
             ),
         )

@@ -73,7 +73,7 @@ class SavedLine(msgspec.Struct):
 _DECODER = msgspec.json.Decoder(SavedLine)
 
 
-class GroupPlace(NamedTuple):
+class GroupBytes(NamedTuple):
     """Where a group is: its file, its first byte, the byte after its last one, and the number of its first line."""
 
     file: Path
@@ -89,7 +89,7 @@ class SavedRun(NamedTuple):
     """
 
     folder: Path
-    places: list[GroupPlace]
+    places: list[GroupBytes]
     task_keys: list[tuple[str, str]]
     rollouts: int
     tokens_max: int
@@ -135,7 +135,7 @@ def open_saved(run: str) -> SavedRun:
     files = sorted((folder / "trajectories").glob(f"{STEP}*.jsonl"))
     noted = removed_steps(folder)
     removed = noted - sum((step_of_file(file) or 0) < noted for file in files)  # a kill may have left some of them
-    places, keys, rollouts, tokens_max, digest = list[GroupPlace](), list[tuple[str, str]](), 0, -1, hashlib.sha256()
+    places, keys, rollouts, tokens_max, digest = list[GroupBytes](), list[tuple[str, str]](), 0, -1, hashlib.sha256()
     for file in files:
         for place, lines in _groups_in(file, digest):
             own = [line for line in lines if not line.is_of_other]
@@ -264,7 +264,7 @@ def _as_episode(lines: Sequence[SavedLine]) -> Episode:
     )
 
 
-def _groups_in(file: Path, digest: Any) -> Iterator[tuple[GroupPlace, list[SavedLine]]]:
+def _groups_in(file: Path, digest: Any) -> Iterator[tuple[GroupBytes, list[SavedLine]]]:
     """The lines of each group. The roles of a prompt are groups of their own. A line of another model's role belongs to
     the episode whose lines follow.
     """
@@ -286,7 +286,7 @@ def _groups_in(file: Path, digest: Any) -> Iterator[tuple[GroupPlace, list[Saved
         if key in seen:
             raise ConfigError(f"{file}, line {first + 1}: group {key[0]} again; the lines of a group follow each other")
         seen.add(key)
-        yield GroupPlace(file, ends[first] - len(rows[first]), ends[end - 1], first + 1), lines[first:end]
+        yield GroupBytes(file, ends[first] - len(rows[first]), ends[end - 1], first + 1), lines[first:end]
         first = end
 
 

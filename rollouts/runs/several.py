@@ -175,7 +175,7 @@ def _read_record(file: Path) -> _Record:
         raise ConfigError(f"{file} cannot be read: {error}\nto continue its runs one by one, type: {again}") from error
 
 
-def holds_several(folder: Path) -> bool:
+def holds_runs(folder: Path) -> bool:
     """Whether the folder has several runs of one command."""
     return any((folder / file).is_file() for file in (SEEDS, MODELS))
 
