@@ -84,9 +84,11 @@ class RemoteEnvironments(Protocol):
 
 
 class Chosen(NamedTuple):
-    """A component with its settings. `ref` is None for a component without an entry point: the environment's own
-    rewards, and an algorithm's own parts (for `shaping` and `filter`, a tuple of functions). `is_absent`: an extra that
-    it needs is not installed. Its settings are then as they were given, and `component` does nothing.
+    """A component with its settings.
+
+    `ref` is None if no entry point names the component: the rewards of an environment, and the parts of an algorithm.
+    An algorithm's parts of `shaping` and `filter` are tuples of functions. With `is_absent`, an extra that the
+    component needs is not installed; its settings are not converted, and `component` does nothing.
     """
 
     name: str

@@ -289,8 +289,8 @@ def make_plan(
     used_elsewhere: Sequence[str] = (),
 ) -> Plan:
     """Find, import and check every component. Only a conversation with a model needs no environment. With
-    `may_be_absent`, torch may be missing: a training backend that needs it is `Chosen.is_absent`. `used_elsewhere`
-    are keys whose components another phase of the run uses. Raises a UserError that says what to type.
+    `may_be_absent`, torch may be missing: a training backend that needs it is `Chosen.is_absent`. The components
+    of the keys `used_elsewhere` have an effect in another phase of the run. Raises a UserError that says what to type.
     """
     resolved = with_rows(resolved)
     settings, source, model = resolved.settings, resolved.source, resolved.settings.model

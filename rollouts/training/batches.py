@@ -16,7 +16,9 @@ Unit = Literal["token", "rollout", "pair"]
 """A loss returns one value per token, per rollout or per pair."""
 
 Anchor = Literal["sampler", "current"]
-"""The anchor of rows without `old_logprobs`: the sampler's logprobs, or the current policy's (detached)."""
+"""What a ratio of a loss compares with, in rows that have no `old_logprobs`: the sampler's logprobs, or those of the
+policy before this step, without a gradient.
+"""
 
 
 class Row(msgspec.Struct):
@@ -26,8 +28,8 @@ class Row(msgspec.Struct):
         loss_mask: the weight of each token. A token with a weight above 0 is live: it is trained
         weights: u of docs/formulas.md, with the mask included. The objective is sum(weights * loss) / D
         advantages: 0 where the mask is 0
-        rollout_logprobs: logprobs under the sampler; None if they are unknown. The anchor is then the policy at the
-            time when the row is first scored
+        rollout_logprobs: logprobs under the sampler; None if they are unknown. The ratio of a loss then compares with
+            the logprobs of the first forward pass over the row
         prefix_length: how many leading tokens are the same in all rows of this prompt and group. A backend may run them
             once
         segment: the number of the row within its rollout

@@ -123,7 +123,9 @@ class BatchScheduler:
                 pending.abandon()
 
     def take_batch(self) -> list[PendingRequest]:
-        """All waiting requests, in order, if every open session waits that is not released; else an empty list."""
+        """All waiting requests, in order; an empty list while an open session may still send one. A released session
+        is not waited for.
+        """
         if len(self._waiting) < len(self.sessions):
             if self.missing() or (self._running and len(self._released) == len(self.sessions)):
                 return []

@@ -221,12 +221,13 @@ class Training:
         begun = kept.get("start_versions", kept.get("begun_with", ()))
         start = LoopState(self._start.step, kept.get("kl_coefficients", {}), begun)
         play = own.player.at(settings.temperature, settings.seed, self._watching.begin, self._watching.end)
-        # Groups that are carried over or prefetched have earlier weights, so the trainer's own tokens are weighed too.
+        # A group that is carried over or prefetched was sampled with older weights. An automatic correction then
+        # applies to all tokens; else it skips those that the trainer's own copy of the model sampled.
         is_synchronous = settings.over_sampling == settings.sync_every == 1 and settings.staleness == 0
         is_current = settings.samples and self.inference.capabilities.in_process and is_synchronous
         config = RLSettings(
             settings.steps,
-            # Saved groups need no engine, and evaluations get the newest weights themselves.
+            # Without sampling no engine needs the weights of a step: evaluations sync before they begin.
             settings.sync_every if settings.samples else max(1, settings.steps),
             temperature=settings.temperature,
             response_tokens_max=settings.max_tokens,

@@ -99,7 +99,8 @@ class Algorithm(NamedTuple):
 class Stage(NamedTuple):
     """The `algorithm` from `step` on (0-based), and its name in the backend.
 
-    `correction_auto`: the run chose the correction, so it only applies to tokens of other engines or older weights.
+    `correction_auto`: the run added the correction by itself. It then applies only to tokens that another engine or
+    older weights sampled.
     """
 
     step: int

@@ -39,8 +39,8 @@ class Microbatch(NamedTuple):
 
     Attributes:
         tensors: [T] by their names in the loss's vocabulary. `importance` are the weights of a correction. `sampled`:
-            the tokens whose logprobs of the sampler are known; `anchored`: the tokens whose anchor is not the current
-            policy
+            the tokens whose sampler logprobs are known; `anchored`: those whose ratio compares with something
+            else than the current policy
         objective: sum(u * loss)
         evaluation: the values and metrics of the terms
         clip: the clip range of a token's ratio, or None

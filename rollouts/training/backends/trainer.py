@@ -250,7 +250,9 @@ class Trainer:
                     continue
                 learned += self._microbatch(rows, batch, sums)
                 moved |= {self._adapter_of(rows)} if rows and learned[-1] else set()
-            for role in sorted(still - moved):  # momentum still moves weights with a gradient of 0, but not without one
+            # Momentum moves a weight whose gradient is 0, and leaves one whose gradient is None. An ordinary pass over
+            # such rows gives 0, so these roles get zeros too.
+            for role in sorted(still - moved):
                 self._use_adapter(role)
                 self.networks(self._zero_objective, batch).backward()
             reading = sums.read()
@@ -537,7 +539,7 @@ class Trainer:
         if "rewards" in requested:
             available["rewards"] = torch.tensor(batch.rewards, device=device)
         mask = tensors["mask"]
-        # The importance weight counts once: in the ratio to the sampler, or here.
+        # With the sampler as the anchor, the ratio of the loss is the importance weight.
         weights = importance_weights(algorithm, available, mask) if batch.anchor == "current" else None
         evaluation = evaluate_objective(
             algorithm, available, mask, unit=batch.unit, kl_coefficient=batch.kl_coefficient, weights=weights

@@ -147,8 +147,9 @@ def prepare_rl_batch(
     )
     if is_batch_advantage(algorithm.advantage):
         batch.turn_rewards = by_turn
-    # A correction weighs tokens of another engine by the current policy, so the ratio starts at 1. It has one weight
-    # per token. A loss with one value per rollout keeps the sampler as its anchor, so that its ratio corrects.
+    # A correction already multiplies each token by policy/sampler. With the sampler as the anchor too, the ratio in the
+    # loss would count this twice, so the anchor becomes the current policy. A loss with one value per rollout has no
+    # weight per token to correct: its ratio to the sampler is the correction.
     if algorithm.correction is not None and batch.unit == "token":
         batch.anchor = "current"
     return PreparedBatch(fresh.samples, advantages, batch, fresh.metrics if config.samples else {})
@@ -259,9 +260,11 @@ async def complete_batch(
 ) -> None:
     """Compute what the loss needs, store it in the rows, then estimate the advantages of the whole batch.
 
-    Runs one forward pass over live tokens for each model that is needed. The policy's own logprobs are needed in two
-    cases. First, several optimizer steps follow, and the anchor is the current policy or the sampler's logprobs are
-    unknown. Second, the sampler's logprobs are unknown, and the advantages or a KL in the rewards need them.
+    Runs one forward pass over live tokens for each model that is needed. With one optimizer step and known sampler
+    logprobs, the policy itself needs none: the training pass computes its logprobs. It needs one
+
+    - before several optimizer steps, if they are the anchor, because the first step changes the policy;
+    - for advantages or a KL in the rewards that read logprobs which the sampler did not report.
     """
     names = forward_needs(algorithm)
     unknown = any(row.rollout_logprobs is None and any(row.loss_mask) for row in batch.rows)

@@ -93,7 +93,7 @@ class EpisodePool:
     _queue: list[Job | SuspendableEngine] = field(default_factory=list, init=False)
     _engines: dict[tuple[int, ...], SuspendableEngine] = field(default_factory=dict, init=False)
     _turns: dict[SuspendableEngine, trio.Event] = field(default_factory=dict, init=False)  # waiting at the gate
-    # Key: an episode whose reward is running. Value: the episode that plays next.
+    # While the reward of an episode runs, its place is free for the next one. Key: the engine of the first.
     _successors: dict[SuspendableEngine, _Turn] = field(default_factory=dict, init=False)
     _playing: int = field(default=0, init=False)
     _idle: trio.Event = field(default_factory=trio.Event, init=False)
