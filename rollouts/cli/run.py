@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,48 +32,54 @@ _SEEDS = click.Option(
 )
 
 
-def _run(file: str | None, **given: Any) -> int:
-    """Train a model by reinforcement in an environment.
+_RUN = """Train a model by reinforcement in an environment.
 
-    FILE contains settings (.toml, .json or .py). Every setting is also a flag. `rollouts FILE` is the same as `rollouts
-    run FILE`.
+FILE contains settings (.toml, .json or .py). Every setting is also a flag. `rollouts FILE` is the same as `rollouts run
+FILE`.
 
-    \b
-    Examples:
-      rollouts run --env calculator --loss grpo
-      rollouts run configs/calculator_tiny.toml --steps 20 --env.digits 1
-    """
-    return _train("run", file, {}, **given)
+\b
+Examples:
+  rollouts run --env calculator --loss grpo
+  rollouts run configs/calculator_tiny.toml --steps 20 --env.digits 1
+"""
 
+_SFT = """Train a model on the demonstrations of an environment, or on conversations of a file.
 
-def _sft(file: str | None, **given: Any) -> int:
-    """Train a model on the demonstrations of an environment, or on conversations of a file.
+The same as `rollouts run --mode sft`. FILE contains settings (.toml, .json or .py).
 
-    The same as `rollouts run --mode sft`. FILE contains settings (.toml, .json or .py).
-
-    \b
-    Examples:
-      rollouts sft --env calculator --steps 200
-      rollouts sft --data chat.jsonl --steps 200
-    """
-    return _train("sft", file, {"mode": "sft"}, **given)
+\b
+Examples:
+  rollouts sft --env calculator --steps 200
+  rollouts sft --data chat.jsonl --steps 200
+"""
 
 
-def _train(
+def _start(
     command: str,
-    file: str | None,
     forced: dict[str, Any],
+    file: str | None,
     *,
     dry_run: bool,
     display: Display,
-    seeds: str | None,
+    seeds: str | None = None,
     **options: Any,
 ) -> int:
-    if seeds is None:
-        return _run_once(file, options, forced, display, dry_run)
-    from rollouts.cli.several import run_with_seeds
+    if seeds is not None:
+        from rollouts.cli.several import run_with_seeds
 
-    run_with_seeds(command, file, options, seeds, display, dry_run=dry_run)
+        run_with_seeds(command, file, options, seeds, display, dry_run=dry_run)
+        return 0
+    resolved, _ = read_settings(click.get_current_context(), file, options, forced=forced)
+    if dry_run:
+        from rollouts.runs.dry_run import dry_run as description
+
+        print(description(resolved))
+        return 0
+    from rollouts.runs import run as run_resolved
+    from rollouts.runs.progress import shown_progress
+
+    with shown_progress("stdout", display) as progress:
+        run_resolved(resolved, progress)
     return 0
 
 
@@ -98,27 +105,11 @@ def _evaluate(file: str | None, dry_run: bool, display: Display, model: tuple[st
     if file is not None and Path(file).is_dir() and (config := run_settings_file(file)):
         models, file = models or [file], str(config)  # a run, or a checkpoint of one: its settings and this model
     if len(models) < 2:
-        return _run_once(file, options | {"model": next(iter(models), None)}, {"mode": "eval"}, display, dry_run)
+        options["model"] = next(iter(models), None)
+        return _start("eval", {"mode": "eval"}, file, dry_run=dry_run, display=display, **options)
     from rollouts.cli.several import run_with_models
 
     run_with_models(file, models, options, display, dry_run=dry_run)
-    return 0
-
-
-def _run_once(
-    file: str | None, options: dict[str, Any], forced: dict[str, Any], display: Display, dry_run: bool
-) -> int:
-    resolved, _ = read_settings(click.get_current_context(), file, options, forced=forced)
-    if dry_run:
-        from rollouts.runs.dry_run import dry_run as description
-
-        print(description(resolved))
-        return 0
-    from rollouts.runs import run as run_resolved
-    from rollouts.runs.progress import shown_progress
-
-    with shown_progress("stdout", display) as progress:
-        run_resolved(resolved, progress)
     return 0
 
 
@@ -164,11 +155,12 @@ def _resume(folder: str, checkpoint: str | None, display: Display, **options: An
     return 0
 
 
-run = SettingsCommand("run", callback=_run, own=[_SEEDS, DISPLAY, _DRY_RUN])
+run = SettingsCommand("run", callback=partial(_start, "run", {}), help=_RUN, own=[_SEEDS, DISPLAY, _DRY_RUN])
 
 sft = SettingsCommand(
     "sft",
-    callback=_sft,
+    callback=partial(_start, "sft", {"mode": "sft"}),
+    help=_SFT,
     infos=[info for info in setting_infos() if info.name not in ("mode", "from_run")],
     own=[_SEEDS, DISPLAY, _DRY_RUN],
 )
