@@ -95,30 +95,30 @@ MAY_HAVE_MANY = {
     "command._check",  # options of a command
     *("rollouts.create_batch_rollouts", "loops.run_rl_training"),  # as the first notes have them
     # too many
-    *("estimates.estimate_memory", "train.train", "rl.train_rl", "manager.__init__"),
+    *("estimates.estimate_memory", "rl.train_rl", "manager.__init__"),
 }
 """Functions that take more parameters, with the name of their module."""
 
 CODE_LINES_MAX = {
-    "rollouts_check": 7356,
-    "rollouts_notes": 3147,
-    "rollouts_view": 2869,
-    "agent": 1445,
-    "chat": 2288,
-    "cli": 1884,
-    "config": 2921,
-    "data": 738,
-    "env": 5519,
-    "gateway": 1227,
-    "inference": 4382,
-    "loggers": 309,
-    "models": 1007,
-    "plugins": 1543,
-    "runs": 9506,
-    "sandboxes": 668,
-    "training": 8859,
+    "rollouts_check": 6888,
+    "rollouts_notes": 2878,
+    "rollouts_view": 2771,
+    "agent": 1423,
+    "chat": 2052,
+    "cli": 1551,
+    "config": 2498,
+    "data": 711,
+    "env": 5237,
+    "gateway": 1158,
+    "inference": 4355,
+    "loggers": 307,
+    "models": 993,
+    "plugins": 1162,
+    "runs": 8877,
+    "sandboxes": 641,
+    "training": 8449,
     "types": 281,
-    "files": 1500,
+    "files": 1363,
 }
 """Of each room, without blank lines, comments and docstrings. A larger budget needs a line in the CHANGELOG."""
 
