@@ -333,6 +333,7 @@ def make_plan(
     # 4. Notes.
     notes = [*of_models, *composed.notes, *_notes_of_run(run, resolved, chosen)]
     notes += [*_dropped_rewards(environments, rewards), *unread_notes(resolved)]
+    notes += [_tools_shown(env) for env in environments if demonstrates and env.chooses_tools]
     plan = Plan(
         resolved,
         chosen,
@@ -461,6 +462,14 @@ def _dropped_rewards(environments: Sequence[PlannedEnvironment], rewards: Sequen
         return ()
     named, left_out = ", ".join(term.alias for term in rewards), ", ".join(own)
     return (f"--reward {named} replaces the environment's own reward ({left_out}); to keep it, add --reward env:1",)
+
+
+def _tools_shown(environment: PlannedEnvironment) -> str:
+    tools = ", ".join(tool.name for tool in environment.all_tools()) or "none"
+    return (
+        f"the demonstrations of {environment.name} belong to no task, so they show the model the tools that its class "
+        f"marks ({tools}), not those of tools(task)"
+    )
 
 
 def _filters(chosen: Sequence[Chosen]) -> tuple[NamedFilter, ...]:
