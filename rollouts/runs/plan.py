@@ -29,7 +29,7 @@ from rollouts.env.authoring import rewards_of, roles_of
 from rollouts.env.checks import check_environment, reward_term
 from rollouts.env.mixing import RewardTerm, env_term
 from rollouts.env.toolsets import AddedTool
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted, said_of
+from rollouts.errors import ConfigError, EnvironmentDefinitionError, UserError, counted, said_of
 from rollouts.inference.chatting import is_evaluation_only
 from rollouts.loggers.base import plain_settings
 from rollouts.models.estimates import how_estimated
@@ -316,7 +316,7 @@ def make_plan(
         settings = dataclasses.replace(settings, schedule=composed.schedule)
     # 3. The environments, with what the run gives to each of them, and the rewards.
     components = {**resolved.components, **completed(own, chosen)}
-    run = _run_of(model, is_evaluation=is_evaluation)
+    run, unread = _run_of(model, is_evaluation=is_evaluation)
     shared = settings
     if is_evaluation and run is not None:  # several share the held-out tasks by their mean weights over that run
         shared = dataclasses.replace(settings, steps=run.settings.steps, mode="rl")
@@ -331,7 +331,7 @@ def make_plan(
     demonstrates = settings.mode == "sft" and not takes_rows(settings.mode, chosen)
     _check_environments(environments, chosen["tool"], rewards if judges else None, demonstrates=demonstrates)
     # 4. Notes.
-    notes = [*of_models, *composed.notes, *_notes_of_run(run, resolved, chosen)]
+    notes = [*of_models, *composed.notes, *unread, *_notes_of_run(run, resolved, chosen)]
     notes += [*_dropped_rewards(environments, rewards), *unread_notes(resolved)]
     notes += [_tools_shown(env) for env in environments if demonstrates and env.chooses_tools]
     plan = Plan(
@@ -364,14 +364,16 @@ def _notes_of_run(run: Resolved | None, resolved: Resolved, chosen: Mapping[str,
     return notes
 
 
-def _run_of(model: str, *, is_evaluation: bool) -> Resolved | None:
-    """The run that wrote the model. Raises ConfigError if an evaluation cannot read its settings."""
+def _run_of(model: str, *, is_evaluation: bool) -> tuple[Resolved | None, list[str]]:
+    """The run that wrote the model, or a note if its settings cannot be read. Raises ConfigError if an evaluation
+    cannot read them.
+    """
     try:
-        return run_of(model)
-    except ConfigError:
+        return run_of(model), []
+    except ConfigError as error:
         if is_evaluation:
             raise
-        return None
+        return None, [f"--model {model}: the settings of its run cannot be read: {error}"]
 
 
 def _run_checks(plan: Plan, may_be_absent: bool) -> None:
@@ -594,7 +596,7 @@ def _unused(plan: Plan, used_elsewhere: Sequence[str] = ()) -> list[str]:
         if before and all(_same(parts[key], before[key]) for key in _OF_STAGE):
             notes.append(f"{place}it changes nothing; write other settings, or leave it out")
         before = parts
-    return [*notes, *_unused_settings(plan)]
+    return [*notes, *_unused_settings(plan), *_dropping_all(plan)]
 
 
 def _is_named(key: str, component: Chosen) -> bool:
@@ -641,6 +643,10 @@ def _sandbox(plan: Plan, component: Chosen) -> str:
 def _reward(plan: Plan, component: Chosen) -> str:
     if not plan.settings.from_run:
         return _if_played(plan, component)
+    with contextlib.suppress(UserError):  # reading its trajectories reports it
+        theirs = run_of(plan.settings.from_run[0])
+        if theirs is None or component.name in {each.name for each in theirs.components["reward"]}:
+            return ""
     again = f"to judge again: rollouts rescore {plan.settings.from_run[0]} --reward ..."
     evaluates = ", and only evaluations ask it" if plan.evaluates else ""
     return f"--from trains on the rewards that were saved{evaluates}; {again}"
@@ -652,6 +658,22 @@ def _sampler(plan: Plan, component: Chosen) -> str:
 
 def _reference(plan: Plan, component: Chosen) -> str:
     return "" if "ref_logprobs" in plan.asked else "nothing names `ref_logprobs`; --kl rk3_loss would"
+
+
+def _filter(plan: Plan, component: Chosen) -> str:
+    has_one = plan.settings.samples and plan.settings.samples_per_prompt == 1
+    keeps = has_one and checks.decisions_on_groups_of_one(component.component, component.settings) == {True}
+    return "it keeps every group of one rollout; type --samples-per-prompt 8" if keeps else ""
+
+
+def _dropping_all(plan: Plan) -> Iterator[str]:
+    """A warning for each filter that drops every group, because groups have one rollout."""
+    for each in plan.filters if plan.settings.samples and plan.settings.samples_per_prompt == 1 else ():
+        if checks.decisions_on_groups_of_one(each.function, each.settings) == {False}:
+            yield (
+                f"warning: the filter {each.name} drops every group of one rollout, so nothing is trained; type "
+                "--samples-per-prompt 8, or --filter none"
+            )
 
 
 def _eval_inference(plan: Plan, component: Chosen) -> str:
@@ -673,7 +695,8 @@ _OF_RUN: Mapping[str, Callable[[Plan, Chosen], str]] = {
     "reference": _reference,
     "inference": _if_played,
     "eval_inference": _eval_inference,
-    **dict.fromkeys(("data", "filter", "training", "optimizer", "logger"), _always),
+    "filter": _filter,
+    **dict.fromkeys(("data", "training", "optimizer", "logger"), _always),
 }
 
 # --- components of one stage ----------------------------------------------------------------------------------------
@@ -704,16 +727,45 @@ def _kl(plan: Plan, algorithm: Algorithm) -> str:
 
 
 def _correction(plan: Plan, algorithm: Algorithm) -> str:
-    return "" if checks.is_weighed(algorithm) else "the loss has no value a token that it would weigh"
+    if not checks.is_weighed(algorithm):
+        return "the loss has no value a token that it would weigh"
+    settings, inference = plan.settings, plan.one("inference")
+    is_current = settings.over_sampling == settings.sync_every == 1 and settings.staleness == 0
+    is_own = settings.samples and is_current and how_estimated(inference.component) == "embedded"
+    if is_own and checks.keeps_own_tokens(algorithm.correction):
+        return f"{inference.name} samples with the weights that are trained, so every token has the weight 1"
+    return ""
+
+
+def _mix(plan: Plan, algorithm: Algorithm) -> str:
+    if unread := _if_rewarded(plan, algorithm):
+        return unread
+    weights = [
+        [own.weight * term.weight for own in rewards_of(env.chosen.component)]
+        if term.function is None
+        else [term.weight]
+        for env in plan.environments
+        for term in plan.rewards
+    ]
+    has_one = len(plan.rewards) == 1 and all(len(own) == 1 for own in weights)
+    keeps = has_one and all(checks.keeps_one_reward(algorithm.mix, weight) for (weight,) in weights)
+    return "there is one reward, which it leaves as it is; add another --reward, or leave it out" if keeps else ""
+
+
+def _select(plan: Plan, algorithm: Algorithm) -> str:
+    size = plan.settings.samples_per_prompt
+    keeps = plan.settings.samples and checks.selects_all(algorithm.select, size)
+    return f"it keeps all rollouts of a group of {size}; type a larger --samples-per-prompt" if keeps else ""
 
 
 _OF_STAGE: Mapping[str, Callable[[Plan, Algorithm], str]] = {
     "advantage": _advantage,
     "kl": _kl,
     "correction": _correction,
-    "mix": _if_rewarded,
+    "mix": _mix,
     "shaping": _if_rewarded,
-    **dict.fromkeys(("loss", "aggregation", "select", "pairs"), _always),  # pairs: refused if the loss compares none
+    "select": _select,
+    **dict.fromkeys(("loss", "aggregation", "pairs"), _always),  # pairs: refused if the loss compares none
 }
 
 # --- settings -------------------------------------------------------------------------------------------------------

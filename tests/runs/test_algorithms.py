@@ -428,12 +428,22 @@ TOOLLESS = "./algorithm_parts.py:Toolless"
         ("--advantage rloo is not used: the loss cross", {"loss": "rft", "advantage": "rloo"}, {"loss": "grpo"}),
         ("--kl rk3_loss is not used", {"kl": {"name": "rk3_loss", "coef": 0.0}}, {"kl": "rk3_loss"}),
         ("--reference ema is not used", {"reference": "ema"}, {"kl": "rk3_loss"}),
+        ("--correction icepop is not used: hf", {"correction": "icepop"}, {"over_sampling": 1.5}),
+        ("--correction truncated is not used: hf", {"correction": "truncated"}, {"staleness": 1}),
         ("--correction truncated is not used: the loss",
          {"loss": "rft", "correction": "truncated", "staleness": 1}, {"loss": "is"}),
+        ("--mix minimum is not used: there is one", {"mix": "minimum"}, {"reward": ["env:1", "constant:1"]}),
+        ("--mix product is not used: there is one", {"mix": "product"}, {"reward": ["env:2"]}),
         ("--mix product is not used: nothing",
          {"loss": "opd", "teacher": "tiny", "mix": "product", "reward": ["env:2"]}, {"filter": ["any_success"]}),
         ("--shaping overlong is not used",
          {"loss": "opd", "teacher": "tiny", "shaping": ["overlong"]}, {"filter": ["any_success"]}),
+        ("--select top is not used", FEW | {"select": {"name": "top", "count": 4}}, {"samples_per_prompt": 5}),
+        ("--select max_variance is not used", FEW | {"select": "max_variance"}, {"select": "reward_at_least"}),
+        ("--filter any_success is not used",
+         ONE | {"filter": [{"name": "any_success", "threshold": -1e9}]}, {"filter": ["any_success"]}),
+        ("the filter nonzero_std drops every group", ONE | {"filter": ["nonzero_std"]}, {"samples_per_prompt": 2}),
+        ("the filter accuracy_std drops every group", ONE | {"loss": "dapo"}, {"filter": "none"}),
         ("--tool-parser hermes is not used", {"env": TOOLLESS, "tool_parser": "hermes"}, {"env": "calculator"}),
         ("--tool-parser hermes is not used",
          {"env": TOOLLESS, "tool_parser": "hermes", "mode": "eval"}, {"env": "calculator"}),
@@ -456,6 +466,8 @@ TOOLLESS = "./algorithm_parts.py:Toolless"
         ("--refill 3 is not used", {"refill": 3}, {"filter": ["nonzero_std"]}),
         ("from step 5: --advantage rloo is not used",
          {"advantage": "rloo", "schedule": [{"step": 5, "loss": "dpo"}]}, {"schedule": []}),
+        ("from step 5: --correction icepop is not used: hf",
+         {"schedule": [{"step": 5, "correction": "icepop"}]}, {"over_sampling": 1.5}),
         ("from step 5: it changes nothing",
          {"schedule": [{"step": 5, "loss": "grpo"}]}, {"schedule": [{"step": 5, "loss": "cispo"}]}),
     ],
@@ -467,11 +479,18 @@ def test_what_is_chosen_and_has_no_effect_is_named(parts, words, settings, used)
     assert plan(**(settings | used)).notes == ()
 
 
+def test_a_part_that_may_have_an_effect_is_not_named(parts):
+    """One that asks for the step may act in a later one."""
+    for settings in ({"mix": "late_mixer"}, {"select": "late_selector"}, {"correction": "half"}):
+        ((key, name),) = settings.items()
+        assert plan(**{key: parts + name}).notes == ()
+
+
 def test_what_a_run_on_saved_groups_does_not_use(tmp_path):
     """It trains on the rewards that were saved, and draws no tasks."""
     (tmp_path / "config.toml").write_text('mode = "rl"\nreward = ["env:1"]\n[env]\nname = "calculator"\n')
     saved = {"from_run": [str(tmp_path)], "loss": "rft"}
-    assert plan(**saved).notes == ()
+    assert plan(**saved).notes == () == plan(**saved, reward=["env:1"]).notes
     (note,) = plan(**saved, reward=["env:1", "constant"]).notes
     assert "--reward constant is not used: --from trains on the rewards that were saved" in note and "rescore" in note
     (note,) = plan(**saved, sampler="difficulty").notes
