@@ -53,8 +53,8 @@ _OF_EVALUATION = ("inference", "concurrency", "retries", "max_failures", "logger
 """Settings that a resumed evaluation may change: where and how fast it plays, and not what it measures."""
 
 REVISION = 1
-"""The version of the meaning of settings. Raise it if a change makes the same settings another run. 1: demonstrations
-are shuffled, and those of held-out tasks left out; `rloo` sums over tokens.
+"""The version of the meaning of settings. Raise it if a change makes the same settings another run, and add a note to
+`_revised`. 1: demonstrations are shuffled, and those of held-out tasks left out; `rloo` sums over tokens.
 """
 
 
@@ -293,12 +293,31 @@ def restore(
                 f"metrics.jsonl and trajectories/ tell of the steps before as this run took them; {shown} has not come "
                 "from them"
             )
+        notes += _revised(state, settings)
         notes += _missing_steps(logged, folder, state.step, with_trajectories=settings.mode == "rl")
         before = folder.move._replace(base=folder.move.home).flat(state.settings)
         notes += changed_settings(flat_without_secrets(before), folder.move.flat(flat))
         return Resumed(path, state, tuple(notes), is_own)
     notes.append("the run has no checkpoint yet: it begins again")
     return Resumed(None, RunState(0, settings.mode, {}), tuple(notes))
+
+
+def _revised(state: RunState, settings: Settings) -> list[str]:
+    """Notes about settings whose meaning has changed since the checkpoint was written."""
+    if state.revision >= 1 or not state.step:
+        return []
+    notes = []
+    if settings.mode == "sft":
+        notes.append(
+            "warning: an earlier version wrote this checkpoint. It took the demonstrations in their written order, "
+            "those of held-out tasks too. They are shuffled now, so that some may come twice and others never"
+        )
+    if settings.loss == "rloo" and not settings.aggregation:
+        notes.append(
+            "warning: an earlier version wrote this checkpoint. Its loss rloo had the aggregation rollout_mean, and "
+            f"has rollout_sum now; to go on as before, choose rollout_mean as the aggregation in {CONFIG}"
+        )
+    return notes
 
 
 def _missing_checkpoint(logged: Logged, folder: RunFolder, *, auto: bool) -> list[str]:

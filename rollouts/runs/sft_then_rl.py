@@ -25,7 +25,7 @@ from rollouts.runs.components import chosen_sampler, takes_rows
 from rollouts.runs.environments import demonstrations, task_buffer
 from rollouts.runs.folder import PHASES, SUMMARY, RunFolder, choose_folder, default_out, holds_run, read_json
 from rollouts.runs.held_objects import refuse_lost
-from rollouts.runs.jobs.learning import note_after_sft
+from rollouts.runs.jobs.learning import advice_after_sft, note_after_sft
 from rollouts.runs.jobs.train import train
 from rollouts.runs.observer import NullObserver, Observer
 from rollouts.runs.plan import Plan, config_text, make_plan
@@ -124,7 +124,8 @@ def train_phases(
                 rl = _with(rl, model=str(begins_with), lr=rl.lr)
                 changes = both | {"before_sft": _evaluated_first(sft, rl)}
                 second = cast(Observer, _PhaseObserver(observer, changes, plans.sft.settings))
-                _train_phase(rl, second, now, started, home, checkpoint, job.begin)
+                advice = advice_after_sft(plans.sft.settings)
+                _train_phase(rl, second, now, started, home, checkpoint, job.begin, advice=advice)
                 job.begin()  # both phases were already finished
         finally:
             if job.has_begun and holds_run(folder.path / SFT):

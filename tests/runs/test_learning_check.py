@@ -15,6 +15,7 @@ from rollouts.runs.jobs.learning import (
     STEPS_MAX,
     LearningCheck,
     PartCounts,
+    advice_after_sft,
     failing_calls,
     note_after_sft,
     why_flat,
@@ -325,7 +326,7 @@ def test_a_tool_that_is_not_called_keeps_its_count():
 @pytest.mark.parametrize(
     ("mean", "weights", "words"),
     [
-        (0.006, {"right": 1.0}, "needs about 0.1 to learn from; train longer: --sft.steps 300"),
+        (0.006, {"right": 1.0}, "needs about 0.1 to learn from; train longer: --sft.steps 300 --sft.lr 1e-3"),
         (-0.01, {"right": 2.0, "quick": -0.1}, "needs about 0.2 to learn from"),
         (0.1, {"right": 1.0}, ""),
         (0.5, {"right": 1.0}, ""),
@@ -347,3 +348,26 @@ def test_parts_that_were_zero_in_every_rollout_are_counted():
         score = Score(0.0, {"placed": placed, "polite": polite, "long": 0.0}, weights={"long": -0.1})
         counts.see([Group(0, task, (Episode((0, 0), task, [Trajectory(task, [])], score, {}),))])
     assert counts.always_zero() == {"placed": 2}
+
+
+def test_after_a_supervised_phase_the_advice_is_a_longer_one():
+    found = failing_calls([calls("Error: no argument 'q'")], advice_after_sft(Settings(model="tiny", steps=60)))
+    assert found["search"].endswith(
+        "train longer on demonstrations first (--sft.steps 300 --sft.lr 1e-3 --sft.prompts-per-step 32), or give "
+        "--model a model that can call tools"
+    )
+    assert "(--sft.steps 800)," in advice_after_sft(Settings(model="a/b", steps=400)), "not that of the toy model"
+
+
+def test_saved_trajectories_do_not_say_which_tools_there_were():
+    def saved(text, **metrics):
+        played = calls(text)
+        (episode,) = played.episodes
+        old = episode.trajectory
+        trajectory = Trajectory(old.task, old.messages, status=Status.COMPLETED, metrics=metrics)
+        return played._replace(episodes=(episode._replace(trajectories=[trajectory]),))
+
+    assert failing_calls([saved("found")]) == {"search": ""}
+    assert failing_calls([saved("Error: OSError: gone", **{"tool_failure/exception": 1.0})]) == {"search": ""}
+    unknown = failing_calls([saved("Error: there is no tool", **{"tool_failure/unknown_tool": 1.0})])
+    assert unknown[CALLS].startswith("no tool ran")

@@ -55,6 +55,12 @@ def test_a_folder_of_a_run_is_its_newest_checkpoint(here, name):
     assert f'{name} = "first/checkpoints/step_000012"' in made.config, "running it again means the same model"
 
 
+def test_settings_of_a_run_that_cannot_be_read_are_a_note(here):
+    Path("first/config.toml").write_text("seed =")
+    (note,) = (each for each in plan(model="first").notes if "cannot be read" in each)
+    assert note.startswith("--model first: the settings of its run cannot be read: ")
+
+
 @pytest.mark.parametrize("command", ["eval {}", "chat {}", "serve {}", "export {} out", "resume {}"])
 def test_a_missing_checkpoint_names_its_neighbors(here, capsys, command):
     words = command.format("first/checkpoints/step_000007").split()

@@ -518,6 +518,21 @@ def test_resume_auto_begins_again_after_a_kill_as_a_logger_opens():
     assert summary_of("out")["steps"] == 4
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["--mode", "sft"], "They are shuffled now"), (["--loss", "rloo"], "has rollout_sum now")],
+    ids=["sft", "rloo"],
+)
+def test_what_the_same_settings_mean_since_is_noted_once(arguments, words, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("rollouts.runs.jobs.train.REVISION", 0, raising=False)
+        run("out", *arguments, "--steps", "1")
+    run("out", "--steps", "2", resume=True)
+    assert words in capsys.readouterr().out.replace("\n", " ")
+    run("out", "--steps", "3", resume=True)
+    assert "an earlier version" not in capsys.readouterr().out
+
+
 def test_a_manifest_that_cannot_be_read_is_kept(capsys, here, begin):
     begin("out", "--steps", "1")
     manifest = here / "out/manifest.json"

@@ -75,13 +75,14 @@ def train(
     also_held_out: Sequence[Task] = (),
     on_begin: Callable[[], None] = lambda: None,
     hours_from: Start | None = None,
+    advice: str = learning.ADVICE,
 ) -> dict[str, Any]:
     """Run the plan to its end; returns the content of summary.json. On a rank above 0 it serves rank 0, and returns {}.
 
     `started` is the start of the run; `--max-hours` count from `hours_from`, if that was earlier. A run that `resumes`
     continues from `checkpoint`, or from the last one in the folder (with `--resume auto`: the last undamaged one).
     Tasks in `also_held_out` are neither demonstrated nor evaluated. `on_begin` is called after all checks, before the
-    folder changes.
+    folder changes. `advice` is what to do if the model cannot call tools.
 
     Raises:
         UserError: before anything is written; also later, if only playing an environment shows its mistake.
@@ -126,7 +127,7 @@ def train(
         stopping = Stopping(settings, (hours_from or started).wall, observer.note, data.patience, before)
         opponents = make_opponents(plan.opponents, settings, plan.environments, str(folder.path))
         player = Player(settings, plan.environments, plan.rewards, chat, opponents)
-        job = Training(plan, session, player, backend, engines, data, resumed, stopping)
+        job = Training(plan, session, player, backend, engines, data, resumed, stopping, advice)
         notes = [*plan.notes, *chat_notes(chat), *backend.notes, *data.notes, *(resumed.notes if resumed else ())]
         session.begin(job, title(plan), settings.steps, notes, plan.plain)
         job.play()
@@ -149,9 +150,11 @@ class Training:
         data: sources.RunData,
         resumed: Resumed | None,
         stopping: Stopping,
+        advice: str = learning.ADVICE,
     ) -> None:
         settings, note, self.inference = plan.settings, session.observer.note, engines[0]
         self.plan, self.session, self.backend, self.data, self.stopping = plan, session, backend, data, stopping
+        self.advice = advice
         self._start = resumed.state if resumed is not None else RunState(0, settings.mode, {})
         self._resumes = resumed is not None and resumed.checkpoint is not None
         self._interrupts = Interrupts()
@@ -292,8 +295,8 @@ class Training:
         own |= death_metrics(plan.environments, self.summary) | self.data.buffer.sampler_metrics
         self._parts.see(report.groups)
         algorithm = stage_at(plan.schedule, report.step).algorithm
-        found = learning.findings(report.groups, report.advantages, report.metrics, algorithm, plan.settings)
-        self._learning.see(found)
+        of_step = report.groups, report.advantages, report.metrics, algorithm, plan.settings
+        self._learning.see(learning.findings(*of_step, self.advice))
         return own | await self._between(report.step, report.metrics | own, report.groups)
 
     async def _supervised(self) -> None:
