@@ -65,12 +65,13 @@ def dry_run(resolved: Resolved, *more: str) -> str:
 
 class Described(NamedTuple):
     """The description of a plan. `data` says how many conversations were tried; empty if all. `is_partial`: what needs
-    torch or transformers was left out.
+    torch or transformers was left out. `demonstrates`: an environment has demonstrations, which were not replayed.
     """
 
     text: str
     data: str
     is_partial: bool
+    demonstrates: bool
 
 
 def _verdict(found: Described, mode: str, absent: Sequence[str]) -> list[str]:
@@ -81,6 +82,7 @@ def _verdict(found: Described, mode: str, absent: Sequence[str]) -> list[str]:
         return [f"ok, but not everything: {missing}, so {left_out} were not tried; to install:", INSTALL_TORCH]
     data = f", and of the data {found.data}" if found.data else ""
     not_done = "the model was not asked" if mode == "eval" else "no model was loaded"
+    not_done += ", no demonstration was replayed (`rollouts check` does it)" if found.demonstrates else ""
     return [f"ok: everything was checked{data}; {not_done}, and nothing was written"]
 
 
@@ -135,7 +137,9 @@ def describe(plan: Plan, absent: Sequence[str] = ()) -> Described:
         "# Tried out",
         *tried,
     ]
-    return Described("\n".join(lines), of_data, is_partial)
+    has_own = trains and not takes_rows(settings.mode, plan.chosen)
+    demonstrates = has_own and any(hasattr(env.make_checked(), "demonstrations") for env in plan.environments)
+    return Described("\n".join(lines), of_data, is_partial, demonstrates)
 
 
 def _component_lines(plan: Plan) -> Iterator[str]:

@@ -229,7 +229,12 @@ def run_several(runs: Several, say: Callable[[str], None]) -> None:
                 for each in made:
                     with contextlib.suppress(OSError):
                         each.rmdir()
-            raise ConfigError(f"{label} was refused, and its error is above\ncorrect the cause, then type: {again}")
+            names, begun = list(runs.runs), number - 1
+            ended = {"finished": [each for each in names[:begun] if each not in failed], "failed": failed}
+            ended["not started"] = names[number:]
+            others = "; ".join(f"{how}: {', '.join(runs.runs[each] for each in of)}" for how, of in ended.items() if of)
+            what = f"{label} was refused, and its error is above ({others})"
+            raise ConfigError(f"{what}\ncorrect the cause, then type: {again}")
         _write(runs)
         if code in INTERRUPTED:
             raise KeyboardInterrupt(f"interrupted in {label}; continue with: {again}")

