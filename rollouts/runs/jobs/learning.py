@@ -229,8 +229,8 @@ def _why_truncated(played: Sequence[Episode], settings: Settings) -> str:
 
 def failing_calls(groups: Iterable[Group], advice: str = ADVICE) -> dict[str, str]:
     """For each tool that was called: why it failed in every call, with the first error; empty if a call went well. The
-    topic CALLS has the calls that no tool answered, because they were malformed or of an unknown tool. Trajectories of a saved run do
-    not say which tools there were; their counts say if a tool was unknown.
+    topic CALLS has the calls that no tool answered, because they were malformed or of an unknown tool. Trajectories
+    of a saved run do not say which tools there were; their counts say if a tool was unknown.
     """
     found: dict[str, str] = {}
     for trajectory in (each for group in groups for episode in group.episodes for each in episode.trajectories):
