@@ -8,7 +8,7 @@ import pytest
 
 from rollouts.bounds import call_arguments
 from rollouts.chat.tool_call_formats import TOOL_CALL_FORMATS, parse_reply, read_call
-from rollouts.cli.play import read_reply
+from rollouts.cli.play import typed_reply
 from rollouts.gateway.anthropic_messages import MESSAGES
 from rollouts.gateway.chat_completions import CHAT_COMPLETIONS
 from rollouts.gateway.responses import Responses
@@ -26,7 +26,7 @@ def test_empty_arguments_are_no_arguments_in_every_layer(given: dict) -> None:
     for family, text in (("hermes", f"<tool_call>{json.dumps(function)}</tool_call>"), ("json", json.dumps(function))):
         (call,) = parse_reply(text, TOOL_CALL_FORMATS[family], TOOLS).message.tool_calls
         assert (call.name, call.arguments, call.error) == ("stop", {}, None)
-    (call,) = read_reply("/call " + json.dumps(function), ChatRequest([], TOOLS, 0, 0)).tool_calls
+    (call,) = typed_reply("/call " + json.dumps(function), ChatRequest([], TOOLS, 0, 0)).tool_calls
     assert call.arguments == {}
 
 

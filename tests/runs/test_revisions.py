@@ -20,7 +20,7 @@ from rollouts.inference.servers.sglang import serve_sglang
 from rollouts.inference.servers.vllm import serve_vllm
 from rollouts.models import revisions
 from rollouts.models.loading import TINY_PATH, adapters_beneath, load_config, load_tokenizer
-from rollouts.runs import seeds
+from rollouts.runs import several
 
 OLD, NEW = "a" * 40, "b" * 40
 NAME = "acme/small"
@@ -79,7 +79,7 @@ def test_a_run_is_resumed_and_repeated_with_its_commit(hub):
 
 
 def test_runs_of_all_seeds_have_the_commit_of_the_first(hub, monkeypatch):
-    def run_command(arguments, variables):
+    def run_child(arguments, variables):
         with monkeypatch.context() as patch:
             for name, value in variables.items():
                 patch.setenv(name, value)
@@ -87,7 +87,7 @@ def test_runs_of_all_seeds_have_the_commit_of_the_first(hub, monkeypatch):
         hub.write_text(NEW)
         return code
 
-    monkeypatch.setattr(seeds, "run_command", run_command)
+    monkeypatch.setattr(several, "run_child", run_child)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items() if name != "quiet"]
     assert main(["run", *flags, f"--model={NAME}", "--out=m", "--seeds=0-1"]) == 0
     assert known("m/seed_0") == known("m/seed_1") == {NAME: OLD}

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 PIECE_ROWS, PIECE_BYTES = 2048, 16_000_000
 _BATCH_BYTES = 200_000
-_VERSION = "4"  # of the files; a change of their content changes it
+_VERSION = "5"  # of the files; a change of their content changes it
 _SAMPLE_CHARACTERS = 200
 
 
