@@ -612,8 +612,8 @@ def test_the_documented_environment_is_the_tested_one():
 
 
 @pytest.mark.slow
-def test_the_documented_demonstrations_are_read(tmp_path, monkeypatch, capsys):
-    """The command below them composes."""
+def test_the_documented_demonstrations_are_judged(tmp_path, monkeypatch, capsys):
+    """The command below them composes, and the demonstrations earn 1, replayed with the real tools."""
     blocks = blocks_of(ROOT / "docs" / "environments.md")
     (cafe,) = (block.text for block in blocks if "class Cafe" in block.text)
     (method,) = (block.text for block in blocks if block.text.startswith("from rollouts import Message, ToolCall\n"))
@@ -622,6 +622,9 @@ def test_the_documented_demonstrations_are_read(tmp_path, monkeypatch, capsys):
     (command,) = (each for block in blocks for each in commands_of(block) if "./cafe.py:Cafe" in each)
     monkeypatch.chdir(tmp_path)
     assert main([*shlex.split(command)[1:], "--dry-run"]) == 0, capsys.readouterr().err
+    capsys.readouterr()
+    assert main(["check", "./cafe.py:Cafe", "--only", "oracle", "--tasks", "2"]) == 0
+    assert re.search(r"oracle +passed +\d+ demonstrations, reward 1\n", said := capsys.readouterr().out), said
 
 
 def test_the_documented_readers_read_runs_of_both_modes(tmp_path, capsys):

@@ -134,13 +134,16 @@ def lines_of(folder):
     return {line["group"]: line for line in map(json.loads, lines)}
 
 
-def asked(engine, count, **request):
+HELLO = (Message("user", "Hello"),)
+
+
+def asked(engine, count, messages=HELLO, **request):
     """Ask this many requests at the same time; how many were answered, and the first error."""
     done, errors = [], []
 
     async def one(seed):
         try:
-            done.append(await engine.chat(ChatRequest([Message("user", "Hello")], [], 40, seed, **request)))
+            done.append(await engine.chat(ChatRequest(list(messages), [], 40, seed, **request)))
         except RunError as error:
             errors.append(error)
 
@@ -303,6 +306,24 @@ def test_equal_requests_are_asked_once(tmp_path, monkeypatch, capsys):
             assert bill.requests > before + 1 and summary_of(f"other{number}")["spent"]["cache_hits"] == 0, change
     content = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"sk-very-secret" not in content
+
+
+@pytest.mark.parametrize(
+    ("asks", "options"),
+    [
+        ({"temperature": 0.5}, {}),
+        ({"messages": (Message("system", "Be short."), *HELLO)}, {}),
+        ({}, {"stop": ("!",)}),
+        ({}, {"served_model": "n"}),
+    ],
+    ids=["temperature", "system", "stop", "served-model"],
+)
+def test_another_request_is_asked_again(asks, options, tmp_path):
+    with billing() as bill:
+        for given, own, requests in (({}, {}, 1), ({}, {}, 1), (asks, options, 2), (asks, options, 2)):
+            settings = OpenAIOptions(url=bill.url, cache=str(tmp_path / "cache"), **own)
+            done, _ = asked(openai.create_openai_inference("m", None, 0, "", options=settings), 1, **given)
+            assert len(done) == 1 and bill.requests == requests
 
 
 def test_without_seeds_samples_stay_different(tmp_path):

@@ -92,7 +92,7 @@ def _show(name: str, kind: str | None) -> int:
     if not is_code and doc == type(component).__doc__:  # a value: its documentation follows its assignment
         doc = place.doc if place else ""
     lines = [label, *aligned([(word, fact) for word, fact in facts.items() if fact], "  ")]
-    lines += ["", *(f"  {line}".rstrip() for line in inspect.cleandoc(doc).splitlines())] if doc else []
+    lines += ["", *(f"  {line}".rstrip() for line in inspect.cleandoc(doc).splitlines() if line != "\b")] if doc else []
     lines += _algorithm_lines(component) if isinstance(component, Algorithm) else []
     lines += _environment_lines(component) if ref.kind == "environments" else []
     if ref.kind != "commands":

@@ -100,8 +100,14 @@ def test_each_check_finds_a_fault(wanted, place):
     assert explained(report.failed[0], FIRST[wanted])
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+USUAL = {"cancelled__folder_is_left", "deadlines__catches_cancellation", "no_op__earned_by_silence"}
+"""Faults that the ordinary run gives to all checks: two that leave something behind, and a quick one."""
+
+CASES = [pytest.param(file, id=file.stem, marks=() if file.stem in USUAL else pytest.mark.nightly) for file in FILES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", CASES)
 def test_exactly_the_expected_check_finds_a_fault(file, place):
     wanted = check_of(file)
     failed = in_process_of_its_own(file, wanted) if wanted in LEAVES else report_of(file, "Fault", wanted=wanted).failed

@@ -641,7 +641,7 @@ def run_ranks(work, ranks, folder):
     assert [each.returncode for each in started] == [0] * ranks, "\n".join(said)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_two_ranks_save_and_one_and_four_load(tmp_path):
     run_ranks("save", 2, tmp_path)
     path = tmp_path / "step_000003"
