@@ -91,7 +91,9 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], 
         table.add_column(name, justify="right" if name in _NUMBERS else "left", no_wrap=True)
     for row in zip(*(column[1:] for column in columns), strict=True):
         table.add_row(*map(Text, row))
-    console.print(table)
+    with console.capture() as caught:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in caught.get().splitlines()))
 
 
 def aligned(rows: Sequence[Sequence[str]], indent: str = "") -> list[str]:

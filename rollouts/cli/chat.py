@@ -209,7 +209,7 @@ _DOCS = {
     "max_tokens": "How many tokens the model may sample after each of your messages, in all its turns together.",
     "max_turns": "How many turns the model has after each of your messages. A reply that calls tools is one turn.",
     "temperature": "The sampling temperature. 0 is greedy.",
-    "env": "The environment whose tools the model gets, instead of that of the run; of another model: none without it.",
+    "env": "The environment whose tools the model gets. A model that is no run has none without it.",
 }
 
 chat = SettingsCommand(
