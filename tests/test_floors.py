@@ -101,12 +101,12 @@ MAY_HAVE_MANY = {
 
 CODE_LINES_MAX = {
     "rollouts_check": 6888,
-    "rollouts_notes": 2878,
+    "rollouts_notes": 2885,
     "rollouts_view": 2771,
     "agent": 1423,
     "chat": 2052,
     "cli": 1551,
-    "config": 2498,
+    "config": 2499,
     "data": 711,
     "env": 5237,
     "gateway": 1158,
@@ -118,7 +118,7 @@ CODE_LINES_MAX = {
     "sandboxes": 641,
     "training": 8485,
     "types": 281,
-    "files": 1363,
+    "files": 1365,
 }
 """Of each room, without blank lines, comments and docstrings. A larger budget needs a line in the CHANGELOG."""
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollouts.lazy import lazy_face
+from rollouts.lazy import lazy_face, moved_modules
 
 if TYPE_CHECKING:
     from rollouts_notes.sections import Config as Config
@@ -36,3 +36,4 @@ if TYPE_CHECKING:
     from rollouts_notes.sections import TrainingConfig as TrainingConfig
 
 __getattr__, __dir__ = lazy_face(__name__)
+moved_modules({f"{__name__}.sections": "rollouts_notes.sections"})

@@ -137,7 +137,9 @@ def test_a_student_comes_to_its_teacher_without_rewards(tiny, tmp_path):
         return group._replace(episodes=tuple(episode._replace(score=Score(0.5)) for episode in group.episodes))
 
     auxiliary_models = AuxiliaryModels(teacher=str(tmp_path / "teacher"))
-    start, after, _ = train(tiny.qwen3(vocab=ARMS), OPD, steps=20, auxiliary_models=auxiliary_models, reward=judge_all_alike)
+    start, after, _ = train(
+        tiny.qwen3(vocab=ARMS), OPD, steps=20, auxiliary_models=auxiliary_models, reward=judge_all_alike
+    )
     assert start == before and after > taught - 0.1
 
 

@@ -185,7 +185,7 @@ def grpo_loss(logits: Tensor, labels: Tensor, loss_mask: Tensor, advantages: Ten
     >>> round(grpo_loss(logits, ids, torch.tensor([[0, 1, 1]]), torch.tensor([2.0])).item() / 2, 4)  # log(8)
     2.0794
     """
-    return -_mean_by_row(_label_logprobs(logits, labels)[0] * advantages[:, None], loss_mask)
+    return -_mean_by_row(label_logprobs(logits, labels)[0] * advantages[:, None], loss_mask)
 
 
 def ppo_loss(
@@ -200,7 +200,7 @@ def ppo_loss(
 
     Where the ratio is 1, the gradient is that of `grpo_loss`.
     """
-    logprobs, _ = _label_logprobs(logits, labels)
+    logprobs, _ = label_logprobs(logits, labels)
     values = ppo_clip(logprobs, old_log_probs, advantages[:, None], clip_low=clip_range, clip_high=clip_range)
     return _mean_by_row(values, loss_mask)
 
@@ -228,7 +228,7 @@ def compute_grpo_loss(samples: Sequence[Sample], config: Any = None) -> Tensor:
     return torch.stack(terms).sum() / max(trained, 1)
 
 
-def _label_logprobs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+def label_logprobs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Logprobs [B, L] of `labels` [B, L], which are not shifted, and the entropy [B, L] of their predictions, from
     `logits` [B, L, V]. Both are 0.0 at position 0.
     """
@@ -428,7 +428,7 @@ class PyTorchTrainingBackend:
         tensors = self._with_logits(batch, temperature)
         parameters = inspect.signature(self._loss_fn).parameters
         if _OLD in parameters and _OLD in tensors:
-            own, _ = _label_logprobs(tensors["logits"].detach(), tensors["labels"])
+            own, _ = label_logprobs(tensors["logits"].detach(), tensors["labels"])
             tensors[_OLD] = torch.where(tensors[_OLD].isnan(), own, tensors[_OLD])
         optional = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
         total, denominator = self._sum_and_denominator(call_with(self._loss_fn, optional | tensors), tensors)
@@ -469,7 +469,7 @@ class PyTorchTrainingBackend:
             raise TrainingError(f"a PyTorchTrainingBackend has no {', '.join(other)}; use create_pytorch_backend")
         with torch.no_grad():
             tensors = self._with_logits(_tensors_of(batch.rows), batch.temperature)
-            found = _label_logprobs(tensors["logits"], tensors["labels"])
+            found = label_logprobs(tensors["logits"], tensors["labels"])
         live = tensors["loss_mask"] > 0 if only_live else torch.ones_like(tensors["loss_mask"])
         logprobs, entropy = (
             [row[: len(of.tokens)].tolist() for row, of in zip(each * live, batch.rows, strict=True)] for each in found

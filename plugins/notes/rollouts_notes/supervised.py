@@ -158,7 +158,7 @@ def load_dataset(dataset: Any, *, split: str = "train", num_samples: int | None 
         num_samples: at most so many rows, from the first on
     """
     samples = []
-    for place, row in _load_rows(dataset, split, num_samples):
+    for place, row in load_rows(dataset, split=split, num_samples=num_samples):
         key = next((key for key in ("prompt", "question", "messages") if key in row), None)
         if key is None:
             given = ", ".join(sorted(row)) or "none"
@@ -185,7 +185,7 @@ def load_sft_dataset(
     trained token; with the row.
     """
     samples = []
-    for number, (place, row) in enumerate(_load_rows(dataset, split, num_samples)):
+    for number, (place, row) in enumerate(load_rows(dataset, split=split, num_samples=num_samples)):
         if "input_ids" in row:
             given = Sample(input_ids=row["input_ids"], labels=row.get("labels"), loss_mask=row.get("loss_mask"))
             rows = [SupervisedRow(given.tokens, [float(weight) for weight in given.loss_mask])]
@@ -204,7 +204,9 @@ def load_sft_samples(path: str | Path, tokenizer: Any = None, *, max_length: int
     return load_sft_dataset(path, tokenizer, max_length=max_length)
 
 
-def _load_rows(dataset: Any, split: str, num_samples: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def load_rows(
+    dataset: Any, *, split: str = "train", num_samples: int | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a dataset as dicts, each with its place in words. Raises ConfigError."""
     if not isinstance(dataset, str | Path):
         given = dataset if isinstance(dataset, Mapping) else {key: getattr(dataset, key, None) for key in DATASET_KEYS}

@@ -88,3 +88,23 @@ def test_older_imports_of_types_hold():
     names = "Row TrainBatch TrainingBackend StepResult ForwardOutput AuxiliaryModels RankServer".split()
     assert all(getattr(types, name) is getattr(batches, name) for name in names)
     assert types.Status is rollouts.Status and issubclass(types.Sample, rollouts.Sample)
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("primitives.algorithms", "AlgorithmConfig"),
+        ("primitives.batches", "create_batch"),
+        ("primitives.batches", "reward_of"),
+        ("primitives.calls", "call_given"),
+        ("primitives.kl", "compute_forward_kl"),
+        ("primitives.rewards", "normalize_rewards"),
+        ("primitives.servers", "vllm_generator"),
+        ("primitives.tools", "parse_tools"),
+        ("config.sections", "Config"),
+        ("training.rl_losses", "label_logprobs"),
+        ("training.dataset_loaders", "load_rows"),
+    ],
+)
+def test_modules_that_are_now_parts_of_others(place, name):
+    assert callable(getattr(importlib.import_module(f"rollouts.{place}"), name))

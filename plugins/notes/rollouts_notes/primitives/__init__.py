@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rollouts.lazy import lazy_face
+from rollouts.lazy import lazy_face, moved_modules
 
 if TYPE_CHECKING:
     from rollouts.types import Message as Message
@@ -106,3 +106,9 @@ if TYPE_CHECKING:
     from rollouts_notes.primitives.utilities import weighted_sum as weighted_sum
 
 __getattr__, __dir__ = lazy_face(__name__)
+
+_HOMES = {"algorithms": "training", "batches": "rollouts utilities", "kl": "rollouts", "rewards": "utilities"}
+_HOMES |= dict.fromkeys(("calls", "servers", "tools"), "generation")
+moved_modules(
+    {f"{__name__}.{name}": " ".join(f"{__name__}.{home}" for home in homes.split()) for name, homes in _HOMES.items()}
+)
