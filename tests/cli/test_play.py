@@ -233,6 +233,7 @@ def test_the_exact_text_is_that_of_the_template(file, play):
 def test_a_script_plays_the_demonstrations(play, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, _ = play("calculator", "--agent", "scripted", "--episodes", "4", "--json", "d.jsonl")
+    assert [line for line in out.splitlines() if line.endswith(" ")] == []
     assert code == 0
     assert out.splitlines()[-1].split() == ["mean", "2", "1", "1", "1"] and "--- episode 4 of 4" in out
     rows = [json.loads(line) for line in (tmp_path / "d.jsonl").read_text().splitlines()]

@@ -333,3 +333,9 @@ def test_doctor_is_content_when_all_is_well(acme, capsys, monkeypatch):
     monkeypatch.setattr("rollouts.plugins.manager.PluginManager.doctor", lambda self: Diagnosis([], {}))
     assert main(["plugins", "doctor"]) == 0
     assert capsys.readouterr().out.rstrip().endswith("all well")
+
+
+def test_show_a_command_without_the_marks_of_its_help(capsys):
+    assert main(["plugins", "show", "check"]) == 0
+    out = capsys.readouterr().out
+    assert "\b" not in out and "  Examples:\n" in out
