@@ -114,7 +114,7 @@ CODE_LINES_MAX = {
     "loggers": 307,
     "models": 993,
     "plugins": 1162,
-    "runs": 8959,
+    "runs": 8960,
     "sandboxes": 641,
     "training": 8485,
     "types": 281,

@@ -100,7 +100,8 @@ def _describe_phases(resolved: Resolved, absent: Sequence[str]) -> Described:
         f"# The supervised phase, in OUT/{SFT}\n{first.text}\n\n# Reinforcement, in OUT/{RL}; its model is the last "
         f"checkpoint of the supervised phase\n{second.text}"
     )
-    return second._replace(text=text, data=first.data)
+    demonstrates = first.demonstrates or second.demonstrates
+    return second._replace(text=text, data=first.data, demonstrates=demonstrates)
 
 
 def describe(plan: Plan, absent: Sequence[str] = ()) -> Described:

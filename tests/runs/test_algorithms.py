@@ -495,6 +495,8 @@ def test_what_a_run_on_saved_groups_does_not_use(tmp_path):
     assert "--reward constant is not used: --from trains on the rewards that were saved" in note and "rescore" in note
     (note,) = plan(**saved, sampler="difficulty").notes
     assert "--sampler difficulty is not used" in note
+    (tmp_path / "config.toml").write_text('reward = ["env:1", "constant:1"]\n[env]\nname = "calculator"\n')
+    assert plan(**saved).notes == () == plan(**saved, reward=["env:1", "constant"]).notes, "the run had this reward"
 
 
 def test_conversations_alone_have_no_held_out_tasks(tmp_path):

@@ -492,6 +492,7 @@ def test_a_second_phase_that_cannot_begin_says_how_to_go_on(here, monkeypatch):
 
     def refuse(plan, *arguments, **settings):
         if plan.settings.mode == "rl":
+            assert "train longer on demonstrations first (--sft.steps 300 " in settings["advice"]
             raise ConfigError("no")
         return train(plan, *arguments, **settings)
 
