@@ -76,6 +76,10 @@ def _start(
         print(description(resolved))
         return 0
     from rollouts.runs import run as run_resolved
+
+    if display == "none":
+        run_resolved(resolved)
+        return 0
     from rollouts.runs.progress import shown_progress
 
     with shown_progress("stdout", display) as progress:

@@ -138,6 +138,8 @@ def added_tools(chosen: Sequence[Chosen]) -> tuple[AddedTool, ...]:
     """The tools that a run adds to those of its environments. Raises EnvironmentDefinitionError for one without a
     schema, and for a mistake in a class of tools.
     """
+    if not chosen:
+        return ()
     from rollouts.env.task_tools import added_tool
 
     tools: list[AddedTool] = []
