@@ -78,7 +78,7 @@ def _start(
     from rollouts.runs import run as run_resolved
 
     if display == "none":
-        run_resolved(resolved)
+        run_resolved(resolved, None)
         return 0
     from rollouts.runs.progress import shown_progress
 
