@@ -17,6 +17,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, settings
 
+from rollouts.doors import HOMES
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""  # of NVIDIA, and of AMD
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # tests look at folders that they import files from
@@ -28,7 +30,7 @@ sys.path.append(str(Path(__file__).parent / "tests"))  # for `import forks`
 pytest_plugins = ["cpu_budget", "pytester"]
 
 
-PACKAGE = Path(__file__).parent / "rollouts"
+PACKAGES = [str(home / package) for package, home in HOMES.items()]
 _freeze = gc.freeze
 IMPORTS = 100  # so many modules are worth excluding
 
@@ -51,8 +53,8 @@ def forget_modules_of_tests(request, tmp_path_factory):
     for name in set(sys.modules) - modules:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(written):
             del sys.modules[name]
-    # A component named by its file adds that file's folder: one of the package would make its vllm.py a library `vllm`.
-    added = (written, str(PACKAGE))
+    # A component named by its file adds that file's folder: one of ours would make its vllm.py a library `vllm`.
+    added = (written, *PACKAGES)
     sys.path[:] = [folder for folder in sys.path if folder in path or not folder.startswith(added)]
 
 

@@ -27,6 +27,7 @@
         ├── WorkersLostError      the workers of an environment die again and again
         ├── BudgetSpentError      the next request to an API could exceed a limit of dollars or tokens
         └── InferenceError        an engine failed; in an episode this becomes Status.INFERENCE_ERROR
+            └── EngineRequestError    a request to a server got no usable reply
 
 Each message says what was given, what was expected, and what to type next. A failed rollout is not an exception: it is
 recorded as a `Status`. Errors of tools become messages to the model.
@@ -188,6 +189,10 @@ class InferenceError(RunError):
     def __init__(self, message: str = "", *, is_transient: bool = True) -> None:
         super().__init__(message)
         self.is_transient = is_transient
+
+
+class EngineRequestError(InferenceError):
+    """A request to a server got no usable reply."""
 
 
 class RemoteError(Exception):

@@ -17,6 +17,10 @@ from typing import Any
 import psutil
 import pytest
 import trio
+from rollouts_servers.checks import ServerSetup
+from rollouts_servers.http import Retries
+from rollouts_servers.server import Server
+from rollouts_servers.vllm import VLLM
 
 from rollouts import Task, reward, tool
 from rollouts.agent.episode import run_episode
@@ -27,10 +31,6 @@ from rollouts.env.mixing import env_term
 from rollouts.env.tools import run_tool
 from rollouts.errors import InferenceError, RewardError, RunError
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, VersionSpan
-from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.http import Retries
-from rollouts.inference.servers.server import Server
-from rollouts.inference.servers.vllm import VLLM
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import group_samples
 from rollouts.training.rollout_gen.manager import AsyncRolloutManager

@@ -12,8 +12,10 @@ import pytest
 import rollouts.primitives.types
 import rollouts_check
 import rollouts_notes.primitives.types
+import rollouts_servers.spending
 
 import rollouts.check
+import rollouts.spending
 from rollouts.cli.app import COMMANDS
 from rollouts.doors import HOMES
 from rollouts.env.installing import base_wheel
@@ -96,6 +98,10 @@ def test_a_module_is_the_same_by_its_earlier_name():
     assert importlib.import_module("rollouts.training.rl_losses") is importlib.import_module(
         "rollouts_notes.pytorch_factory"
     )
+    for name in ("", ".options", ".vllm"):
+        servers = importlib.import_module(f"rollouts.inference.servers{name}")
+        assert servers is importlib.import_module(f"rollouts_servers{name}")
+    assert rollouts.spending is rollouts_servers.spending
     with pytest.raises(ModuleNotFoundError, match=r"rollouts\.primitives\.no_such_module"):
         importlib.import_module("rollouts.primitives.no_such_module")
 
@@ -130,17 +136,28 @@ def test_a_command_of_a_missing_package_says_what_to_install(name, core):
     assert "type: pip install --force-reinstall rollouts-rl" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["vllm", "openai"])
+def test_an_engine_of_a_missing_package_says_what_to_install(name, core):
+    done = command(core, "eval", "--env", "calculator", "--inference", name)
+    assert (done.returncode, done.stdout) == (2, "")
+    missing = "the package rollouts_servers of rollouts-rl is missing type: pip install --force-reinstall rollouts-rl"
+    assert missing in done.stderr
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "package"),
     [
-        "import rollouts.primitives",
-        "from rollouts.training import run_rl_training",
-        "import rollouts.training.rl_losses",
-        "from rollouts.training.types import RLTrainingConfig",
+        ("import rollouts.primitives", "rollouts_notes"),
+        ("from rollouts.training import run_rl_training", "rollouts_notes"),
+        ("import rollouts.training.rl_losses", "rollouts_notes"),
+        ("from rollouts.training.types import RLTrainingConfig", "rollouts_notes"),
+        ("from rollouts.inference.servers.vllm import VLLM", "rollouts_servers"),
+        ("from rollouts.providers import create_vllm_inference", "rollouts_servers"),
+        ("from rollouts.spending import SpendingStore", "rollouts_servers"),
     ],
 )
-def test_a_name_of_a_missing_package_says_what_to_install(line, core):
+def test_a_name_of_a_missing_package_says_what_to_install(line, package, core):
     done = python(core, f"from rollouts.training.types import Sample, TrainBatch\n{line}")
     assert done.returncode == 1
-    assert "MissingPackageError: the package rollouts_notes of rollouts-rl is missing\n" in done.stderr
+    assert f"MissingPackageError: the package {package} of rollouts-rl is missing\n" in done.stderr
     assert "type: pip install --force-reinstall rollouts-rl" in done.stderr

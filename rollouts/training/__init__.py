@@ -97,6 +97,7 @@ _HOMES = {
     f"{_NOTES}.supervised": "dataset_loaders datasets.dataset_loaders datasets.sft sft sample_prep",
     f"{_ENGINE}.backends.rendezvous {_ENGINE}.backends.ranks {_NOTES}.pytorch_factory": "distributed_utils",
     "rollouts.models.estimates": "estimates",
+    "rollouts_servers.broadcast": "weights.broadcast",
     f"{_NOTES}.loops {_NOTES}.supervised {_ENGINE}.loops.rl": "loops.rl_loop",
     f"{_NOTES}.loops {_NOTES}.supervised": "loops.sft_loop sft_loop rl_loop",
     "rollouts.loggers.base rollouts.loggers.jsonl": "metrics",

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from rollouts_servers.options import ServerOptions
+from rollouts_servers.sglang import serve_sglang
+from rollouts_servers.vllm import serve_vllm
 
 import rollouts
 from rollouts.cli import main
 from rollouts.errors import ConfigError, ModelError
-from rollouts.inference.servers.options import ServerOptions
-from rollouts.inference.servers.sglang import serve_sglang
-from rollouts.inference.servers.vllm import serve_vllm
 from rollouts.models import revisions
 from rollouts.models.loading import TINY_PATH, adapters_beneath, load_config, load_tokenizer
 from rollouts.runs import several

@@ -41,21 +41,21 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
-from rollouts.inference.servers.dialect import RequestTarget, Sampled, ServerInfo, WeightSpan, finish_of, ids_of_text
-from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
-from rollouts.inference.servers.options import (
+from rollouts.models import revisions
+from rollouts_servers.dialect import RequestTarget, Sampled, ServerInfo, WeightSpan, finish_of, ids_of_text
+from rollouts_servers.http import HTTPClient, HTTPFailure
+from rollouts_servers.options import (
     SERVED_MODEL,
     EnginePackage,
     ServedRun,
     ServerOptions,
     context_of,
     create_server_pool,
+    is_older,
     offline,
-    version_numbers,
 )
-from rollouts.inference.servers.process import ServerCommand, in_background
-from rollouts.inference.servers.server_pool import ServerPool
-from rollouts.models import revisions
+from rollouts_servers.process import ServerCommand, in_background
+from rollouts_servers.server_pool import ServerPool
 
 MINIMUM_VERSION = "0.32"  # the oldest tested version
 PACKAGE = EnginePackage("vllm", f"pip install 'vllm>={MINIMUM_VERSION}'", MINIMUM_VERSION)
@@ -197,7 +197,7 @@ class VLLM:
     )
     logprobs_flags = "--logprobs-mode processed_logprobs"
 
-    async def handshake(self, client: PlainClient) -> ServerInfo:
+    async def handshake(self, client: HTTPClient) -> ServerInfo:
         """Identify the server, and measure the temperature of its logprobs. Raises ConfigError, HTTPFailure."""
         version = await self._version(client)
         models = (await client.get("/v1/models", _Models)).data
@@ -219,7 +219,7 @@ class VLLM:
             config is not None and (config.is_extended or config.device_config.device != "cpu"),
         )
 
-    async def _version(self, client: PlainClient) -> str:
+    async def _version(self, client: HTTPClient) -> str:
         try:
             version = (await client.get("/version", _Version)).version
         except HTTPFailure as failure:
@@ -229,13 +229,12 @@ class VLLM:
                     "URL is the server's, without /v1"
                 ) from failure
             raise
-        numbers = version_numbers(version)
-        if "dev" not in version and numbers and numbers < version_numbers(MINIMUM_VERSION):
+        if is_older(version, MINIMUM_VERSION):
             needed = f"{MINIMUM_VERSION} or later is needed: type {PACKAGE.install} on its machine, and restart it"
             raise ConfigError(f"{client.url} is vLLM {version}; {needed}")
         return version
 
-    async def _config(self, client: PlainClient) -> _Config | None:
+    async def _config(self, client: HTTPClient) -> _Config | None:
         """The settings of the server's start; None if its development endpoints are off."""
         try:
             return (await client.get("/server_info?config_format=json", _ServerInfo)).vllm_config
@@ -244,7 +243,7 @@ class VLLM:
                 return None
             raise
 
-    async def _convention(self, client: PlainClient) -> Literal["processed", "raw"]:
+    async def _convention(self, client: HTTPClient) -> Literal["processed", "raw"]:
         """Measure the temperature of the server's logprobs: compare sampled logprobs with scores, which are at
         temperature 1.
         """
@@ -267,7 +266,7 @@ class VLLM:
                 return "processed"
         return "raw"
 
-    async def _loads_adapters(self, client: PlainClient, config: _Config | None) -> bool:
+    async def _loads_adapters(self, client: HTTPClient, config: _Config | None) -> bool:
         """Whether the server loads adapters: its error for a missing folder shows whether the endpoint works."""
         if config is not None and config.lora_config is None:
             return False
@@ -304,12 +303,12 @@ class VLLM:
             scores.append(entry[str(token)].logprob)
         return scores
 
-    async def abort(self, client: PlainClient, names: Sequence[str]) -> None:
+    async def abort(self, client: HTTPClient, names: Sequence[str]) -> None:
         """End these requests; each returns its tokens so far."""
         body = {"request_ids": [REQUEST_PREFIX + name for name in names]}
         await client.post(ABORT, body, bytes)
 
-    async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
+    async def load_full(self, client: HTTPClient, update: WeightUpdate) -> None:
         """Pause the server, load, set the version, empty every cache, and resume.
 
         After a failed load the server has no weights, so it stays paused. If this call is cancelled, the remaining
@@ -354,7 +353,7 @@ class VLLM:
                     raise
                 await post("/resume", {}, bytes)
 
-    async def load_adapter(self, client: PlainClient, update: WeightUpdate, *, old: str) -> str:
+    async def load_adapter(self, client: HTTPClient, update: WeightUpdate, *, old: str) -> str:
         """Load the adapter under a new name, and unload `old`. The name is unique among runs. Raises HTTPFailure."""
         name = f"rollouts-v{update.version}-{secrets.token_hex(4)}"
         if old:
@@ -363,7 +362,7 @@ class VLLM:
         await client.post("/v1/load_lora_adapter", body, bytes, attempts_max=1)
         return name
 
-    async def unload_adapter(self, client: PlainClient, name: str) -> None:
+    async def unload_adapter(self, client: HTTPClient, name: str) -> None:
         """Unload this adapter. Raises HTTPFailure."""
         try:
             await client.post("/v1/unload_lora_adapter", {"lora_name": name}, bytes)
@@ -371,7 +370,7 @@ class VLLM:
             if failure.status != 404:  # a restarted server does not have the adapter
                 raise
 
-    async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
+    async def tokenize(self, client: HTTPClient, text: str) -> list[int] | None:
         """The server's ids of a text; None if it was started without a tokenizer."""
         return await ids_of_text(client, text, without_tokenizer=(400, 404, 501))
 

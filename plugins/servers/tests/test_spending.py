@@ -16,15 +16,15 @@ from pathlib import Path
 
 import pytest
 import trio
+from rollouts_servers import openai
+from rollouts_servers.http import Retries
+from rollouts_servers.openai import OpenAIInference, OpenAIOptions
+from rollouts_servers.spending import SpendingStore
 
 from rollouts.cli import main
 from rollouts.errors import BudgetSpentError, RunError
 from rollouts.inference.base import Spending
 from rollouts.inference.chatting import ChatRequest
-from rollouts.inference.servers import openai
-from rollouts.inference.servers.http import Retries
-from rollouts.inference.servers.openai import OpenAIInference, OpenAIOptions
-from rollouts.spending import SpendingStore
 from rollouts.types import Message
 
 ENVIRONMENT = """\
@@ -346,7 +346,7 @@ def test_failures_are_not_kept(tmp_path):
 
 PROCESS = """
 import sys
-from rollouts.spending import SpendingStore
+from rollouts_servers.spending import SpendingStore
 store = SpendingStore(sys.argv[1])
 for number in range(100):
     if store.reply(str(number)) is None:

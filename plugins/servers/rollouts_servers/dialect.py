@@ -9,7 +9,7 @@ import msgspec
 
 from rollouts.errors import InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
-from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
+from rollouts_servers.http import HTTPClient, HTTPFailure
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -82,7 +82,7 @@ class Dialect(Protocol):
     weights_flags: str
     logprobs_flags: str  # logprobs at the sampling temperature
 
-    async def handshake(self, client: PlainClient) -> ServerInfo:
+    async def handshake(self, client: HTTPClient) -> ServerInfo:
         """Identify the server, and let it generate a token. Raises ConfigError if it is another kind of server, is too
         old, or was started without a required flag, which the message names. Raises HTTPFailure with status 401 or 403
         if the API key is missing or refused.
@@ -94,10 +94,10 @@ class Dialect(Protocol):
     async def score(self, client: HTTPClient, tokens: list[int], target: RequestTarget) -> list[float]:
         """The logprob of each token [L] at temperature 1; the first is 0.0. Raises InferenceError."""
 
-    async def abort(self, client: PlainClient, names: Sequence[str]) -> None:
+    async def abort(self, client: HTTPClient, names: Sequence[str]) -> None:
         """End these requests; each returns its tokens so far. Unknown and finished requests are ignored."""
 
-    async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
+    async def load_full(self, client: HTTPClient, update: WeightUpdate) -> None:
         """Serve the weights in `update.path` from now on, without caches of the old ones. If `keeps_requests` is False,
         no request is in flight. If it is True, requests in flight continue with the new weights, which compute their
         context anew.
@@ -105,17 +105,17 @@ class Dialect(Protocol):
         Raises InferenceError; `is_transient` is False if the server must be restarted.
         """
 
-    async def load_adapter(self, client: PlainClient, update: WeightUpdate, *, old: str) -> str:
+    async def load_adapter(self, client: HTTPClient, update: WeightUpdate, *, old: str) -> str:
         """Load the adapter in `update.path`, and unload the adapter `old` ("": none), which no request in flight uses.
 
         Returns the adapter's name for requests. If `keeps_requests` is True, the name is new each time, because
         requests in flight use the previous adapter. Raises like `load_full`.
         """
 
-    async def unload_adapter(self, client: PlainClient, name: str) -> None:
+    async def unload_adapter(self, client: HTTPClient, name: str) -> None:
         """Unload this adapter. Does nothing if no adapter has this name. Raises InferenceError."""
 
-    async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
+    async def tokenize(self, client: HTTPClient, text: str) -> list[int] | None:
         """The server's ids of a text; None if it has no tokenizer."""
 
 
@@ -123,7 +123,7 @@ class _Tokens(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
-async def ids_of_text(client: PlainClient, text: str, *, without_tokenizer: Sequence[int]) -> list[int] | None:
+async def ids_of_text(client: HTTPClient, text: str, *, without_tokenizer: Sequence[int]) -> list[int] | None:
     """The ids of a text from POST /tokenize, without added tokens; None for the statuses in `without_tokenizer`."""
     body = {"prompt": text, "add_special_tokens": False}
     try:

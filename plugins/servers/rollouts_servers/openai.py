@@ -29,10 +29,11 @@ from rollouts.data.conversations import BadRowError, read_message
 from rollouts.errors import BudgetSpentError, ConfigError, InferenceError
 from rollouts.inference.base import Capabilities, Health, Spending
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
-from rollouts.inference.servers.http import HTTPFailure, PlainClient, Retries, error_message, read_url
 from rollouts.models.loading import BUNDLED
 from rollouts.plugins.checks import check_bounds, checked_by
-from rollouts.spending import (
+from rollouts.types import Message
+from rollouts_servers.http import HTTPFailure, ProxyClient, Retries, error_message, read_url
+from rollouts_servers.spending import (
     Prices,
     SpendingStore,
     check_file,
@@ -41,7 +42,6 @@ from rollouts.spending import (
     price,
     spent_words,
 )
-from rollouts.types import Message
 
 OPENAI_URL = "https://api.openai.com/v1"
 COMPLETIONS = "/chat/completions"
@@ -164,9 +164,8 @@ class OpenAIInference:
         folder: str = "",
     ) -> None:
         self.model, self._options, self._api_key, self._key_name = model, options, api_key, key_name
-        self._client = PlainClient(
+        self._client = ProxyClient(
             _url_of(options),
-            is_direct=False,
             api_key=api_key,
             connections_max=options.connections,
             retries=RETRIES._replace(attempts_max=options.attempts),
@@ -262,7 +261,7 @@ class OpenAIInference:
         """
         self._open_files()
         request = ChatRequest([Message("user", "Say hello.")], list(tools), CHECK_TOKENS, 0, temperature)
-        async with PlainClient(self.url, is_direct=False, api_key=self._api_key, connections_max=1) as client:
+        async with ProxyClient(self.url, api_key=self._api_key, connections_max=1) as client:
             try:
                 try:
                     completion = await self._post(client, request, CHECK_SECONDS)
@@ -277,7 +276,7 @@ class OpenAIInference:
             except InferenceError as error:
                 raise ConfigError(f"{self!r} cannot be used: {error}") from error
 
-    async def _post(self, client: PlainClient, request: ChatRequest, seconds: float) -> _Completion:
+    async def _post(self, client: ProxyClient, request: ChatRequest, seconds: float) -> _Completion:
         """The completion of a request, within the limits. Raises HTTPFailure, BudgetSpentError."""
         body = self._body(request)
         if self._meter is None:
@@ -336,32 +335,28 @@ class OpenAIInference:
 
     def _refusal(self, failure: HTTPFailure) -> str:
         """Why the first request failed, and what to do about it."""
-        status, is_key = failure.status, failure.status in (401, 403)
-        advice = [
-            (is_key and self._key_name, f"the API key in the variable {self._key_name} is refused; is it correct?"),
-            (is_key, "put an API key into an environment variable, and type --inference.api-key-env ITS_NAME"),
-            (
-                status == 404,
+        status, words = failure.status, ""
+        if status in (401, 403):
+            words = "put an API key into an environment variable, and type --inference.api-key-env ITS_NAME"
+            if self._key_name:
+                words = f"the API key in the variable {self._key_name} is refused; is it correct?"
+        elif status == 404:
+            words = (
                 f"check that the server has the model {self.model!r} (if not, type --model or --inference.served-model)"
-                ", and that the URL is the part before /chat/completions; it usually ends in /v1",
-            ),
-            (
-                status == 400 and "tool" in str(failure),
+                ", and that the URL is the part before /chat/completions; it usually ends in /v1"
+            )
+        elif status == 400 and "tool" in str(failure):
+            words = (
                 "the environment has tools, but this server refuses them; vLLM needs --enable-auto-tool-choice "
-                "--tool-call-parser hermes (or the model's own), SGLang --tool-call-parser",
-            ),
-            (
-                failure.kind in ("refused", "reset", "timeout"),
-                "check that the server runs, and that --inference.url is its URL",
-            ),
-            (failure.kind == "garbage", "this server has no chat-completions API; check --inference.url"),
-            (
-                status == 400,
-                "--inference.leave-out '[\"seed\"]' leaves out keys, and --inference.body.KEY VALUE adds keys",
-            ),
-        ]
-        what_to_do = next((f"\n{words}" for applies, words in advice if applies), "")
-        return f"{self!r} cannot be used: {failure}{what_to_do}"
+                "--tool-call-parser hermes (or the model's own), SGLang --tool-call-parser"
+            )
+        elif status == 400:
+            words = "--inference.leave-out '[\"seed\"]' leaves out keys, and --inference.body.KEY VALUE adds keys"
+        elif failure.kind == "garbage":
+            words = "this server has no chat-completions API; check --inference.url"
+        elif failure.kind in ("refused", "reset", "timeout"):
+            words = "check that the server runs, and that --inference.url is its URL"
+        return f"{self!r} cannot be used: {failure}" + (f"\n{words}" if words else "")
 
     # --- the rest of InferenceBackend ---------------------------------------------------------------------------------
 

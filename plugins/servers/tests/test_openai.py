@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+from rollouts_servers import openai
+from rollouts_servers.http import Retries
+from rollouts_servers.openai import OPENAI_URL, OpenAIInference, OpenAIOptions, create_openai_inference
 
 from rollouts import Message, Task, reward, tool
 from rollouts.agent.episode import run_episode
@@ -18,14 +21,11 @@ from rollouts.agent.model import EpisodeLimits
 from rollouts.env.mixing import env_term
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.chatting import ChatRequest, is_evaluation_only
-from rollouts.inference.servers import openai
-from rollouts.inference.servers.http import Retries
-from rollouts.inference.servers.openai import OPENAI_URL, OpenAIInference, OpenAIOptions, create_openai_inference
 from rollouts.plugins.checks import run_check
 from rollouts.runs.folder import episode_records
 from rollouts.types import Episode, Score, Status
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "servers"))
 from mock_engine import started
 
 ATTEMPTS = 3
@@ -174,7 +174,7 @@ def test_a_reply_in_parts_is_its_text(content):
     ("arguments", "failure"),
     [("{a: 1}", "malformed"), ("[1]", "malformed"), ('{"a": "x"}', "bad_arguments"), ('{"a": NaN}', "malformed")],
 )
-def test_calls_that_cannot_be_read_are_told_to_the_model(arguments, failure):
+def test_calls_that_cannot_be_read_are_shown_to_the_model(arguments, failure):
     with started(chat_body=called(arguments), **FAST) as server:
         episode = play(server.url, max_turns=2)
         asked = server.chats()

@@ -41,8 +41,10 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, TensorInfo, WeightUpdate
-from rollouts.inference.servers.checks import other_weights
-from rollouts.inference.servers.dialect import (
+from rollouts.models import revisions
+from rollouts.plugins.checks import checked_by
+from rollouts_servers.checks import other_weights
+from rollouts_servers.dialect import (
     Finish,
     GroupCalls,
     GroupPlace,
@@ -53,20 +55,18 @@ from rollouts.inference.servers.dialect import (
     finish_of,
     ids_of_text,
 )
-from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
-from rollouts.inference.servers.options import (
+from rollouts_servers.http import HTTPClient, HTTPFailure
+from rollouts_servers.options import (
     SERVED_MODEL,
     EnginePackage,
     ServedRun,
     ServerOptions,
     create_server_pool,
+    is_older,
     offline,
-    version_numbers,
 )
-from rollouts.inference.servers.process import ServerCommand
-from rollouts.inference.servers.server_pool import ServerPool
-from rollouts.models import revisions
-from rollouts.plugins.checks import checked_by
+from rollouts_servers.process import ServerCommand
+from rollouts_servers.server_pool import ServerPool
 
 MINIMUM_VERSION = "0.5.22"  # the first version in which updates over torch.distributed have a begin and an end
 PACKAGE = EnginePackage("sglang", f"pip install 'sglang>={MINIMUM_VERSION}'", MINIMUM_VERSION)
@@ -176,10 +176,10 @@ class SGLang:
     weights_flags = ""  # no flag needed
     logprobs_flags = "SGLANG_RETURN_ORIGINAL_LOGPROB=0 in its environment"
 
-    async def handshake(self, client: PlainClient) -> ServerInfo:
+    async def handshake(self, client: HTTPClient) -> ServerInfo:
         """Identify the server, and measure the temperature of its logprobs. Raises ConfigError, HTTPFailure."""
         info = await server_info(client)
-        if version_numbers(info.version) < version_numbers(MINIMUM_VERSION):
+        if is_older(info.version, MINIMUM_VERSION):
             needed = f"{MINIMUM_VERSION} or newer is needed; type {PACKAGE.install} on its machine, and restart it"
             raise ConfigError(f"SGLang {info.version} at {client.url} is too old: {needed}")
         await _check_control(client)
@@ -236,14 +236,14 @@ class SGLang:
         named = [(value, said or token, text) for (value, said, text), token in zip(found, tokens, strict=True)]
         return [0.0, *read_logprobs(named[1:], tokens[1:], client.url)]
 
-    async def abort(self, client: PlainClient, names: Sequence[str]) -> None:
+    async def abort(self, client: HTTPClient, names: Sequence[str]) -> None:
         """End these requests; each returns its tokens so far. The server ignores unknown names. It handles requests
         that arrived during a pause after the pause.
         """
         for name in names:
             await client.post("/abort_request", {"rid": rid_of(name)}, bytes)
 
-    async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
+    async def load_full(self, client: HTTPClient, update: WeightUpdate) -> None:
         """Serve the weights in the folder `update.path`, with all caches flushed. Replies in flight continue with the
         new weights, which compute their keys and values anew. Raises InferenceError.
         """
@@ -260,7 +260,7 @@ class SGLang:
         except HTTPFailure as failure:
             raise _load_failure(client.url, update, failure) from failure
 
-    async def load_adapter(self, client: PlainClient, update: WeightUpdate, *, old: str) -> str:
+    async def load_adapter(self, client: HTTPClient, update: WeightUpdate, *, old: str) -> str:
         """Load the adapter in the folder `update.path` under a new name, and unload `old`.
 
         The folder must exist while the name is in use. Raises InferenceError.
@@ -281,7 +281,7 @@ class SGLang:
             await self.unload_adapter(client, old)
         return name
 
-    async def unload_adapter(self, client: PlainClient, name: str) -> None:
+    async def unload_adapter(self, client: HTTPClient, name: str) -> None:
         """Unload the adapter. No request may use it. Raises HTTPFailure."""
         body = {"lora_name": name}
         try:
@@ -290,7 +290,7 @@ class SGLang:
             if failure.status != 400:  # 400: the adapter was evicted before
                 raise
 
-    async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
+    async def tokenize(self, client: HTTPClient, text: str) -> list[int] | None:
         """The server's ids of a text; None if it was started without a tokenizer."""
         return await ids_of_text(client, text, without_tokenizer=(400, 404, 500, 501))
 
@@ -355,19 +355,19 @@ def read_logprobs(found: Sequence[Logprob], ids: Sequence[int], url: str) -> lis
     return logprobs
 
 
-async def server_info(client: PlainClient) -> ServedInfo:
+async def server_info(client: HTTPClient) -> ServedInfo:
     """The server's settings. The reply contains its API key, so never show it. Raises ConfigError, HTTPFailure."""
-    for path in ("/server_info", "/get_server_info"):
-        try:
-            return await client.get(path, ServedInfo)
-        except HTTPFailure as failure:
-            if failure.status != 404 and failure.kind != "garbage":
-                raise
-    raise ConfigError(f"{client.url} is not an SGLang server; give --inference.url the address of one, without a path")
+    try:
+        return await client.get("/server_info", ServedInfo)
+    except HTTPFailure as failure:
+        if failure.status != 404 and failure.kind != "garbage":
+            raise
+        advice = "give --inference.url the address of one, without a path"
+        raise ConfigError(f"{client.url} is not an SGLang server; {advice}") from failure
 
 
 @asynccontextmanager
-async def paused(client: PlainClient) -> AsyncIterator[None]:
+async def paused(client: HTTPClient) -> AsyncIterator[None]:
     """Pause the server during this block. Replies in flight wait. After the block, also after an exception, it computes
     their keys and values anew with the current weights.
     """
@@ -383,7 +383,7 @@ async def paused(client: PlainClient) -> AsyncIterator[None]:
         await resume()
 
 
-async def _check_control(client: PlainClient) -> None:
+async def _check_control(client: HTTPClient) -> None:
     """Check that the server is not paused, and that the API key allows control requests. Raises ConfigError,
     HTTPFailure.
     """
@@ -408,7 +408,7 @@ async def _check_control(client: PlainClient) -> None:
         ) from None
 
 
-async def _convention(client: PlainClient) -> Literal["processed", "raw"]:
+async def _convention(client: HTTPClient) -> Literal["processed", "raw"]:
     """Whether logprobs depend on the temperature: a higher temperature brings the logprobs of the most likely tokens
     closer together.
     """
@@ -463,10 +463,10 @@ def _load_failure(url: str, update: WeightUpdate, failure: HTTPFailure) -> Infer
 # A server does not notice a tensor that its model lacks (it is dropped), nor a missing tensor (the old one stays). It
 # does notice a wrong shape (status 400; earlier tensors are loaded) and, with gloo, a trainer that dies (status 400 at
 # once). It waits half an hour, torch's timeout, for a trainer that sends nothing. The trainer's side is in
-# `rollouts.training.weights.broadcast`.
+# `rollouts_servers.broadcast`.
 
 
-async def group_ranks(client: PlainClient) -> int:
+async def group_ranks(client: HTTPClient) -> int:
     """The number of ranks of this server: one per worker. Raises ConfigError, HTTPFailure."""
     info = await server_info(client)
     if info.dp_size != 1 or info.pp_size != 1:
@@ -475,7 +475,7 @@ async def group_ranks(client: PlainClient) -> int:
     return info.tp_size
 
 
-async def join_group(client: PlainClient, place: GroupPlace, *, rank: int = 1) -> None:
+async def join_group(client: HTTPClient, place: GroupPlace, *, rank: int = 1) -> None:
     """Join the group as `rank` and the ranks after it (`group_ranks` in total). Returns when all ranks have joined, so
     rank 0 must join at the same time. Raises InferenceError.
     """
@@ -499,7 +499,7 @@ async def join_group(client: PlainClient, place: GroupPlace, *, rank: int = 1) -
 
 
 async def receive(
-    client: PlainClient,
+    client: HTTPClient,
     infos: Sequence[TensorInfo],
     version: int,
     *,
@@ -537,7 +537,7 @@ async def receive(
         raise InferenceError(f"{words}; {NEITHER}", is_transient=False) from failure
 
 
-async def leave_group(client: PlainClient, *, name: str) -> None:
+async def leave_group(client: HTTPClient, *, name: str) -> None:
     """Leave the group, if the server is in it. Raises HTTPFailure."""
     try:
         await _post(client, "/destroy_weights_update_group", {"group_name": name})
@@ -546,7 +546,7 @@ async def leave_group(client: PlainClient, *, name: str) -> None:
             raise
 
 
-async def _begin(client: PlainClient) -> None:
+async def _begin(client: HTTPClient) -> None:
     """Begin an update. If an earlier update is still open, end it first. Raises HTTPFailure."""
     try:
         await _post(client, "/begin_weight_update", {})
@@ -557,7 +557,7 @@ async def _begin(client: PlainClient) -> None:
         await _post(client, "/begin_weight_update", {})
 
 
-async def _post(client: PlainClient, path: str, body: object, *, timeout_seconds: float | None = None) -> None:
+async def _post(client: HTTPClient, path: str, body: object, *, timeout_seconds: float | None = None) -> None:
     await client.post(path, body, bytes, timeout_seconds=timeout_seconds, attempts_max=1)
 
 
