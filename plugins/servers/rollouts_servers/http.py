@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -332,7 +332,7 @@ class ProxyClient(HTTPClient):
         if self._httpx is None:
             try:
                 self._httpx = httpx.AsyncClient(
-                    verify=self._tls or True,  # without TLS too: a redirect may lead to it
+                    verify=self._tls or _certificates(),  # without TLS too: a redirect may lead to it
                     timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
                     limits=httpx.Limits(max_connections=None),
                     mounts=dict.fromkeys(_LOOPBACK),  # no proxy for loopback
@@ -370,6 +370,14 @@ class ProxyClient(HTTPClient):
             raise HTTPFailure("reset", "the connection is closed")
         _check_size(size)
         return HTTPReply(found.status_code, {name.lower(): value for name, value in found.headers.raw}, b"".join(parts))
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """httpx's certificates. To load them takes longer than many requests."""
+    import httpx
+
+    return httpx.create_ssl_context()
 
 
 class _Connection:

@@ -158,7 +158,7 @@ def apart_from(reply: Generation, trainer: FakeTrainer, temperature: float = 1.0
 # --- weights that do not arrive --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.nightly)])
 def test_healthy_servers_follow_the_trainer(room: Room, way: str, temperature: float) -> None:
     """The control of all that follows in this part."""
 
@@ -190,7 +190,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("way", "fault"), list(FAULTS))
+DAILY = (("full", "no_flush"), ("full", "old_version"), ("adapter", "adapter_not_loaded"))
+
+
+@pytest.mark.parametrize(
+    ("way", "fault"),
+    [pytest.param(*each, marks=() if each in DAILY else pytest.mark.nightly) for each in FAULTS],
+)
 def test_a_sync_that_did_not_arrive_stops_and_says_what_it_looks_like(room: Room, way: str, fault: str) -> None:
     async def main() -> None:
         with room.take() as server:
@@ -576,7 +582,9 @@ def page() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("status", [200, 404, 503])
+@pytest.mark.parametrize(
+    "status", [200, pytest.param(404, marks=pytest.mark.nightly), pytest.param(503, marks=pytest.mark.nightly)]
+)
 def test_a_url_that_answers_something_else(room: Room, page: str, status: int) -> None:
     _Page.status = status
     words = run(lambda: refused(room.engine(page).check))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import ssl
 import sys
 import threading
 import time
@@ -530,11 +531,12 @@ def test_a_redirect_into_tls_is_verified(monkeypatch):
     monkeypatch.setattr(httpx, "AsyncClient", Client)
     with raw_server(OK % (15, b'{"choices": []}')) as url:
         assert ask(url, client=ProxyClient)[0] == GenerateReply([])
-    assert verified == [True]
+    assert [each.verify_mode for each in verified] == [ssl.CERT_REQUIRED]
 
 
 @pytest.mark.parametrize("name", ["ALL_PROXY", "SSL_CERT_FILE"])
 def test_an_environment_that_no_client_can_be_made_with_is_a_failure(monkeypatch, name):
+    http._certificates.cache_clear()
     monkeypatch.setenv(name, "gopher://127.0.0.1:1")
     failure, _ = ask("http://127.0.0.1:1", client=ProxyClient)
     assert (failure.kind, failure.retryable) == ("refused", False) and name in str(failure)

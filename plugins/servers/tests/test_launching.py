@@ -137,7 +137,7 @@ def test_one_that_dies_says_how_and_takes_its_children_along(tmp_path):
     trio.run(main)
 
 
-@pytest.mark.parametrize("supervisor", ["lives", "is killed"])
+@pytest.mark.parametrize("supervisor", ["lives", pytest.param("is killed", marks=pytest.mark.nightly)])
 def test_killing_us_leaves_no_server(tmp_path, supervisor):
     """By SIGKILL, so that nothing of ours can run; once more with the supervisor killed first."""
     source = f"""
@@ -248,13 +248,14 @@ def test_a_port_that_was_taken_is_chosen_anew(tmp_path, monkeypatch):
     async def main():
         with socket.create_server(("127.0.0.1", 0)) as other:
             taken = other.getsockname()[1]
-            ports = [taken, taken, free_port()]
+            ports = [taken, free_port()]
             monkeypatch.setattr(launching, "free_port", lambda: ports.pop(0))
             process = server(tmp_path)
             await process.start(smoke)
             assert ports == [] and not process.url.endswith(f":{taken}")
             await process.end()
-            ports += [taken] * launching.PORTS_MAX
+            monkeypatch.setattr(launching, "PORTS_MAX", 1)
+            ports.append(taken)
             with pytest.raises(ConfigError, match="Address already in use"):
                 await process.start(smoke)
 

@@ -143,7 +143,7 @@ def test_a_reply_that_is_cut_off():
     assert not {"prompt_tokens", "completion_tokens"} & set(episode.trajectory.metrics)  # the server reported none
 
 
-@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("field", ["reasoning", pytest.param("reasoning_content", marks=pytest.mark.nightly)])
 def test_reasoning_is_kept_apart(field):
     with started(chat_body=reply(content="46", **{field: "twelve, then"}), **FAST) as server:
         episode = play(server.url)
@@ -154,12 +154,15 @@ def test_reasoning_is_kept_apart(field):
     "content",
     [
         {"content": [{"type": "text", "text": "4"}, {"type": "output_text", "text": "6"}]},
-        {
-            "content": [
-                {"type": "thinking", "thinking": [{"type": "text", "text": "so"}]},
-                {"type": "text", "text": "46"},
-            ]
-        },
+        pytest.param(
+            {
+                "content": [
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "so"}]},
+                    {"type": "text", "text": "46"},
+                ]
+            },
+            marks=pytest.mark.nightly,
+        ),
         {"content": None, "refusal": "46"},
     ],
 )
@@ -172,7 +175,12 @@ def test_a_reply_in_parts_is_its_text(content):
 
 @pytest.mark.parametrize(
     ("arguments", "failure"),
-    [("{a: 1}", "malformed"), ("[1]", "malformed"), ('{"a": "x"}', "bad_arguments"), ('{"a": NaN}', "malformed")],
+    [
+        ("{a: 1}", "malformed"),
+        ('{"a": "x"}', "bad_arguments"),
+        pytest.param("[1]", "malformed", marks=pytest.mark.nightly),
+        pytest.param('{"a": NaN}', "malformed", marks=pytest.mark.nightly),
+    ],
 )
 def test_calls_that_cannot_be_read_are_shown_to_the_model(arguments, failure):
     with started(chat_body=called(arguments), **FAST) as server:
@@ -209,10 +217,14 @@ def test_own_loops_speak_to_it_too():
         ("{}", "a reply with 0 choices, expected 1"),
         ('{"error": {"message": "no credits"}}', "no credits"),
         ('{"choices": [{}]}', "does not have the expected fields"),
-        ('{"choices": null}', "a reply with 0 choices, expected 1"),
-        ("[]", "does not have the expected fields"),
-        ("[{}]", "does not have the expected fields"),
-        ('{"choices": [{"message": {"content": 7}}]}', "does not have the expected fields"),
+        pytest.param('{"choices": null}', "a reply with 0 choices, expected 1", marks=pytest.mark.nightly),
+        pytest.param("[]", "does not have the expected fields", marks=pytest.mark.nightly),
+        pytest.param("[{}]", "does not have the expected fields", marks=pytest.mark.nightly),
+        pytest.param(
+            '{"choices": [{"message": {"content": 7}}]}',
+            "does not have the expected fields",
+            marks=pytest.mark.nightly,
+        ),
         (completion({"content": ""}, "error"), "ended its reply with an error"),
         (reply(content=[{"type": "image_url", "image_url": {}}]), "cannot be read: a part of type 'image_url' is not"),
     ],
