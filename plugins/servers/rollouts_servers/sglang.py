@@ -30,7 +30,6 @@ torch.distributed are at the end.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -45,6 +44,8 @@ from rollouts.models import revisions
 from rollouts.plugins.checks import checked_by
 from rollouts_servers.checks import other_weights
 from rollouts_servers.dialect import (
+    ADAPTER_PREFIX,
+    Dialect,
     Finish,
     GroupCalls,
     GroupPlace,
@@ -53,7 +54,6 @@ from rollouts_servers.dialect import (
     ServerInfo,
     WeightSpan,
     finish_of,
-    ids_of_text,
 )
 from rollouts_servers.http import HTTPClient, HTTPFailure
 from rollouts_servers.options import (
@@ -71,8 +71,6 @@ from rollouts_servers.server_pool import ServerPool
 MINIMUM_VERSION = "0.5.22"  # the first version in which updates over torch.distributed have a begin and an end
 PACKAGE = EnginePackage("sglang", f"pip install 'sglang>={MINIMUM_VERSION}'", MINIMUM_VERSION)
 SEEDS = 2**63  # the server stores seeds as int64
-PROBE_IDS, PROBE_TEMPERATURE, PROBE_TOP = [1, 2, 3], 4.0, 20
-ADAPTER_PREFIX = "rollouts-v"
 CONTINUE_SECONDS = 60.0
 JOIN_SECONDS = 120.0
 NEITHER = "its weights are now a mixture of old and new ones: restart it"
@@ -116,7 +114,6 @@ class SGLangRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     extra_key: str | None = None
     return_logprob: bool = False
     logprob_start_len: int = -1
-    top_logprobs_num: int = 0
 
 
 class SGLangFinish(msgspec.Struct, frozen=True):
@@ -135,7 +132,6 @@ class Meta(msgspec.Struct, frozen=True):
     weight_versions: list[WeightSpan] = []
     output_token_logprobs: list[Logprob] = []
     input_token_logprobs: list[Logprob] = []
-    output_top_logprobs: list[list[Logprob] | None] = []
 
 
 class SGLangReply(msgspec.Struct, frozen=True):
@@ -166,12 +162,13 @@ class _Models(msgspec.Struct, frozen=True):
     data: list[_Card]
 
 
-class SGLang:
-    """Implements `Dialect`."""
+class SGLang(Dialect):
+    """The dialect of SGLang."""
 
     software = "SGLang"
     keeps_requests = True
     scores_adapters_alone = False
+    adapter_path = ""
     adapter_flags = "--enable-lora --max-lora-rank {rank} --lora-target-modules all"
     weights_flags = ""  # no flag needed
     logprobs_flags = "SGLANG_RETURN_ORIGINAL_LOGPROB=0 in its environment"
@@ -189,7 +186,7 @@ class SGLang:
             software=f"SGLang {info.version}",
             models=(info.served_model_name,),
             context_tokens_max=min((limit for limit in limits if limit), default=0),
-            logprobs=await _convention(client),
+            logprobs=await self.logprobs_convention(client),
             loads_adapters=bool(info.enable_lora) and info.dp_size == 1,
             lora_rank_max=(info.max_lora_rank or 0) if info.enable_lora else 0,
         )
@@ -259,40 +256,6 @@ class SGLang:
                 await client.post("/update_weights_from_disk", body, bytes, attempts_max=1)
         except HTTPFailure as failure:
             raise _load_failure(client.url, update, failure) from failure
-
-    async def load_adapter(self, client: HTTPClient, update: WeightUpdate, *, old: str) -> str:
-        """Load the adapter in the folder `update.path` under a new name, and unload `old`.
-
-        The folder must exist while the name is in use. Raises InferenceError.
-        """
-        assert update.path is not None, f"version {update.version} has no folder"
-        name = f"{ADAPTER_PREFIX}{update.version}-{secrets.token_hex(4)}"
-        body = {"lora_name": name, "lora_path": update.path}
-        try:
-            await client.post("/load_lora_adapter", body, bytes, attempts_max=1)
-        except HTTPFailure as failure:
-            raise InferenceError(
-                f"{client.url} did not load the adapter of version {update.version} in {update.path}: {failure}; "
-                "check its rank against --max-lora-rank, its layers against --lora-target-modules, and that the "
-                "server's machine can read that folder",
-                is_transient=failure.retryable,
-            ) from failure
-        if old:
-            await self.unload_adapter(client, old)
-        return name
-
-    async def unload_adapter(self, client: HTTPClient, name: str) -> None:
-        """Unload the adapter. No request may use it. Raises HTTPFailure."""
-        body = {"lora_name": name}
-        try:
-            await client.post("/unload_lora_adapter", body, bytes, attempts_max=1)
-        except HTTPFailure as failure:
-            if failure.status != 400:  # 400: the adapter was evicted before
-                raise
-
-    async def tokenize(self, client: HTTPClient, text: str) -> list[int] | None:
-        """The server's ids of a text; None if it was started without a tokenizer."""
-        return await ids_of_text(client, text, without_tokenizer=(400, 404, 500, 501))
 
 
 # --- requests and replies ---------------------------------------------------------------------------------------------
@@ -406,23 +369,6 @@ async def _check_control(client: HTTPClient) -> None:
             f"{client.url} has an admin key (--admin-api-key), and refuses aborts and new weights without it: start "
             "the server with --api-key alone, or with --admin-api-key alone, and use that key"
         ) from None
-
-
-async def _convention(client: HTTPClient) -> Literal["processed", "raw"]:
-    """Whether logprobs depend on the temperature: a higher temperature brings the logprobs of the most likely tokens
-    closer together.
-    """
-    spreads = []
-    for temperature in (1.0, PROBE_TEMPERATURE):
-        rid = rid_of(f"handshake-{secrets.token_hex(4)}")
-        body = SGLangRequest(
-            rid, PROBE_IDS, SGLangSampling(1, temperature), return_logprob=True, top_logprobs_num=PROBE_TOP
-        )
-        meta = (await client.post("/generate", body, SGLangReply)).meta_info
-        values = [entry[0] for entry in (meta.output_top_logprobs or [None])[0] or [] if entry[0] is not None]
-        spreads.append(max(values) - min(values) if values else 0.0)
-    # The threshold is halfway between the two conventions, which do not differ if all tokens are equally likely.
-    return "raw" if spreads[1] > spreads[0] * (1 + 1 / PROBE_TEMPERATURE) / 2 else "processed"
 
 
 def _read_finish(reason: SGLangFinish, url: str) -> Finish:

@@ -30,11 +30,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import trio
@@ -42,7 +41,7 @@ import trio
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
 from rollouts.models import revisions
-from rollouts_servers.dialect import RequestTarget, Sampled, ServerInfo, WeightSpan, finish_of, ids_of_text
+from rollouts_servers.dialect import Dialect, RequestTarget, Sampled, ServerInfo, WeightSpan, absolute_folder, finish_of
 from rollouts_servers.http import HTTPClient, HTTPFailure
 from rollouts_servers.options import (
     SERVED_MODEL,
@@ -66,9 +65,6 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of --max-lora-
 EXTENSION_FOLDER, EXTENSION = Path(__file__).with_name("vllm_worker"), "rollouts_vllm_worker.RolloutsWorker"
 CPU_BATCHED_TOKENS = 8192
 LEFT_SECONDS = 60.0  # after a cancellation, a load gets this long to finish, because a paused server would be unusable
-# Far from 1, so that one token usually shows the convention; the other tokens are for the remaining cases.
-MEASURED_TEMPERATURE, MEASURED_TOKENS = 2.0, 4  # the server refuses temperatures above 2
-NOISE_NATS = 0.05
 
 # --- requests and replies: types list only the fields that we read, which makes decoding cheap ------------------------
 
@@ -181,12 +177,13 @@ class _ServerInfo(msgspec.Struct):
 # --- the dialect ------------------------------------------------------------------------------------------------------
 
 
-class VLLM:
-    """Implements Dialect."""
+class VLLM(Dialect):
+    """The dialect of vLLM."""
 
     software = "vLLM"
     keeps_requests = True
     scores_adapters_alone = True
+    adapter_path = "/v1"
     adapter_flags = (
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment and --enable-lora --max-lora-rank {rank} "
         "--max-loras 2 --max-cpu-loras 4"
@@ -206,8 +203,15 @@ class VLLM:
             why = "perhaps because a run was killed while it sent weights"
             raise ConfigError(f"vLLM at {client.url} is paused, {why}: restart the server")
         if config is not None and config.model_config.logprobs_mode.endswith("logits"):
-            raise ConfigError(_words_of_logits(client))
-        logprobs = await self._convention(client)
+            raise self.logits_error(client)
+        try:
+            logprobs = await self.logprobs_convention(client)
+        except HTTPFailure as failure:
+            if failure.status in (403, 404, 405):
+                raise ConfigError(
+                    f"vLLM at {client.url} does not take token ids ({failure}): start it with --enable-scale-out"
+                ) from failure
+            raise
         base = [model for model in models if model.parent is None]
         return ServerInfo(
             f"vLLM {version}",
@@ -242,29 +246,6 @@ class VLLM:
             if failure.status == 404:
                 return None
             raise
-
-    async def _convention(self, client: HTTPClient) -> Literal["processed", "raw"]:
-        """Measure the temperature of the server's logprobs: compare sampled logprobs with scores, which are at
-        temperature 1.
-        """
-        for first in range(MEASURED_TOKENS):
-            request = GenerateRequest([first], 1, (), first, temperature=MEASURED_TEMPERATURE)
-            target = RequestTarget(f"rollouts-handshake-{secrets.token_hex(4)}")
-            try:
-                sampled = await self.generate(client, request, target)
-            except HTTPFailure as failure:
-                if failure.status in (403, 404, 405):
-                    raise ConfigError(
-                        f"vLLM at {client.url} does not take token ids ({failure}): start it with --enable-scale-out"
-                    ) from failure
-                raise
-            tokens, logprob = [first, *sampled.tokens], sampled.logprobs[0]
-            raw = (await self.score(client, tokens, target))[1]
-            if max(logprob, raw) > NOISE_NATS:
-                raise ConfigError(_words_of_logits(client))
-            if abs(logprob - raw) > NOISE_NATS * max(1.0, abs(raw)):
-                return "processed"
-        return "raw"
 
     async def _loads_adapters(self, client: HTTPClient, config: _Config | None) -> bool:
         """Whether the server loads adapters: its error for a missing folder shows whether the endpoint works."""
@@ -316,7 +297,7 @@ class VLLM:
         """
         # Two attempts, because the server closes connections after an internal error.
         post = partial(client.post, attempts_max=2)
-        config, folder = await self._config(client), _absolute(update)
+        config, folder = await self._config(client), absolute_folder(update)
         call: Any = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         if config is not None and config.is_extended:
             call = {"method": "rollouts_reload", "kwargs": {"folder": folder}}
@@ -352,37 +333,6 @@ class VLLM:
                             await post("/resume", {}, bytes)
                     raise
                 await post("/resume", {}, bytes)
-
-    async def load_adapter(self, client: HTTPClient, update: WeightUpdate, *, old: str) -> str:
-        """Load the adapter under a new name, and unload `old`. The name is unique among runs. Raises HTTPFailure."""
-        name = f"rollouts-v{update.version}-{secrets.token_hex(4)}"
-        if old:
-            await self.unload_adapter(client, old)
-        body = {"lora_name": name, "lora_path": _absolute(update)}
-        await client.post("/v1/load_lora_adapter", body, bytes, attempts_max=1)
-        return name
-
-    async def unload_adapter(self, client: HTTPClient, name: str) -> None:
-        """Unload this adapter. Raises HTTPFailure."""
-        try:
-            await client.post("/v1/unload_lora_adapter", {"lora_name": name}, bytes)
-        except HTTPFailure as failure:
-            if failure.status != 404:  # a restarted server does not have the adapter
-                raise
-
-    async def tokenize(self, client: HTTPClient, text: str) -> list[int] | None:
-        """The server's ids of a text; None if it was started without a tokenizer."""
-        return await ids_of_text(client, text, without_tokenizer=(400, 404, 501))
-
-
-def _absolute(update: WeightUpdate) -> str:
-    """The folder as an absolute path, because the server has another working directory."""
-    assert update.path is not None, update
-    return str(Path(update.path).absolute())
-
-
-def _words_of_logits(client: HTTPClient) -> str:
-    return f"vLLM at {client.url} returns logits instead of logprobs: start it with --logprobs-mode processed_logprobs"
 
 
 def _seed(request: GenerateRequest) -> int:

@@ -244,20 +244,21 @@ INFO = {
 }
 
 
-def tops(spread_at_1, spread_at_high):
-    """Answers to the two requests that measure the convention."""
+def measured(sampled, scored):
+    """Answers to the requests that measure the convention: a sampled token, and its score."""
 
     def reply(body):
-        spread = spread_at_1 if body["sampling_params"]["temperature"] == 1.0 else spread_at_high
-        made = answer([9])
-        made["meta_info"]["output_top_logprobs"] = [[[-1.0, 9, None], [-1.0 - spread, 8, None]]]
+        if body["sampling_params"]["max_new_tokens"]:
+            return answer([9], logprobs=[sampled])
+        made = answer([], prompt=body["input_ids"])
+        made["meta_info"]["input_token_logprobs"][1][0] = scored
         return made
 
     return reply
 
 
 def handshake(*, info=INFO, **replies):
-    given = {"generate": tops(8.0, 2.0), "v1__models": {"data": [{"max_model_len": 512}]}, "server_info": info}
+    given = {"generate": measured(-2.0, -3.0), "v1__models": {"data": [{"max_model_len": 512}]}, "server_info": info}
     client = Client(**(given | replies))
     return trio.run(SGLang().handshake, client), client
 
@@ -274,17 +275,11 @@ def test_greeting():
 
 
 @pytest.mark.parametrize(
-    ("spreads", "convention"),
-    [
-        ((8.0, 2.0), "processed"),
-        ((8.0, 8.0), "raw"),
-        ((8.0, 7.9), "raw"),
-        ((8.0, 2.1), "processed"),
-        ((0, 0), "processed"),
-    ],
+    ("logprobs", "convention"),
+    [((-2.0, -3.0), "processed"), ((-2.0, -2.2), "processed"), ((-2.0, -2.0), "raw"), ((-2.0, -2.05), "raw")],
 )
-def test_the_convention_of_logprobs_is_measured(spreads, convention):
-    assert handshake(generate=tops(*spreads))[0].logprobs == convention
+def test_the_convention_of_logprobs_is_measured(logprobs, convention):
+    assert handshake(generate=measured(*logprobs))[0].logprobs == convention
 
 
 @pytest.mark.parametrize(

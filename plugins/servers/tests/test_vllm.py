@@ -436,7 +436,7 @@ def test_each_adapter_has_a_name_that_none_had_before():
         (LOAD, {"lora_name": third, "lora_path": folder}),
     ]
     for path in ("/v1/unload_lora_adapter", LOAD):
-        with pytest.raises(HTTPFailure, match="rank 16"):
+        with pytest.raises(InferenceError, match="rank 16"):
             load(Listening({path: status(500, "rank 16 is too large")}), update, old="a")
 
 
