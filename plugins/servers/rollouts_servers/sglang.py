@@ -4,9 +4,8 @@ Ids go to `POST /generate`, which returns ids with logprobs. These facts were ob
 them:
 
 - Logprobs of a reply are at the sampling temperature (at 1 if the temperature is 0), before top-p, unless the server
-was started
-  with SGLANG_RETURN_ORIGINAL_LOGPROB. The server does not report this, so `handshake` measures it. Logprobs of a prompt
-  are always at temperature 1.
+  was started with SGLANG_RETURN_ORIGINAL_LOGPROB. The server does not report this, so `handshake` measures it. Logprobs
+  of a prompt are always at temperature 1.
 - Seeds are sent, but only a server with --enable-deterministic-inference uses them. According to its source, this needs
   an attention backend for GPUs (fa3, flashinfer, triton). It samples by seed and position, so a reply that continues
   after an abort gets the same random numbers as without the abort.
@@ -14,9 +13,9 @@ was started
   prevents this. So in this case `generate` requests a continuation.
 - A prompt must be at least seven tokens shorter than --context-length.
 - In a prompt's logprobs, the last id of the vocabulary is reported as 0.
-- An abort by name ends all requests whose names start with this name. So the names of requests end with a dot. -
-Replies in flight survive a reload (a pause with `retract`). Each reply reports which weights sampled which tokens. - If
-a folder lacks a tensor, the server loads the rest, keeps the old tensor, and reports no error. A damaged file
+- An abort by name ends all requests whose names start with this name. So the names of requests end with a dot.
+- Replies in flight survive a reload (a pause with `retract`). Each reply reports which weights sampled which tokens.
+- If a folder lacks a tensor, the server loads the rest, keeps the old tensor, and reports no error. A damaged file
   crashes the server.
 - An adapter that was unloaded or evicted is loaded again from its folder when a request names it. So a name must always
   mean one folder, which must exist while the name is in use.

@@ -8,13 +8,13 @@ again.) These facts were observed on version 0.32, and the code relies on them:
 
 - Logprobs are at temperature 1, unless the server was started with `--logprobs-mode processed_logprobs`. `handshake`
   measures this. Logprobs of a prompt are always at temperature 1.
-- An end-of-sequence id always ends a reply. So requests set `ignore_eos`, and only `stop_ids` end a reply. - The server
-puts a prefix before a request's id. An abort needs the id with the prefix. - An adapter that is loaded again under its
-name (`load_inplace`) changes requests in flight as soon as another request
+- An end-of-sequence id always ends a reply. So requests set `ignore_eos`, and only `stop_ids` end a reply.
+- The server puts a prefix before a request's id. An abort needs the id with the prefix.
+- An adapter that is loaded again under its name (`load_inplace`) changes requests in flight as soon as another request
   of that name joins them, on top of the old adapter's cache. So each version gets its own name, and each request keeps
   the name of its adapter.
 - Full weights are loaded during a pause. Afterwards the server computes the contexts of running requests anew, so that
-they continue as if the new weights had computed everything. Loading does not empty the prefix cache; a separate
+  they continue as if the new weights had computed everything. Loading does not empty the prefix cache; a separate
   request does.
 - On a CPU, an output layer that is tied to the embedding keeps its first weights. `vllm_worker` repairs that.
 - On a CPU, scoring a prompt with an adapter beside other requests crashes the server, because the adapter's part of the
