@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from mock_engine import started
 
 ROOT = Path(__file__).parents[2]
-OPENAI = f"{ROOT / 'rollouts' / 'inference' / 'servers' / 'openai.py'}:create_openai_inference"
+OPENAI = f"{ROOT / 'plugins' / 'servers' / 'rollouts_servers' / 'openai.py'}:create_openai_inference"
 
 ENVIRONMENT = '''\
 from dataclasses import dataclass
