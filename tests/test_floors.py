@@ -102,7 +102,7 @@ MAY_HAVE_MANY = {
 CODE_LINES_MAX = {
     "rollouts_check": 6888,
     "rollouts_notes": 2885,
-    "rollouts_servers": 3176,
+    "rollouts_servers": 3180,
     "rollouts_view": 2771,
     "agent": 1423,
     "chat": 2052,

@@ -15,7 +15,7 @@ from rollouts_servers.http import HTTPClient, HTTPFailure
 
 ADAPTER_PREFIX = "rollouts-v"
 # Far from 1, so that one token usually shows the convention; the other tokens are for the remaining cases.
-MEASURED_TEMPERATURE, MEASURED_TOKENS = 2.0, 4  # vLLM refuses temperatures above 2
+MEASURED_TEMPERATURE, MEASURED_TOKENS = 2.0, 16  # vLLM refuses temperatures above 2
 NOISE_NATS = 0.05
 
 Finish = Literal["stop", "length", "abort"]

@@ -172,7 +172,11 @@ class Server:
         """Connect, and check that the server fits and generates. Raises ConfigError."""
         await self._disconnect()
         self._open(url)
-        self.info = await handshake(self.dialect, self._control, self.setup, repr(self))
+        try:
+            self.info = await handshake(self.dialect, self._control, self.setup, repr(self))
+        except BaseException:
+            await self._disconnect()
+            raise
         limits = (self.info.context_tokens_max, self.setup.context_tokens_max)
         self.context_tokens_max = min(limits) if all(limits) else max(limits)
 

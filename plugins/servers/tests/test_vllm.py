@@ -251,7 +251,7 @@ def test_the_convention_of_its_logprobs_is_measured():
     assert (
         handshake(**{GENERATE: [token(-1.0), scored(-1.0)] * 3 + [token(-1.0), scored(-1.4)]}).logprobs == "processed"
     )
-    assert handshake(**{GENERATE: [token(-1.0), scored(-1.01)] * 4}).logprobs == "raw"
+    assert handshake(**{GENERATE: [token(-1.0), scored(-1.01)] * 16}).logprobs == "raw"
 
 
 @pytest.mark.parametrize(
