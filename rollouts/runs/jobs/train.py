@@ -47,6 +47,7 @@ from rollouts.runs.session import Interrupts, Player, Session, Watching, chat_no
 from rollouts.runs.times import Start
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.algorithms.algorithm import stage_at
+from rollouts.training.algorithms.corrections import applied_stages, samples_current_weights
 from rollouts.training.batches import RankServer, TrainingBackend
 from rollouts.training.loops.rl import LoopState, StepReport, train_rl
 from rollouts.training.loops.rl_batch import RLSettings
@@ -224,10 +225,7 @@ class Training:
         begun = kept.get("start_versions", kept.get("begun_with", ()))
         start = LoopState(self._start.step, kept.get("kl_coefficients", {}), begun)
         play = own.player.at(settings.temperature, settings.seed, self._watching.begin, self._watching.end)
-        # A group that is carried over or prefetched was sampled with older weights. An automatic correction then
-        # applies to all tokens; else it skips those that the trainer's own copy of the model sampled.
-        is_synchronous = settings.over_sampling == settings.sync_every == 1 and settings.staleness == 0
-        is_current = settings.samples and self.inference.capabilities.in_process and is_synchronous
+        is_own_policy = self.inference.capabilities.in_process and samples_current_weights(settings)
         config = RLSettings(
             settings.steps,
             # Without sampling no engine needs the weights of a step: evaluations sync before they begin.
@@ -266,7 +264,7 @@ class Training:
                 config,
                 self.session.loggers,
                 algorithm=plan.algorithm,
-                schedule=[stage.inside() for stage in plan.schedule] if is_current else plan.schedule,
+                schedule=applied_stages(plan.schedule, is_own_policy=is_own_policy),
                 on_samples=self._begin_training,
                 on_step=self._on_step,
                 on_logged=on_logged,

@@ -65,8 +65,8 @@ def evaluate_objective(
 
     Args:
         mask: [T], above 0 at live positions
-        weights: [T] of an off-policy correction. They multiply the terms whose expectation is over sampled tokens:
-            those that name `advantages` or `old_logprobs`
+        weights: [T] of a correction (`corrections.importance_weights`). They multiply the terms whose expectation is
+            over sampled tokens: those that name `advantages` or `old_logprobs`
     """
     import torch
 
@@ -96,24 +96,6 @@ def evaluate_objective(
         total = values * coefficient if total is None else total + values * coefficient
     assert total is not None, "an algorithm has a term with a coefficient"
     return Objective(total, metrics, nan)
-
-
-def importance_weights(algorithm: Algorithm, available: Mapping[str, Any], mask: Tensor) -> Tensor | None:
-    """The correction's weights [T], detached; None if there is no correction. Raises TrainingError if the correction
-    fails.
-    """
-    import torch
-
-    function = algorithm.correction
-    if function is None:
-        return None
-    with torch.no_grad():
-        weights = call_author("off-policy correction", function, available)
-    if not isinstance(weights, torch.Tensor) or weights.shape != mask.shape or weights.isnan().any():
-        shape = str(list(weights.shape)) if isinstance(weights, torch.Tensor) else type(weights).__name__
-        expected = f"one number per token, shape [{mask.shape[0]}], and no NaN"
-        raise wrong_result("off-policy correction", function, shape, expected)
-    return weights.detach()
 
 
 def check_loss_values(word: str, values: Any, function: Any, unit: Unit, count: int) -> None:

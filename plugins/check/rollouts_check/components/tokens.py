@@ -21,7 +21,8 @@ from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import Algorithm, Term, is_reward_placed, requests
 from rollouts.training.algorithms.calls import call_author
 from rollouts.training.algorithms.checks import unit_of
-from rollouts.training.algorithms.objective import check_loss_values, evaluate_objective, importance_weights
+from rollouts.training.algorithms.corrections import importance_weights
+from rollouts.training.algorithms.objective import check_loss_values, evaluate_objective
 from rollouts.training.batches import Unit
 from rollouts_check.components.common import Function, Subject, trying
 from rollouts_check.report import FailedError, SkippedError, at
