@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import trio
+from rollouts_notes.manager import RolloutConfig
+from rollouts_notes.user_functions import generate_group, reward_group, sample_group
 
 from rollouts.cli import main
 from rollouts.error_log import ErrorLog
@@ -16,8 +18,6 @@ from rollouts.errors import InferenceError
 from rollouts.plugins import hookimpl
 from rollouts.plugins.loading import import_file
 from rollouts.plugins.manager import PluginManager
-from rollouts.training.rollout_gen.steps import RolloutConfig
-from rollouts.training.rollout_gen.user_functions import generate_group, reward_group, sample_group
 from rollouts.types import Sample, Status, Task
 
 sys.path.insert(0, str(Path(__file__).parent))

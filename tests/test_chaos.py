@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import trio
+from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
 
 from rollouts import Task, reward, tool
 from rollouts.agent.episode import run_episode
@@ -33,9 +34,8 @@ from rollouts.inference.servers.server import Server
 from rollouts.inference.servers.vllm import VLLM
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import group_samples
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.pool import FailurePolicy, Failures, Job, run_episodes
-from rollouts.training.rollout_gen.steps import RolloutConfig, rollout_metrics
+from rollouts.training.rollout_gen.steps import rollout_metrics
 from rollouts.types import Status, ToolCall
 
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parent / room) for room in ("env", "servers"))]

@@ -75,7 +75,7 @@ def test_requests_without_an_open_session_wait_for_no_session():
 
 def test_closing_a_session_fails_its_waiter():
     scheduler = Scheduler()
-    session = scheduler.open((0,))
+    session, _ = scheduler.open((0,)), scheduler.open((1,))
     waiting = pending(session)
     scheduler.add(waiting)
     scheduler.close(session)

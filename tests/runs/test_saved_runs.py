@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from rollouts_notes.manager import RolloutConfig
 
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
@@ -26,7 +27,6 @@ from rollouts.training.filters import any_success
 from rollouts.training.loops.rl_batch import why_untrained
 from rollouts.training.rollout_gen.groups import NamedFilter
 from rollouts.training.rollout_gen.saved import SavedGroups, positions_buffer
-from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
 ENVIRONMENT = f"{Path(__file__).parents[2] / 'benchmarks' / 'two_roles.py'}:Counting"

@@ -13,10 +13,10 @@ from rollouts.runs.plan import Plan
 from rollouts.training.algorithms.algorithm import Algorithm, stage_at
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import advantage_rewards, why_untrained
-from rollouts.training.rollout_gen.groups import Group, GroupScorer
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.groups import Group, GroupRules, GroupScorer
+from rollouts.training.rollout_gen.manager import GroupManager
 from rollouts.training.rollout_gen.pool import Failures, Play
-from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.rollout_gen.steps import StepSettings
 from rollouts.types import Sample, Task
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def group_source(
     inference: InferenceBackend,
     score_groups: GroupScorer | None,
     failures: Failures,
-) -> AsyncRolloutManager | SavedGroups:
+) -> GroupManager | SavedGroups:
     """The source of a run's groups, in its `state` of the checkpoint; empty for a run that begins."""
     settings, saved = plan.settings, data.saved
 
@@ -90,7 +90,8 @@ def group_source(
     def see_rewards(group: Group, step: int) -> list[float | None]:
         return advantage_rewards(group, algorithm(step), step, max_tokens=settings.max_tokens)
 
-    source: AsyncRolloutManager | SavedGroups
+    source: GroupManager | SavedGroups
+    rules = GroupRules(plan.filters, see_rewards, score_groups)
     if saved is not None:
         from rollouts.training.rollout_gen.saved import SavedGroups
 
@@ -98,13 +99,12 @@ def group_source(
             data.buffer,
             len(saved.places),
             saved.group,
-            RolloutConfig(settings.prompts_per_step),
+            StepSettings(settings.prompts_per_step),
             why_untrained=lambda g, step: why_untrained(g, algorithm(step), step, max_tokens=settings.max_tokens),
-            filters=plan.filters,
-            see_rewards=see_rewards,
+            rules=rules,
         )
     else:
-        config = RolloutConfig(
+        config = StepSettings(
             settings.prompts_per_step,
             settings.samples_per_prompt,
             settings.over_sampling,
@@ -113,16 +113,7 @@ def group_source(
             refills_max=max(1, settings.refill),
             staleness=settings.staleness,
         )
-        source = AsyncRolloutManager(
-            data.buffer,
-            config,
-            play=play,
-            inference=inference,
-            filters=plan.filters,
-            see_rewards=see_rewards,
-            score_groups=score_groups,
-            failures=failures,
-        )
+        source = GroupManager(data.buffer, config, play, inference, rules, failures)
     if state:
         source.load_state_dict(dict(state))
     return source

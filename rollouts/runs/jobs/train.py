@@ -49,10 +49,10 @@ from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.algorithms.algorithm import stage_at
 from rollouts.training.algorithms.corrections import applied_stages, samples_current_weights
 from rollouts.training.batches import RankServer, TrainingBackend
-from rollouts.training.loops.rl import LoopState, StepReport, train_rl
+from rollouts.training.loops.rl import Callbacks, LoopState, StepReport, train_rl
 from rollouts.training.loops.rl_batch import RLSettings
 from rollouts.training.rollout_gen.groups import Group, group_scorer
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.manager import GroupManager
 from rollouts.training.rollout_gen.pool import FailurePolicy, Failures
 from rollouts.training.rollout_gen.steps import environment_metrics
 from rollouts.training.weights.store import best_checkpoint
@@ -258,22 +258,16 @@ class Training:
 
             await train_rl(
                 self.backend,
-                self.data.buffer,
                 manager,
-                [self.inference],
                 config,
-                self.session.loggers,
-                algorithm=plan.algorithm,
-                schedule=applied_stages(plan.schedule, is_own_policy=is_own_policy),
-                on_samples=self._begin_training,
-                on_step=self._on_step,
-                on_logged=on_logged,
-                should_stop=lambda: self._stop is not None,
+                stages=applied_stages(plan.schedule, is_own_policy=is_own_policy),
                 syncing=self._syncing,
+                metrics_logger=self.session.loggers,
+                callbacks=Callbacks(self._begin_training, self._on_step, on_logged, lambda: self._stop is not None),
                 start=start,
             )
 
-    def _loop_state(self, loop: LoopState, manager: AsyncRolloutManager | SavedGroups) -> dict[str, Any]:
+    def _loop_state(self, loop: LoopState, manager: GroupManager | SavedGroups) -> dict[str, Any]:
         own = {"kl_coefficients": dict(loop.kl_coefficients), "start_versions": list(loop.start_versions)}
         return {"data": self.data.buffer.state_dict(), "rollouts": manager.state_dict(), "loop": own}
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
@@ -20,9 +20,12 @@ from rollouts.error_log import report
 from rollouts.errors import RolloutsError, RunError, words_of
 from rollouts.training.algorithms.algorithm import function_label
 from rollouts.training.rollout_gen.groups import Group, drop_reason, group_samples
-from rollouts.training.rollout_gen.steps import RolloutConfig
-from rollouts.training.samples import episode_samples, with_grade, with_lists
+from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Task, Trajectory
+from rollouts_notes.rows import with_grade, with_lists
+
+if TYPE_CHECKING:
+    from rollouts_notes.manager import RolloutConfig
 
 
 async def generate_group(config: RolloutConfig, task: Task, version: int | None) -> list[Sample]:
