@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import trio
-from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, InferenceBackend, VersionSpan
 from rollouts.training.datasets.buffer import DataBuffer

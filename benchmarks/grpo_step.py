@@ -40,7 +40,8 @@ from datasets import Dataset
 from random_model import save_random_qwen3
 from rollouts_calculator import Calculator
 from rollouts_calculator import evaluate as evaluate_expression
-from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template

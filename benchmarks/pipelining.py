@@ -22,7 +22,8 @@ from typing import Any
 
 import trio
 from carry_over import MEMBERS, PROMPTS, SleepingEngine, play
-from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.inference.base import WeightUpdate
 from rollouts.models.futures import TorchThread

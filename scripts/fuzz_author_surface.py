@@ -31,7 +31,8 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from agent_fakes import FakeChat, FakeEngine
-from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits

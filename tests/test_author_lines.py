@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from rollouts_notes.manager import RolloutConfig
+from rollouts_notes.rows import RolloutConfig
 from rollouts_notes.user_functions import generate_group, reward_group, sample_group
 
 from rollouts.cli import main

@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 import pytest
 import trio
-from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts import Task, reward, tool
 from rollouts.agent.episode import run_episode

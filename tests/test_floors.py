@@ -95,7 +95,7 @@ MAY_HAVE_MANY = {
     "command._check",  # options of a command
     *("rollouts.create_batch_rollouts", "loops.run_rl_training"),  # as the first notes have them
     # too many
-    *("estimates.estimate_memory", "rl.train_rl", "manager.__init__"),
+    *("estimates.estimate_memory", "manager.__init__"),
 }
 """Functions that take more parameters, with the name of their module."""
 

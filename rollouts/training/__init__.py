@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rollouts_notes.loops import run_rl_training as run_rl_training
     from rollouts_notes.loops import run_sft_training as run_sft_training
     from rollouts_notes.manager import AsyncRolloutManager as AsyncRolloutManager
-    from rollouts_notes.manager import RolloutConfig as RolloutConfig
     from rollouts_notes.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
     from rollouts_notes.pytorch_factory import compute_grpo_loss as compute_grpo_loss
     from rollouts_notes.pytorch_factory import create_adamw_optimizer as create_adamw_optimizer
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from rollouts_notes.rollout_generation import generate_rollout_batches as generate_rollout_batches
     from rollouts_notes.rows import RLSample as RLSample
     from rollouts_notes.rows import RolloutBatch as RolloutBatch
+    from rollouts_notes.rows import RolloutConfig as RolloutConfig
     from rollouts_notes.rows import build_batch_metadata as build_batch_metadata
     from rollouts_notes.rows import compute_response_lengths as compute_response_lengths
     from rollouts_notes.rows import convert_to_batch as convert_to_batch
@@ -103,8 +103,8 @@ _HOMES = {
     "rollouts.models.loading": "models",
     f"{_NOTES}.endpoint": "rollout_gen.endpoint",
     f"{_NOTES}.rollout_generation": "rollout_gen.rollout_generation rollout_gen.rollout_manager rollout_manager",
-    f"{_NOTES}.rollout_generation {_NOTES}.manager {_NOTES}.rows": "rollout_generation",
-    f"rollouts.types {_ENGINE}.batches {_NOTES}.rows {_NOTES}.manager rollouts.models.futures"
+    f"{_NOTES}.rollout_generation {_NOTES}.rows": "rollout_generation",
+    f"rollouts.types {_ENGINE}.batches {_NOTES}.rows rollouts.models.futures"
     f" {_NOTES}.sections {_NOTES}.loops {_NOTES}.checkpoint_servers": "types",
     f"{_ENGINE}.weights.sync {_NOTES}.checkpoint_servers": "weight_sync",
 }

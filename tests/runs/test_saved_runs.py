@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import trio
-from rollouts_notes.manager import RolloutConfig
 
 from rollouts.cli import main
 from rollouts.config.resolving import resolve
@@ -25,8 +24,9 @@ from rollouts.training.algorithms.recipes import DPO, GRPO
 from rollouts.training.algorithms.selection import all_pairs
 from rollouts.training.filters import any_success
 from rollouts.training.loops.rl_batch import why_untrained
-from rollouts.training.rollout_gen.groups import NamedFilter
+from rollouts.training.rollout_gen.groups import GroupRules, NamedFilter
 from rollouts.training.rollout_gen.saved import SavedGroups, positions_buffer
+from rollouts.training.rollout_gen.steps import StepSettings
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
 ENVIRONMENT = f"{Path(__file__).parents[2] / 'benchmarks' / 'two_roles.py'}:Counting"
@@ -294,9 +294,9 @@ def test_where_nothing_is_left_the_selection_is_named(here, capsys):
             positions_buffer(8, 0),
             8,
             saved.group,
-            RolloutConfig(3),
+            StepSettings(3),
             why_untrained=lambda group, step: why_untrained(group, algorithm, step),
-            filters=filters,
+            rules=GroupRules(filters),
         )
         return trio.run(source.generate_batch)
 

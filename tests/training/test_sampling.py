@@ -11,7 +11,8 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError, RunError, SignatureError

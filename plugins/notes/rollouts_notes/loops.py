@@ -33,8 +33,8 @@ from rollouts.training.rollout_gen.groups import group_samples
 from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Sample, Task
 from rollouts_notes.checkpoint_servers import sync_weights_to_engines
-from rollouts_notes.manager import NO_ENGINE, AsyncRolloutManager, RewardFn, RolloutConfig
-from rollouts_notes.rows import RolloutBatch, with_lists
+from rollouts_notes.manager import NO_ENGINE, AsyncRolloutManager, RewardFn
+from rollouts_notes.rows import RolloutBatch, RolloutConfig, with_lists
 from rollouts_notes.supervised import compute_advantages, prepare_sft_batch
 from rollouts_notes.user_functions import graded
 
@@ -239,19 +239,11 @@ async def run_rl_training(
     stages = tuple(options.pop("schedule", ())) or (Stage(0, FIRST, algorithm or _algorithm_of(backend, config)),)
     syncing = options.pop("syncing", None) or WeightSyncManager(inference_engines, temperature=settings.temperature)
     start = options.pop("start", rl.BEGINNING)
-    callbacks = rl.Callbacks(on_step=after, on_logged=logged, **options)
+    given: dict[str, Any] = {"stages": stages, "syncing": syncing, "metrics_logger": metrics_logger, "start": start}
+    given["callbacks"] = rl.Callbacks(on_step=after, on_logged=logged, **options)
     manager.reward_fn = _reward_of(reward_fn, manager.config) or of_config
     async with contextlib.nullcontext() if manager.is_open else manager:
-        history = await rl.train_rl(
-            backend,
-            manager,
-            settings,
-            stages=stages,
-            syncing=syncing,
-            metrics_logger=metrics_logger,
-            callbacks=callbacks,
-            start=start,
-        )
+        history = await rl.train_rl(backend, manager, settings, **given)
     manager.reward_fn = of_config
     progress.say("RL training complete!")
     return [metrics | {"step": step} for step, metrics in enumerate(history, start.step)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self, cast
 
@@ -31,49 +30,13 @@ from rollouts.training.rollout_gen.groups import (
 )
 from rollouts.training.rollout_gen.manager import GroupManager
 from rollouts.training.rollout_gen.pool import Failures, Job, Play
-from rollouts.training.rollout_gen.steps import RolloutStep, StepSettings
+from rollouts.training.rollout_gen.steps import RolloutStep
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Sample, Status, Task
-from rollouts_notes.rows import RolloutBatch, convert_to_batch
+from rollouts_notes.rows import RolloutBatch, RolloutConfig, convert_to_batch
+from rollouts_notes.user_functions import filter_group_by, generate_group, graded, reward_group, sample_group
 
 RewardFn = Callable[[Sample], Any]
-
-
-@dataclass(frozen=True)
-class RolloutConfig(StepSettings):
-    """How many prompts and rollouts a step has, and the functions or the endpoint that make and judge them.
-
-    Args:
-        batch_size: groups of a step
-        n_samples_per_prompt: rollouts of a group
-        over_sampling_factor: ceil(batch_size * factor) groups are in flight; `keep` says which of them are trained
-        keep: "first": the step ends when `batch_size` groups are complete; the others continue in the next step.
-            "best": the step waits for all of them, and keeps those whose rewards differ most (their standard deviation;
-            of equal ones the first)
-        generate_fn: generate_fn(prompts) makes the samples of one group. See `user_functions`
-        reward_fn: reward_fn(sample) returns the reward
-        filter_fn: filter_fn(samples) says whether to keep a group
-        concurrency: how many episodes play at once
-        refill: replace groups that a filter drops, in at most `refills_max` rounds (dynamic sampling of DAPO)
-        generate_seconds: deadline of a call of `generate_fn`
-        staleness: how many steps are prefetched while an earlier one is trained
-        endpoint: an Endpoint, the model that plays episodes of `environment`, in place of a `generate_fn`
-        environment: an environment, as an object or a class
-    """
-
-    generate_fn: Callable[..., Any] | None = None
-    reward_fn: Callable[..., Any] | None = None
-    filter_fn: Callable[..., Any] | None = None
-    _: KW_ONLY
-    generate_seconds: float = 3600.0
-    endpoint: Any = None
-    environment: Any = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        assert self.generate_seconds > 0, f"generate_seconds must be > 0, got {self.generate_seconds}"
-        if (self.endpoint is None) != (self.environment is None):
-            raise ConfigError("RolloutConfig: endpoint and environment belong together; give both, or a generate_fn")
 
 
 class GroupBatch(RolloutStep, RolloutBatch):
@@ -109,8 +72,6 @@ class _UserRules(NamedTuple):
 
     async def judge(self, groups: Sequence[Group], step: int) -> list[Group]:
         """As in GroupRules."""
-        from rollouts_notes.user_functions import filter_group_by, reward_group
-
         if self.reward_fn is not None:
             groups = [await reward_group(group, self.reward_fn) for group in groups]
         judged = await self.rules.judge(groups, step)
@@ -170,8 +131,6 @@ class AsyncRolloutManager(GroupManager):
             raise ConfigError("AsyncRolloutManager needs a configuration: rollout_config=RolloutConfig(...)")
         changes: dict[str, Any] = {"over_sampling_factor": over_sampling_factor, "filter_fn": filter_fn}
         if config.reward_fn is not None:
-            from rollouts_notes.user_functions import graded
-
             changes["reward_fn"] = graded(config.reward_fn)
         config = dataclasses.replace(config, **{name: each for name, each in changes.items() if each is not None})
         self._player = None if config.endpoint is None else config.endpoint.player(config.environment)
@@ -253,16 +212,12 @@ class AsyncRolloutManager(GroupManager):
 
     def _generate(self, job: Job, session: str, inference: SuspendableEngine) -> Awaitable[list[Sample]]:
         """A group of the configuration's `generate_fn`."""
-        from rollouts_notes.user_functions import generate_group
-
         return generate_group(self.config, job.task, self.policy_version)
 
     def group_of(self, live: LiveGroup) -> Group:
         """A complete group: of the samples of a `generate_fn`, or of episodes."""
         if self.config.generate_fn is None:
             return super().group_of(live)
-        from rollouts_notes.user_functions import sample_group
-
         return sample_group(live.number, live.task, live.outcomes[0])
 
 

@@ -23,8 +23,7 @@ from rollouts.training.algorithms.algorithm import function_label
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import drop_reason
 from rollouts.types import Sample
-from rollouts_notes.manager import RolloutConfig
-from rollouts_notes.rows import RolloutBatch, convert_to_batch
+from rollouts_notes.rows import RolloutBatch, RolloutConfig, convert_to_batch
 from rollouts_notes.user_functions import bare_prompt, check_samples, score_of
 
 

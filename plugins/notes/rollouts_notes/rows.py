@@ -1,17 +1,58 @@
-"""Rows for training that you read and change yourself: RolloutBatch, its parts, and samples with lists or tensors."""
+"""RolloutConfig, and rows for training that you read and change yourself: RolloutBatch, its parts, and samples with
+lists or tensors.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
+from rollouts.errors import ConfigError
+from rollouts.training.rollout_gen.steps import StepSettings
 from rollouts.types import Sample
 
 RLSample = Sample
 """The first notes' second name of `Sample`."""
+
+
+@dataclass(frozen=True)
+class RolloutConfig(StepSettings):
+    """How many prompts and rollouts a step has, and the functions or the endpoint that make and judge them.
+
+    Args:
+        batch_size: groups of a step
+        n_samples_per_prompt: rollouts of a group
+        over_sampling_factor: ceil(batch_size * factor) groups are in flight; `keep` says which of them are trained
+        keep: "first": the step ends when `batch_size` groups are complete; the others continue in the next step.
+            "best": the step waits for all of them, and keeps those whose rewards differ most (their standard deviation;
+            of equal ones the first)
+        generate_fn: generate_fn(prompts) makes the samples of one group. See `user_functions`
+        reward_fn: reward_fn(sample) returns the reward
+        filter_fn: filter_fn(samples) says whether to keep a group
+        concurrency: how many episodes play at once
+        refill: replace groups that a filter drops, in at most `refills_max` rounds (dynamic sampling of DAPO)
+        generate_seconds: deadline of a call of `generate_fn`
+        staleness: how many steps are prefetched while an earlier one is trained
+        endpoint: an Endpoint, the model that plays episodes of `environment`, in place of a `generate_fn`
+        environment: an environment, as an object or a class
+    """
+
+    generate_fn: Callable[..., Any] | None = None
+    reward_fn: Callable[..., Any] | None = None
+    filter_fn: Callable[..., Any] | None = None
+    _: KW_ONLY
+    generate_seconds: float = 3600.0
+    endpoint: Any = None
+    environment: Any = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.generate_seconds > 0, f"generate_seconds must be > 0, got {self.generate_seconds}"
+        if (self.endpoint is None) != (self.environment is None):
+            raise ConfigError("RolloutConfig: endpoint and environment belong together; give both, or a generate_fn")
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trio
 
@@ -22,10 +22,7 @@ from rollouts.training.algorithms.algorithm import function_label
 from rollouts.training.rollout_gen.groups import Group, drop_reason, group_samples
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Task, Trajectory
-from rollouts_notes.rows import with_grade, with_lists
-
-if TYPE_CHECKING:
-    from rollouts_notes.manager import RolloutConfig
+from rollouts_notes.rows import RolloutConfig, with_grade, with_lists
 
 
 async def generate_group(config: RolloutConfig, task: Task, version: int | None) -> list[Sample]:

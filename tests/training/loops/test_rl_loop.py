@@ -7,7 +7,8 @@ import math
 import pytest
 import trio
 from backend_fakes import BackendFields
-from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.errors import InferenceError, RunError, TrainingError
 from rollouts.inference.base import Capabilities

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import trio
-from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits

@@ -13,7 +13,8 @@ import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
-from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.env import reward, tool
 from rollouts.errors import ConfigError, RewardError

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import trio
-from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.inference.base import Capabilities
 from rollouts.training.datasets.buffer import DataBuffer

@@ -12,7 +12,8 @@ import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
-from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.errors import RewardError
 from rollouts.training.algorithms.algorithm import Stage

@@ -8,7 +8,8 @@ import statistics
 
 import pytest
 import trio
-from rollouts_notes.manager import NO_ENGINE, AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import NO_ENGINE, AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.env.checks import reward_term
 from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics

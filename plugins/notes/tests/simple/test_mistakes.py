@@ -8,7 +8,8 @@ import pytest
 import torch
 import trio
 from rollouts_notes.loops import RLTrainingConfig, SFTTrainingConfig, run_rl_training, run_sft_training
-from rollouts_notes.manager import AsyncRolloutManager, RolloutConfig
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 from rollouts_notes.supervised import load_sft_dataset, tokenize_conversation
 
 from rollouts.errors import ConfigError, RunError, TrainingError
