@@ -12,9 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
-from rollouts.author_code import message_of, place_of
-from rollouts.errors import ConfigError, MissingExtraError, RolloutsError, in_lines, leaves_of, suggestion, words_of
-from rollouts_check.report import FailedError, Passed, Result, SkippedError, UntestedError
+from rollouts.errors import ConfigError, MissingExtraError, in_lines, leaves_of, suggestion
+from rollouts_check.report import FailedError, Passed, Result, SkippedError, UntestedError, words_of_author
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -119,11 +118,9 @@ def _run(check: Check, subject: Any) -> Result:
             return skipped(without_torch)
         return result(status="failed", tried=failure.tried, seen=failure.seen, change=failure.change)
     except Exception as error:  # the author's code may raise anything
-        leaves = list(leaves_of(error))
         if _lacks_torch(error):
             return skipped(without_torch)
-        if not all(isinstance(leaf, RolloutsError) or place_of(leaf) is not None for leaf in leaves):
+        if not (seen := words_of_author(error)):
             error.add_note(f"the check {check.name} raised this")
             raise
-        seen = message_of(leaves[0]) if isinstance(leaves[0], RolloutsError) else words_of(error)
         return result(status="failed", tried=check.doc, seen=seen, change="correct the line that raised the error")

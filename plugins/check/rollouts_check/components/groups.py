@@ -15,9 +15,9 @@ from rollouts.author_code import shown
 from rollouts.errors import counted
 from rollouts.training.algorithms import calls
 from rollouts.training.algorithms.algorithm import is_batch_advantage
-from rollouts_check.components.common import Function, Subject, trying
+from rollouts_check.components.common import Function, Subject
 from rollouts_check.components.tokens import Tokens, beside_mask, usual_tokens
-from rollouts_check.report import FailedError, SkippedError, at
+from rollouts_check.report import Attempt, SkippedError, trying
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,10 +96,9 @@ def order(subject: Subject) -> None:
     for places in ((5, 4, 3, 2, 1, 0), (2, 0, 5, 1, 4, 3)):
         again = _results(subject, subject.function, USUAL.permuted(places))
         wanted = _permuted(first, places)
-        if not _same(again, wanted):
-            seen = f"the results were {shown(wanted)}, and are {shown(again)}"
-            change = "compute the result of a rollout from its reward and the group, not from its position"
-            raise subject.failed(f"call it on {USUAL.words} in the order {list(places)}", seen, change)
+        change = "compute the result of a rollout from its reward and the group, not from its position"
+        attempt = subject.attempt(f"call it on {USUAL.words} in the order {list(places)}", change)
+        attempt.require(_same(again, wanted), f"the results were {shown(wanted)}, then {shown(again)}")
 
 
 def better(subject: Subject) -> None:
@@ -120,9 +119,9 @@ def better(subject: Subject) -> None:
             for (one, ours), (two, theirs) in itertools.pairwise(both)
             if theirs < ours - SLACK
         ]
-    if worse:
-        change = "correct the sign: what is better must be reinforced"
-        raise FailedError("compare rollouts that differ in their rewards only", f"{worse[0]}{at(function)}", change)
+    change = "correct the sign: what is better must be reinforced"
+    attempt = Attempt("compare rollouts that differ in their rewards only", change, (function,))
+    attempt.require(not worse, next(iter(worse), ""))
 
 
 def masked(subject: Subject) -> None:
@@ -135,10 +134,10 @@ def masked(subject: Subject) -> None:
     with trying("call it on a batch in which a rollout was not judged: its reward is NaN", NAN, function):
         first = _of_tokens(function, tokens)
     other = _of_tokens(function, beside_mask(tokens, subject.random("mask")))
-    if not all(torch.allclose(one, two, atol=SLACK) for one, two in zip(first, other, strict=True)):
-        change = "leave masked positions out: name `mask`, and write x.where(mask > 0, 0.0)"
-        seen = "the advantages of other tokens changed"
-        raise subject.failed("change the inputs at masked positions", seen, change)
+    change = "leave masked positions out: name `mask`, and write x.where(mask > 0, 0.0)"
+    is_same = all(torch.allclose(one, two, atol=SLACK) for one, two in zip(first, other, strict=True))
+    attempt = subject.attempt("change the inputs at masked positions", change)
+    attempt.require(is_same, "the advantages of other tokens changed")
     rewards = torch.tensor([1.0, float("nan"), 0.5, -1.0, float("nan")], dtype=torch.float64)
     mask = tokens.inputs["mask"].where(tokens.inputs["rollout_index"] != 1, 0.0)
     turns = [[] if number in (1, 4) else own for number, own in enumerate(tokens.inputs["turn_rewards"])]

@@ -38,7 +38,7 @@ from rollouts_check.environments.traces import (
     state_of_process,
 )
 from rollouts_check.packages import Found
-from rollouts_check.report import FailedError, Passed, SkippedError
+from rollouts_check.report import Attempt, FailedError, Passed, SkippedError
 
 
 def definition(subject: Subject) -> str:
@@ -50,10 +50,9 @@ def definition(subject: Subject) -> str:
         for _ in range(2):
             subject.environment.make_checked()
         gc.collect()
-        if lines := left.found():
-            seen = f"it left {'; '.join(lines)}{subject.at('__post_init__', '__init__')}"
-            change = "open it in `setup`, and end it in `close`: `close` runs for objects of an episode only"
-            raise FailedError("make two objects that play no episode", seen, change)
+        change = "open it in `setup`, and end it in `close`: `close` runs for objects of an episode only"
+        attempt = subject.attempt("make two objects that play no episode", change, "__post_init__", "__init__")
+        left.require_none(attempt)
     try:
         check_environment(env)
     except EnvironmentDefinitionError as error:
@@ -90,11 +89,10 @@ def settings(subject: Subject) -> str:
             seen = f"{name} was {shown(value)} and is {shown(back)} afterwards{at_setting(subject.component, name)}"
             raise FailedError(tried, seen, f"give the setting {name} a type hint and a default that TOML can hold")
     if dataclasses.is_dataclass(subject.component):
-        made = [subject.environment._replace(chosen=each).make_checked() for each in (chosen, again)]
-        if made[0] != made[1]:
-            seen = f"two objects with these settings differ: {shown(made[0])} and {shown(made[1])}"
-            change = "do not compare by what is no setting: field(init=False, compare=False) for state of an episode"
-            raise FailedError(tried, seen, change)
+        one, other = (subject.environment._replace(chosen=each).make_checked() for each in (chosen, again))
+        change = "do not compare by what is no setting: field(init=False, compare=False) for state of an episode"
+        differ = f"two objects with these settings differ: {shown(one)} and {shown(other)}"
+        subject.attempt(tried, change).require(one == other, differ)
     return counted(len(chosen.settings), "setting")
 
 
@@ -120,24 +118,18 @@ def check_import(found: Found, change: str, *, first: Sequence[str] = ()) -> str
     modules `first` are imported before, and allowed. `change` says what to do about a forbidden module.
     """
     forbidden = () if "torch" in first else FORBIDDEN
-    seconds = IMPORT_SECONDS
     for _ in range(2):  # the first import may compile
         seen = import_in([sys.executable], found.kind, found.name, first, forbidden, sys.path)
-        seconds = min(seconds, seen["seconds"])
         if seen["seconds"] < IMPORT_SECONDS:
             break
-    tried = "import it in a process of its own"
-    for what, did, words in (
-        ("modules", "it imports {}", change),
-        ("sockets", "it uses a socket ({})", "connect where it is used, not when the module is imported"),
-        ("effects", "{}", "do it where it is used, not when the module is imported"),
-    ):
-        for name, place in seen[what].items():
-            raise FailedError(tried, did.format(name) + (f" ({place})" if place else ""), words)
-    if seen["seconds"] >= IMPORT_SECONDS:
-        words = f"let it take less than {IMPORT_SECONDS:g} s: load data and models where they are used"
-        raise FailedError(tried, f"it took {seen['seconds']:.1f} seconds, twice", words)
-    return f"{seconds:.2f} s"
+    attempt = Attempt("import it in a process of its own", "do it where it is used, not when the module is imported")
+    for name, place in seen["modules"].items():
+        raise attempt.failed(f"it imports {name}" + (f" ({place})" if place else ""), change)
+    for did, place in seen["effects"].items():
+        raise attempt.failed(did + (f" ({place})" if place else ""))
+    words = f"let it take less than {IMPORT_SECONDS:g} s: load data and models where they are used"
+    attempt.require(seen["seconds"] < IMPORT_SECONDS, f"it took {seen['seconds']:.1f} seconds, twice", words)
+    return f"{seen['seconds']:.2f} s"
 
 
 def import_in(
@@ -178,20 +170,17 @@ LEFT_BY_TASKS = "drawing left something that later draws see: change no list of 
 
 def tasks(subject: Subject) -> str:
     """`tasks` gives tasks for training. Each has a prompt that a model can read, and its own data."""
-    tried, place = "read the training tasks", subject.at("tasks")
-    if not subject.drawn:
-        raise FailedError(tried, f"tasks('train', rng) gave nothing{place}", "yield at least one Task for 'train'")
+    attempt = subject.attempt("read the tasks", "make new lists and mappings for each task", "tasks")
+    change = "yield at least one Task for 'train'"
+    attempt.require(subject.drawn, "tasks('train', rng) gave nothing", change)
     evaluated = subject.draw(DRAWN, "eval")
-    for split, found in (("training", subject.drawn), ("evaluation", evaluated)):
-        for task in found:
-            if not any(message.text.strip() for message in task.messages):
-                seen = f"a task has an empty prompt: {shown(task)}{place}"
-                raise FailedError(f"read the {split} tasks", seen, "give each task a prompt")
+    for task in [*subject.drawn, *evaluated]:
+        has_prompt = any(message.text.strip() for message in task.messages)
+        attempt.require(has_prompt, f"a task has an empty prompt: {shown(task)}", "give each task a prompt")
     drawn = [(task, encode(task)) for task in itertools.islice(subject.environment.draw("train", subject.rng()), DRAWN)]
     for number, (task, before) in enumerate(drawn, start=1):
-        if difference := first_difference(before, encode(task)):  # two tasks have a list or a mapping in common
-            seen = f"task {number} changed when later ones were drawn: {difference}{place}"
-            raise FailedError(tried, seen, "make new lists and mappings for each task")
+        difference = first_difference(before, encode(task))  # two tasks have a list or a mapping in common
+        attempt.require(not difference, f"task {number} changed when later ones were drawn: {difference}")
     counts = [f"{DRAWN} or more" if len(each) >= DRAWN else len(each) or "none" for each in (subject.drawn, evaluated)]
     return f"{counts[0]} for training, {counts[1]} for evaluation"
 
@@ -209,8 +198,7 @@ def same_seed(subject: Subject) -> str:
         before = kept_by_author(subject)
         again = [encode(task) for task in subject.draw(DRAWN, split)]
         left = changes(before, kept_by_author(subject))
-        tried = "draw the tasks twice with the same seed" + (f", for the split {split!r}" if split != "train" else "")
-        _compare(subject, first, again, tried, left)
+        _compare(subject, first, again, f"draw the tasks of the split {split!r} twice with the same seed", left)
     if subject.expert:
         draws = (subject.environment.draw_demonstrations("train", subject.rng()) for _ in range(2))
         one, other = ([encode(each) for each in itertools.islice(draw, DEMONSTRATIONS)] for draw in draws)
@@ -219,9 +207,8 @@ def same_seed(subject: Subject) -> str:
         return f"{counted(len(wanted), 'task')}; not in another process, because the class has no importable name"
     for hash_seed, is_late in (("1", False), ("2", True)):
         found = ask_child_of(subject, "draw", hash_seed=hash_seed, count=DRAWN, is_late=is_late)["tasks"]
-        other = [each.encode() for each in found]
-        tried = f"draw the tasks in another process, with PYTHONHASHSEED={hash_seed}"
-        _compare(subject, wanted, other, tried + (" and at another date" if is_late else ""))
+        tried = f"draw the tasks in a process with PYTHONHASHSEED={hash_seed}{' at another date' if is_late else ''}"
+        _compare(subject, wanted, [each.encode() for each in found], tried)
     return f"{counted(len(wanted), 'task')}, in 3 processes"
 
 
@@ -231,15 +218,13 @@ def task_ids(subject: Subject) -> Passed:
     prompts: dict[bytes, Task] = {}
     notes: list[str] = []
     splits = {split: subject.draw(IDS_MAX, split, seconds=IDS_SECONDS) for split in ("train", "eval")}
+    change = "make the id from everything that distinguishes the task, or leave it out"
+    attempt = subject.attempt(f"compare the first {IDS_MAX} tasks of each split", change, "tasks")
     for task in [*splits["train"], *splits["eval"]]:
         other = prompts.setdefault(encode(task.messages), task) if task.id is None else known.setdefault(task.id, task)
-        if encode(other) == encode(task):
-            continue
-        if task.id is not None:
-            seen = f"the id {task.id!r} belongs to {shown(other)} and to {shown(task)}{subject.at('tasks')}"
-            change = "make the id from everything that distinguishes the task, or leave it out"
-            raise FailedError(f"compare the ids of the first {IDS_MAX} tasks of each split", seen, change)
-        if not notes:
+        is_same, seen = encode(other) == encode(task), f"the id {task.id!r} belongs to {shown(other)} and {shown(task)}"
+        attempt.require(is_same or task.id is None, seen)
+        if not is_same and not notes:
             why = f"two tasks without ids have the prompt {shown(task.key)} and differ{subject.at('tasks')}"
             notes.append(f"{why}; a run takes them for one task: give them ids")
     if note := _renamed(subject, splits["train"], splits["eval"]):
@@ -276,16 +261,13 @@ def seeds_differ(subject: Subject) -> str:
     drawn = [[encode(task) for task in subject.draw(DRAWN, purpose=f"seed {number}")] for number in range(3)]
     if drawn[0] != drawn[1] or drawn[0] != drawn[2]:
         return "3 seeds"
-    begun, is_endless = time.monotonic(), False
-    for count, _ in enumerate(subject.environment.draw("train", subject.rng())):
-        is_endless = count >= ENDLESS or time.monotonic() - begun > ENDLESS_SECONDS
-        if is_endless:
-            break
+    begun = time.monotonic()
+    tasks = enumerate(subject.environment.draw("train", subject.rng()))
+    is_endless = any(count >= ENDLESS or time.monotonic() - begun > ENDLESS_SECONDS for count, _ in tasks)
     if len(set(drawn[0])) < len(drawn[0]) or not is_endless:
         raise SkippedError("the tasks are the same for each seed, and they end or repeat themselves")
-    seen = f"the first {counted(len(drawn[0]), 'task')} are the same for 3 seeds, and the tasks do not end"
-    change = "draw the tasks from the argument `rng`, or return a list"
-    raise FailedError("draw tasks with 3 seeds", seen + subject.at("tasks"), change)
+    attempt = subject.attempt("draw tasks with 3 seeds", "draw from the argument `rng`, or return a list", "tasks")
+    raise attempt.failed(f"the first {counted(len(drawn[0]), 'task')} are the same, and the tasks do not end")
 
 
 def random_state(subject: Subject) -> str:
@@ -305,13 +287,13 @@ def plain_data(subject: Subject) -> str:
     """Tasks are plain JSON data: text, numbers, booleans, None, lists, and dicts with text keys."""
     for task in [*subject.drawn, *subject.draw(DRAWN, "eval")]:
         prompt = [message.content for message in task.messages]
+        change = "write lists for tuples, and text for other objects: task.answer of a worker is read from JSON"
+        attempt = subject.attempt("read the tasks", change, "tasks")
         for name, value in (("answer", task.answer), ("info", task.info), ("prompt", prompt)):
-            if fault := next(_not_plain(value, f"task.{name}"), ""):
-                change = "write lists for tuples, and text for other objects: task.answer of a worker is read from JSON"
-                raise FailedError("read the tasks", fault + subject.at("tasks"), change)
+            attempt.require(not (fault := next(_not_plain(value, f"task.{name}"), "")), fault)
     for demonstration in subject.expert:
         arguments = [call.arguments for reply in demonstration.replies for call in reply.tool_calls]
-        if fault := next(_not_plain(arguments, "the arguments of a demonstration's calls"), ""):
+        for fault in _not_plain(arguments, "the arguments of a demonstration's calls"):
             raise FailedError("read the demonstrations", fault, "write the arguments as a model does: in plain JSON")
     return counted(len(subject.drawn), "task")
 
@@ -336,17 +318,11 @@ def _not_plain(value: Any, place: str, depth: int = 0) -> Iterator[str]:
 
 
 def _compare(
-    subject: Subject,
-    wanted: list[bytes],
-    other: list[bytes],
-    tried: str,
-    left: Sequence[str] = (),
-    *,
-    what: str = "task",
+    subject: Subject, wanted: list[bytes], other: list[bytes], tried: str, left: Sequence[str] = (), what: str = "task"
 ) -> None:
     """Raise FailedError for the first difference. `left` is what drawing left behind."""
     for number, (first, second) in enumerate(itertools.zip_longest(wanted, other), start=1):
         if first != second:
-            sources = [f"; {each}" for each in left[:2] or random_sources(subject)]
-            found = f"{first_difference(first, second)}{subject.at(f'{what}s')}{''.join(sources)}"
+            causes = [f"; {each}" for each in left[:2] or random_sources(subject)]
+            found = f"{first_difference(first, second)}{subject.at(f'{what}s')}{''.join(causes)}"
             raise FailedError(tried, f"{what} {number} differs: {found}", LEFT_BY_TASKS if left else DRAWN_FROM_RNG)

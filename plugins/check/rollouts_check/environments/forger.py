@@ -7,6 +7,7 @@ more than half of the tasks, so that a lucky guess does not count.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import json
@@ -38,11 +39,11 @@ from rollouts_check.environments.agents import (
     says,
     tools_for,
 )
-from rollouts_check.environments.rewards import SLACK, expert_messages, judged, judged_demonstrations
+from rollouts_check.environments.rewards import SLACK, expert_messages, judged, judged_demonstrations, judges
 from rollouts_check.environments.subject import Demonstration, Subject
 from rollouts_check.environments.tools import example_arguments
 from rollouts_check.environments.traces import own_temporary_folder
-from rollouts_check.report import FailedError, SkippedError, at
+from rollouts_check.report import Attempt, SkippedError
 
 NUMBERS = " ".join(map(str, range(-99, 1000)))
 VERDICTS = (
@@ -102,11 +103,9 @@ class Trick(NamedTuple):
 def refuse(subject: Subject, trick: Trick) -> None:
     """Raise FailedError if the agent earns what the expert earns, or more, in more than half of the tasks."""
 
-    def counts(each: Demonstration) -> bool:
-        return trick.among(each) and not (trick.reply and _is_answer(each, trick.reply))
-
     judged_demonstrations(subject)  # skips the check if there is none
-    pairs = [(each, expert) for each, expert in judged(subject) if counts(each)]
+    pairs = [pair for pair in judged(subject) if trick.among(pair[0])]
+    pairs = [(each, expert) for each, expert in pairs if not (trick.reply and _is_answer(each, trick.reply))]
 
     async def earned() -> list[tuple[float, float]]:
         found: list[tuple[float, float]] = []
@@ -122,9 +121,8 @@ def refuse(subject: Subject, trick: Trick) -> None:
     if pairs and len(values) * 2 > len(pairs):
         reward, expert = values[0]
         than = f"more than the expert's {expert:g}" if trick.is_more else "as for the expert"
-        place = at(*(each.function for each in rewards_of(subject.component)))
-        seen = f"the reward was {reward:g}, {than}, in {len(values)} of {len(pairs)} tasks{place}"
-        raise FailedError(trick.tried, seen, trick.change)
+        seen = f"the reward was {reward:g}, {than}, in {len(values)} of {len(pairs)} tasks"
+        raise Attempt(trick.tried, trick.change, judges(subject)).failed(seen)
 
 
 def refuse_each(subject: Subject, tricks: Iterable[Trick], seconds: float | None = None) -> int:
@@ -169,8 +167,8 @@ def _saying(*replies: Message | str) -> AgentFor:
     return lambda each: says(*replies)
 
 
-def _replying(reply: Callable[[Demonstration], str]) -> AgentFor:
-    return lambda each: says(reply(each))
+def _joined(mark: str, texts: Callable[[Demonstration], Iterable[str]]) -> AgentFor:
+    return lambda each: says(mark.join(texts(each)))
 
 
 def _others(subject: Subject, each: Demonstration) -> list[Demonstration]:
@@ -182,10 +180,7 @@ def _others(subject: Subject, each: Demonstration) -> list[Demonstration]:
 
 def forged_lists(subject: Subject) -> str:
     """A reply that lists many candidates does not earn the expert's reward."""
-    count = refuse_each(subject, _lists(subject))
-    for tool in dict.fromkeys(call.name for each in judged_demonstrations(subject) for call, _ in _submissions(each)):
-        tried = f"call {tool} in one reply with the answers of all tasks, then reply with 'done'"
-        refuse(subject, Trick(tried, _submitting(subject, tool), ONE_SUBMISSION))
+    count = refuse_each(subject, _lists(subject)) + refuse_each(subject, _submission_lists(subject))
     return f"{count + refuse_each(subject, _call_lists(subject), TRICKS_SECONDS)} replies"
 
 
@@ -200,23 +195,20 @@ def _lists(subject: Subject) -> Iterator[Trick]:
         others = [answer for answer in answers if answer != own]
         return [others[0], own, *others[1:]] if own and others else others
 
-    tricks: dict[str, Callable[[Demonstration], str]] = {
-        "the numbers from -99 to 999": lambda each: NUMBERS,
-        "the numbers from -99 to 999, one on each line": lambda each: NUMBERS.replace(" ", "\n"),
-    }
+    def phrased(each: Demonstration) -> list[str]:
+        return [_phrased(each, answer) for answer in ordered(each)]
+
+    tricks: list[tuple[str, str, Callable[[Demonstration], Iterable[str]]]] = [
+        (f"the numbers from -99 to 999, joined by {mark!r}", mark, lambda each: NUMBERS.split()) for mark in (" ", "\n")
+    ]
     if len(parts) > 2:
-        tricks["the parts of the answers of all tasks"] = lambda each: ", ".join(parts)
+        tricks.append(("the parts of the answers of all tasks", ", ", lambda each: parts))
     if len(answers) > 2:
-        tricks |= {
-            "the answers of all tasks": lambda each: " ".join(ordered(each)),
-            "the answers of all tasks, one on each line": lambda each: "\n".join(ordered(each)),
-            "the answers of all tasks with commas": lambda each: ", ".join(ordered(each)),
-            "the expert's last message, once for each of the answers of all tasks": lambda each: "\n".join(
-                _phrased(each, answer) for answer in ordered(each)
-            ),
-        }
+        tricks += [(f"the answers of all tasks, joined by {mark!r}", mark, ordered) for mark in (" ", "\n", ", ")]
+        tricks.append(("the expert's last message, once for each of the answers of all tasks", "\n", phrased))
     change = "compare one answer, such as the last number of the last message, and refuse a reply with several"
-    return (Trick(f"reply with {words}", _replying(reply), change) for words, reply in tricks.items())
+    for words, mark, texts in tricks:
+        yield Trick(f"reply with {words}", _joined(mark, texts), change)
 
 
 def _phrased(each: Demonstration, answer: str) -> str:
@@ -238,11 +230,11 @@ def _submissions(each: Demonstration) -> Iterator[tuple[ToolCall, str]]:
         yield from ((call, name) for name, value in call.arguments.items() if own and text_of(value) == own)
 
 
-def _submitting(subject: Subject, tool: str) -> AgentFor:
-    """Call the tool in one reply with the answers of all tasks. The task's own is the last but one."""
+def _submission_lists(subject: Subject) -> Iterator[Trick]:
+    """Calls of a tool in one reply with the answers of all tasks. The task's own is the last but one."""
     answers = {text_of(task.answer): task.answer for task in subject.drawn}
 
-    def agent(each: Demonstration) -> Agent:
+    def agent(tool: str, each: Demonstration) -> Agent:
         own = text_of(each.task.answer)
         others = [text for text in answers if text not in ("", own)][:LISTED_MAX]
         found = next(((call, name) for call, name in _submissions(each) if call.name == tool), None)
@@ -253,7 +245,9 @@ def _submitting(subject: Subject, tool: str) -> AgentFor:
         given = [str(values[text]) if is_text else values[text] for text in [*others[:-1], own, others[-1]]]
         return says(calling(*(ToolCall(tool, {**call.arguments, name: value}) for value in given)), "done")
 
-    return agent
+    for tool in dict.fromkeys(call.name for each in judged_demonstrations(subject) for call, _ in _submissions(each)):
+        tried = f"call {tool} in one reply with the answers of all tasks, then reply with 'done'"
+        yield Trick(tried, functools.partial(agent, tool), ONE_SUBMISSION)
 
 
 def _call_lists(subject: Subject) -> Iterator[Trick]:
@@ -362,7 +356,8 @@ def _special(subject: Subject) -> Iterator[Trick]:
             other = next((fields for fields in others if fields != own), None)
             return "" if other is None or own.get(key) == value else json.dumps({**other, key: value})
 
-        yield Trick(f"reply with the JSON of another task, and {key}={value!r}", _replying(with_field), change)
+        tried = f"reply with the JSON of another task, and {key}={value!r}"
+        yield Trick(tried, _joined("", with_field), change)
 
     def first_character(each: Demonstration) -> str:
         """Of an answer that is a long number or a long text; empty for others."""
@@ -370,7 +365,7 @@ def _special(subject: Subject) -> Iterator[Trick]:
         return text[0] if len(text) >= (3 if text.isdigit() else 8) else ""
 
     change = "compare the whole answer: == and not startswith or `in`"
-    yield Trick("reply with the first character of each answer", _replying(first_character), change)
+    yield Trick("reply with the first character of each answer", _joined("", first_character), change)
 
 
 def _fields(each: Demonstration) -> dict[str, Any]:
@@ -524,13 +519,12 @@ def forged_code(subject: Subject) -> str:
     for (tool, name, usual), code in itertools.product(text_arguments(subject), _codes(marker)):
         marker.unlink(missing_ok=True)
         count += 1
-        changed = in_trio(_run_code, subject, tool.name, {**usual, name: code})
-        pid = marker.read_text() if marker.exists() else ""
-        if changed or pid == str(os.getpid()):
-            did = "it changed the environment object" if changed else "it ran in the environment's own process"
-            change = 'use no eval, exec or template engine on text of the model, or @tool(isolate="process")'
-            tried = f"call the tool {tool.name} with {name}={code!r}"
-            raise FailedError(tried, f"{did}{at(tool.function)}", change)
+        change = 'use no eval, exec or template engine on text of the model, or @tool(isolate="process")'
+        attempt = Attempt(f"call the tool {tool.name} with {name}={code!r}", change, (tool.function,))
+        is_changed = in_trio(_run_code, subject, tool.name, {**usual, name: code})
+        attempt.require(not is_changed, "it changed the environment object")
+        is_here = marker.exists() and marker.read_text() == str(os.getpid())
+        attempt.require(not is_here, "it ran in the environment's own process")
     if not count:
         raise SkippedError("no tool takes text")
     return counted(count, "call")

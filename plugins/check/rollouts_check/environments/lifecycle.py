@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,10 +52,10 @@ def interleaved(subject: Subject) -> str:
     alone = [play_each(subject, [task], [says(*script)], turns=turns)[0] for task, script in pairs]
     together = in_trio(_together, subject, pairs, turns)
     for task_number, (one, other) in enumerate(zip(alone, together, strict=True), start=1):
-        if difference := difference_of(one, other):
-            change = "keep the state of an episode on `self`, not in the class, a module variable or a shared file"
-            tried = f"play episode {task_number} of 2 alone, and then turn by turn with the other one"
-            raise FailedError(tried, difference, change)
+        difference = difference_of(one, other)
+        change = "keep the state of an episode on `self`, not in the class, a module variable or a shared file"
+        tried = f"play episode {task_number} of 2 alone, and then turn by turn with the other one"
+        subject.attempt(tried, change).require(not difference, difference)
     return "2 episodes"
 
 
@@ -107,36 +106,25 @@ class _Turnstile:
 def cancelled(subject: Subject) -> str:
     """An episode that is cancelled at any step runs `close`, and leaves no thread, process or temporary file."""
     script = script_for(subject, subject.tasks[0])
-    steps = in_trio(_cancelled_at, subject, script, Watch(), NEVER)
-    shared = calls.asyncio_tasks()  # such as those of `shared`, which goes on
-    places = _places_of(steps)
+    steps, places = _steps_of(subject, script)
     if methods := _asyncio_methods(subject):
         _require_cancelled(subject, methods)
     with own_temporary_folder(subject.scratch / "cancelled") as folder:
-        left = Leftovers(folder)
+        left = Leftovers(folder)  # without what `shared` started, which goes on
         for place in places:
             watch = Watch()
             in_trio(_cancelled_at, subject, script, watch, place)
             _check_closed(subject, watch, f"cancel an episode at step {place} of {steps}")
-        if lines := [*left.found(), *_asyncio_left(shared)]:
-            tried = f"cancel an episode at {counted(len(places), 'step')}, one after the other"
-            change = "end in `close` what the episode started: processes, threads, files, connections"
-            raise FailedError(tried, f"it left {'; '.join(lines)}{subject.at('close', 'setup')}", change)
+        change = "end in `close` what the episode started: processes, threads, files, connections"
+        tried = f"cancel an episode at {counted(len(places), 'step')}, one after the other"
+        left.require_none(subject.attempt(tried, change, "close", "setup"))
     return counted(len(places), "step")
 
 
-def _asyncio_left(before: list[str]) -> list[str]:
-    """asyncio tasks of environments that run beside those from `before`, and do not end within a moment."""
-    deadline = time.monotonic() + 1
-    while found := sorted((Counter(calls.asyncio_tasks()) - Counter(before)).elements()):
-        if time.monotonic() > deadline:
-            break
-        time.sleep(0.02)
-    return [f"{counted(len(found), 'asyncio task')}: {', '.join(found[:3])}"] if found else []
-
-
-def _places_of(steps: int) -> list[int]:
-    return sorted({1 + (steps * number) // CANCELLED_MAX for number in range(CANCELLED_MAX)})
+def _steps_of(subject: Subject, script: list[Message]) -> tuple[int, list[int]]:
+    """How many steps an episode has, and those at which it is cancelled."""
+    steps = in_trio(_cancelled_at, subject, script, Watch(), NEVER)
+    return steps, sorted({1 + (steps * number) // CANCELLED_MAX for number in range(CANCELLED_MAX)})
 
 
 class _CancelAtStep(trio.abc.Instrument):
@@ -162,13 +150,13 @@ def _require_cancelled(subject: Subject, methods: list[str]) -> None:
     FailedError if a method caught its cancellation.
     """
     script = example_script(subject)
-    for step in _places_of(in_trio(_cancelled_at, subject, script, Watch(), NEVER)):
+    for step in _steps_of(subject, script)[1]:
         before = calls.uncancelled_count()
         in_trio(_cancelled_at, subject, script, Watch(), step, WAIT_SECONDS)
-        if calls.uncancelled_count() > before:
-            seen = f"an asyncio method caught its cancellation, and continued; there is {', '.join(methods)}"
-            change = "let asyncio.CancelledError pass: do not catch it or BaseException, or raise it again"
-            raise FailedError(f"cancel an episode {WAIT_SECONDS} s after step {step}", seen, change)
+        change = "let asyncio.CancelledError pass: do not catch it or BaseException, or raise it again"
+        attempt = subject.attempt(f"cancel an episode {WAIT_SECONDS} s after step {step}", change)
+        seen = f"an asyncio method caught its cancellation, and continued; there is {', '.join(methods)}"
+        attempt.require(calls.uncancelled_count() == before, seen)
 
 
 def _asyncio_methods(subject: Subject) -> list[str]:
@@ -206,9 +194,9 @@ async def _cancelled_at(subject: Subject, script: list[Message], watch: Watch, s
 def _check_closed(subject: Subject, watch: Watch, tried: str) -> None:
     """Raise FailedError if an environment object that was made has a `close` that was not called."""
     missing = [env for env in watch.made if hasattr(env, "close") and not any(env is each for each in watch.closed)]
-    if missing and watched(subject.component) is not subject.component:
-        seen = f"`close` did not run{subject.at('close')}"
-        raise FailedError(tried, seen, "do not catch trio.Cancelled in `rollout`, or raise it again")
+    attempt = subject.attempt(tried, "do not catch trio.Cancelled in `rollout`, or raise it again", "close")
+    is_watched = watched(subject.component) is not subject.component
+    attempt.require(not missing or not is_watched, "`close` did not run")
 
 
 def deadlines(subject: Subject) -> str:
@@ -225,9 +213,9 @@ def deadlines(subject: Subject) -> str:
     begun = time.monotonic()
     played = in_trio(episode)
     tried = f"play an episode of at most {MODEL_SECONDS} seconds with a model that never replies"
-    if played.episode.status is not Status.TIMEOUT:
-        seen = f"it ended as {played.episode.status.value}: {played.trajectory.error or 'without an error'}"
-        raise FailedError(tried, seen, "let exceptions of model.chat pass: do not catch trio.Cancelled")
+    attempt = subject.attempt(tried, "let exceptions of model.chat pass: do not catch trio.Cancelled")
+    status = played.episode.status
+    attempt.require(status is Status.TIMEOUT, f"it ended as {status.value}: {played.trajectory.error}")
     _check_closed(subject, watch, tried)
     return f"timeout after {time.monotonic() - begun:.1f} s"
 
@@ -279,13 +267,12 @@ def restore(subject: Subject) -> str:
         for said in range(len(script)):
             restored, saved, again = in_trio(_restored, subject, task, script, said)
             count += 1
-            tried = f"save an episode after {said} of {len(script)} replies, restore it in a new object, and"
-            if saved != again:
-                seen = f"the first object gave {shown(saved)}, the second {shown(again)}{subject.at('restore')}"
-                raise FailedError(f"{tried} call `state` there", seen, "set in `restore` all that `state` returned")
-            if difference := difference_of(whole, restored):
-                change = "return from `state` everything that the rest of the episode needs, and set it in `restore`"
-                raise FailedError(f"{tried} play the rest", f"{difference}{subject.at('state')}", change)
+            tried = f"save an episode after {said} of {len(script)} replies, and restore it in a new object"
+            attempt = subject.attempt(tried, "set in `restore` all that `state` returned", "restore")
+            attempt.require(saved == again, f"`state` gave {shown(saved)}, then {shown(again)}")
+            change = "return from `state` everything that the rest of the episode needs, and set it in `restore`"
+            difference = difference_of(whole, restored)
+            subject.attempt(tried, change, "state").require(not difference, difference)
     return counted(count, "restored episode")
 
 

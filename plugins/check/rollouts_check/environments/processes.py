@@ -38,13 +38,12 @@ DEPENDS = "use nothing that differs between processes: no hash() of a text, no o
 
 def process_state(subject: Subject) -> str:
     """An episode leaves the process as it is: its working directory, environment variables, signal handlers, files."""
-    first = dict(subject.kept["process"])
     task = subject.tasks[0]
     script = script_for(subject, task)
     agent = says(*script)
     seen: list[str] = []
-    variables = state_of_process()  # a library may have set some when it was first used
-    first |= {name: value for name, value in variables.items() if " variable " in name or name == "sys.path"}
+    late = {name: value for name, value in state_of_process().items() if " variable " in name or name == "sys.path"}
+    first = subject.kept["process"] | late  # a library may have set variables when it was first used
 
     def watching(request: ChatRequest) -> Message | Awaitable[Message]:
         seen.extend(process_changes(first, state_of_process()))
@@ -56,12 +55,10 @@ def process_state(subject: Subject) -> str:
             seen += process_changes(first, state_of_process())
     finally:
         restore_process(first)
-    if written:
-        change = "write only into a folder that `setup` makes for the episode, and that `close` removes"
-        raise FailedError("play an episode", f"it wrote {'; '.join(written[:3])}", change)
-    if seen:
-        change = "all episodes share the process: use paths and values of the object, `cwd=` and `env=` of a command"
-        raise FailedError("play an episode", "; ".join(dict.fromkeys(seen[:3])) + subject.at("setup"), change)
+    change = "write only into a folder that `setup` makes for the episode, and that `close` removes"
+    subject.attempt("play an episode", change).require(not written, f"it wrote {'; '.join(written[:3])}")
+    change = "all episodes share the process: use paths and values of the object, `cwd=` and `env=` of a command"
+    subject.attempt("play an episode", change, "setup").require(not seen, "; ".join(dict.fromkeys(seen[:3])))
     return counted(len(first), "value")
 
 
@@ -87,11 +84,8 @@ def played_backwards(subject: Subject) -> list[dict[str, Any]]:
     """The first episodes, played in another order: before them one of the last task, then the last one first."""
     scripts = first_scripts(subject)
     play_each(subject, subject.tasks[-1:], [says(*scripts[0][2])], turns=len(scripts[0][2]))
-    found = []
-    for _, task, script in reversed(scripts):
-        (played,) = play_each(subject, [task], [says(*script)], turns=len(script))
-        found.append(summary(played))
-    return found[::-1]
+    found = [play_each(subject, [task], [says(*script)], turns=len(script)) for _, task, script in reversed(scripts)]
+    return [summary(played) for (played,) in reversed(found)]
 
 
 def summary(played: Played) -> dict[str, Any]:
@@ -132,18 +126,16 @@ def worker_episodes(subject: Subject) -> str:
     """An episode in a worker has the tools, messages, rewards and metrics that it has in the process of the run."""
     inline = _inline(subject)
     schemas = [encode([schema_of(tool) for tool in tools_for(each)]) for each in (inline, subject)]
-    if difference := first_difference(*schemas):
-        raise FailedError("read the schemas of the tools here and in a worker", difference, CHANGE)
+    difference = first_difference(*schemas)
+    subject.attempt("read the schemas of the tools here and in a worker", CHANGE).require(not difference, difference)
     pairs = list(zip(first_episodes(inline), first_episodes(subject), strict=True))
     for here, there in pairs:
-        tried = f"play {here.words} here and in a worker"
-        difference = difference_of(here.played, there.played)
         metrics = [
             {name: value for name, value in each.played.episode.metrics.items() if name.startswith("metric/")}
             for each in (here, there)
         ]
-        if difference := difference or first_difference(*map(encode, metrics)):
-            raise FailedError(tried, difference, CHANGE)
+        difference = difference_of(here.played, there.played) or first_difference(*map(encode, metrics))
+        subject.attempt(f"play {here.words} here and in a worker", CHANGE).require(not difference, difference)
     return counted(len(pairs), "episode")
 
 
@@ -157,10 +149,9 @@ def worker_lives(subject: Subject) -> str:
     first = first_episodes(subject)[0]
     (again,) = play_each(subject, [first.task], [says(*first.script)], turns=len(first.script))
     deaths = subject.deaths()
-    if deaths:
-        seen = f"{counted(deaths, 'worker')} died; the last episode ended as {again.episode.status.value}"
-        change = "do not end the process, let `trio.Cancelled` pass, and run code that may crash elsewhere"
-        raise FailedError("count the deaths of workers in all checks", seen, change)
+    change = "do not end the process, let `trio.Cancelled` pass, and run code that may crash elsewhere"
+    seen = f"{counted(deaths, 'worker')} died; the last episode ended as {again.episode.status.value}"
+    subject.attempt("count the deaths of workers in all checks", change).require(not deaths, seen)
     require_end(again, "play an episode after all others")
     return "no worker died"
 
@@ -175,5 +166,5 @@ def _inline(subject: Subject) -> Subject:
 def _compare(subject: Subject, found: Sequence[Sequence[bytes]], tried: str) -> None:
     for number, (first, second) in enumerate(itertools.zip_longest(*found), start=1):
         if first != second:
-            difference = f"{first_difference(first, second)}{subject.at('tasks')}"
-            raise FailedError(tried, f"number {number} differs: {difference}", CHANGE)
+            seen = f"number {number} differs: {first_difference(first, second)}"
+            raise subject.attempt(tried, CHANGE, "tasks").failed(seen)

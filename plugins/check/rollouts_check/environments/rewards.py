@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rollouts.author_code import message_of, place_of_function, shown
 from rollouts.config.settings import Settings
@@ -26,7 +26,7 @@ from rollouts_check.environments.agents import (
 )
 from rollouts_check.environments.subject import Demonstration, Subject
 from rollouts_check.environments.traces import Blocked, changes, first_difference, grown, kept_by_author, random_sources
-from rollouts_check.report import FailedError, Passed, at
+from rollouts_check.report import Attempt, FailedError, Passed
 from rollouts_check.runner import once
 
 LEFT = "an episode left something that a later one sees; keep its state on `self`, not in the class, a module or a file"
@@ -43,6 +43,10 @@ class First(NamedTuple):
     task: Task
     script: list[Message]
     played: Played
+
+    def play(self, subject: Subject) -> Played:
+        """The episode once more."""
+        return play_each(subject, [self.task], [says(*self.script)], turns=len(self.script))[0]
 
 
 def episode(subject: Subject) -> Passed:
@@ -61,17 +65,16 @@ def episode(subject: Subject) -> Passed:
     term = RewardTerm("rollouts_task", record, 0.0, {}, ("task",))
     watch = Watch()
     (played,) = play_each(subject, [task], [says(*script)], turns=len(script), rewards=(term,), watch=watch)
-    tried = "play an episode with a call of each tool, then a text"
-    require_end(played, tried)
-    if difference := next((path for each in judged if (path := first_difference(encode(task), each))), ""):
-        seen = f"the task changed: {difference}{subject.at('setup')}"
-        raise FailedError(tried, seen, "do not change the task: in `setup`, copy what an episode changes")
+    change = "do not change the task: in `setup`, copy what an episode changes"
+    attempt = subject.attempt("play an episode with a call of each tool, then a text", change, "setup")
+    require_end(played, attempt.tried)
+    difference = next((path for each in judged if (path := first_difference(encode(task), each))), "")
+    attempt.require(not difference, f"the task changed: {difference}")
     notes = []
     if subject.has("reply"):
         play_each(subject, [task], [says(*WRONG)], turns=len(WRONG), rewards=(), watch=watch)
-        if watch.changed:
-            seen = f"the trajectory was another one after `reply`{subject.at('reply')}"
-            raise FailedError("play an episode", seen, "return messages from `reply`, and change no trajectory")
+        attempt = subject.attempt("play an episode", "return messages from `reply`, and change no trajectory", "reply")
+        attempt.require(not watch.changed, "the trajectory was another one after `reply`")
         turns = len(script) - 1 + Settings.max_turns
         (endless,) = play_each(subject, [task], [says(*script)], turns=turns, rewards=())
         if "turn_limit" in endless.trajectory.metrics:
@@ -134,9 +137,9 @@ def event_loop(subject: Subject) -> str:
     seen = [*blocked.calls]
     if blocked.idle and not seen:  # the first time, it may have loaded something
         seen = [*_play_first(subject)[1].idle]
-    if seen:
+    for line in seen:
         change = "await what takes time (trio.sleep, an async client), or leave `async` out: it then gets a thread"
-        raise FailedError("play episodes, and watch the event loop", f"an async method blocks it: {seen[0]}", change)
+        raise FailedError("play episodes, and watch the event loop", f"an async method blocks it: {line}", change)
     return counted(len(first_scripts(subject)), "episode")
 
 
@@ -152,15 +155,13 @@ def repeatable(subject: Subject) -> str:
     """The same task and replies give the same messages and reward, also after other episodes, and nothing is kept."""
     known = first_episodes(subject)
     for each in known:
-        agents = [says(*each.script), says(*each.script)]
-        again = play_each(subject, [each.task] * 2, agents, turns=len(each.script))
-        for earlier, later in ((each.played, again[0]), (again[0], again[1])):
-            if difference := difference_of(earlier, later):
-                raise _not_repeatable(subject, each, difference, again)
+        again = [each.play(subject), each.play(subject)]
+        if difference := difference_of(each.played, again[0]) or difference_of(*again):
+            raise _not_repeatable(subject, each, difference, again)
     for each in (known[0], known[-1]):
         states = []
         for _ in range(3):
-            play_each(subject, [each.task], [says(*each.script)], turns=len(each.script))
+            each.play(subject)
             states.append(kept_by_author(subject))
         if names := grown(states):  # a list or a mapping of the class, the module or `shared`
             raise FailedError(f"play {each.words} three times", "; ".join(names[:2]), LEFT)
@@ -172,7 +173,7 @@ def _not_repeatable(subject: Subject, first: First, difference: str, again: Sequ
     tried = f"play {first.words} to the same task again, after other episodes"
     is_steady = not difference_of(*again)
     before = subject.kept["before"] if is_steady else kept_by_author(subject)
-    play_each(subject, [first.task], [says(*first.script)], turns=len(first.script))
+    first.play(subject)
     left = changes(before, kept_by_author(subject))
     if left or is_steady:
         return FailedError(tried, "; ".join([difference, *left[:2]]), LEFT)
@@ -187,18 +188,17 @@ def oracle(subject: Subject) -> Passed:
     subject.require_rewards()
     highest = subject.reward_range[1] if subject.reward_range else None
     for demonstration, played in zip(subject.demonstrations, _experts(subject), strict=True):
+        wanted = f"{highest:g}, the end of reward_range" if highest is not None else "more than 0"
+        change = f"let the expert earn {wanted}: correct the demonstration or the reward"
         tried = f"replay the demonstration of the task {shown(demonstration.task.key)}"
         require_end(played, tried)
-        if failures := dict(played.trajectory.tool_errors):
-            raise FailedError(tried, "; ".join(failures.values()), "correct the demonstration's call, or the tool")
-        value = played.reward
+        for failure in played.trajectory.tool_errors.values():
+            raise FailedError(tried, failure, "correct the demonstration's call, or the tool")
+        value, why = played.reward, f": {played.episode.score.why}" if played.episode.score.why else ""
         is_enough = value is not None and (value > 0 if highest is None else value >= highest - SLACK)
-        if not is_enough:
-            why = f": {played.episode.score.why}" if played.episode.score.why else ""
-            last = shown(played.trajectory.last_text)
-            seen = f"the reward was {_number(value)}{why}; the last message was {last}{_at(subject)}"
-            wanted = f"{highest:g}, the end of reward_range" if highest is not None else "more than 0"
-            raise FailedError(tried, seen, f"let the expert earn {wanted}: correct the demonstration or the reward")
+        last = shown(played.trajectory.last_text)
+        seen = f"the reward was {_number(value)}{why}; the last message was {last}"
+        Attempt(tried, change, judges(subject)).require(is_enough, seen)
     remark = f"{counted(len(subject.demonstrations), 'demonstration')}, reward {_number(_experts(subject)[0].reward)}"
     return Passed(remark, list(_other_results(subject))[:1])
 
@@ -255,23 +255,21 @@ def rewards(subject: Subject) -> str:
 
     for (_, script), (first, twice) in zip(pairs, in_trio(judged), strict=True):
         tried = f"judge an episode whose last reply is {shown(script[-1].text, 60)}"
+        attempt = Attempt(tried, "correct the reward, or the class attribute reward_range", judges(subject))
         if first.fault:
             raise FailedError(tried, first.fault, "return a finite number, or None if the reward cannot judge")
         _require_metrics(subject, first, tried)
         for why in "; ".join(each.score.why for each in first.episode.by_role).split("; "):
             if " could not judge: " in why and f": {RETURNED_NONE}" not in why:
                 raise FailedError(tried, why, "let the reward return a number for any reply: 0 if it is no answer")
-        for each in twice.episode.by_role:
-            for (name, value), (_, second) in _pairs(each.score):
-                if value != second:
-                    sources = "".join(f"; {each}" for each in random_sources(subject, with_episode=True))
-                    seen = f"{name} was {_number(value)}, and {_number(second)} the second time{_at(subject)}{sources}"
-                    change = "judge the episode alone: change nothing in a reward, draw nothing, and ask for no clock"
-                    raise FailedError(f"{tried}, twice", seen, change)
-        value = first.reward
-        if declared and value is not None and not declared[0] - SLACK <= value <= declared[1] + SLACK:
-            seen = f"the reward was {value:g}, and reward_range is {declared}{_at(subject)}"
-            raise FailedError(tried, seen, "correct the reward, or the class attribute reward_range")
+        for (name, value), (_, second) in (pair for each in twice.episode.by_role for pair in _pairs(each.score)):
+            if value != second:
+                sources = "".join(f"; {each}" for each in random_sources(subject, with_episode=True))
+                change = "judge the episode alone: change nothing in a reward, draw nothing, and ask for no clock"
+                raise attempt.failed(f"{name} was {_number(value)}, then {_number(second)}{sources}", change)
+        if declared and (value := first.reward) is not None:
+            is_inside = declared[0] - SLACK <= value <= declared[1] + SLACK
+            attempt.require(is_inside, f"the reward was {value:g}, and reward_range is {declared}")
     within = f", in {declared}" if declared else ""
     return f"{counted(len(pairs), 'episode')}{within}"
 
@@ -299,11 +297,10 @@ async def _require_unchanged(subject: Subject, task: Task, script: Sequence[Mess
     played = await play(subject, task, says(*script), turns=len(script), rewards=(first, *subject.rewards))
     if played.fault or played.episode.status.is_infrastructure:
         return  # other checks report it
+    change = "do not change the trajectory or its task in a reward or a metric"
+    attempt = Attempt("compare the trajectory of an episode before and after its rewards", change, judges(subject))
     for each in played.episode.by_role:
-        if encode(each.trajectory) != before[each.role]:
-            seen = f"the trajectory was another one afterwards{_at(subject)}"
-            change = "do not change the trajectory or its task in a reward or a metric"
-            raise FailedError("compare the trajectory of an episode before and after its rewards", seen, change)
+        attempt.require(encode(each.trajectory) == before[each.role], "it was another one afterwards")
 
 
 def _pairs(score: Score) -> Iterator[tuple[tuple[str, float | None], tuple[str, float | None]]]:
@@ -316,40 +313,35 @@ def _pairs(score: Score) -> Iterator[tuple[tuple[str, float | None], tuple[str, 
 
 def require_end(played: Played, tried: str) -> None:
     """Raise FailedError if the environment failed."""
-    trajectory = played.trajectory
-    if trajectory.status.is_infrastructure:
-        seen = f"it ended as {trajectory.status.value}: {trajectory.error}"
-        raise FailedError(tried, seen, "correct the method that raised, or that took too long")
+    status = played.trajectory.status
+    attempt = Attempt(tried, "correct the method that raised, or that took too long")
+    attempt.require(not status.is_infrastructure, f"it ended as {status.value}: {played.trajectory.error}")
 
 
 def difference_of(first: Played, second: Played) -> str:
     """The first difference of two episodes in messages, status or reward; empty if they are equal."""
-    pairs = list(zip(first.episode.trajectories, second.episode.trajectories, strict=False))
-    for ours, theirs in pairs:
-        for number, (one, other) in enumerate(zip(ours.messages, theirs.messages, strict=False), start=1):
+    for both in zip(first.episode.trajectories, second.episode.trajectories, strict=False):
+        for number, (one, other) in enumerate(zip(*(each.messages for each in both), strict=False), start=1):
             if one != other:
                 return f"message {number} ({one.role}) was {shown(one.text)}, and then {shown(other.text)}"
-        if len(ours.messages) != len(theirs.messages):
-            return f"one episode had {counted(len(ours.messages), 'message')}, the other {len(theirs.messages)}"
-        if ours.status != theirs.status:
-            statuses = [f"{each.status.value} {each.error or ''}".strip() for each in (ours, theirs)]
+        counts = [len(each.messages) for each in both]
+        if counts[0] != counts[1]:
+            return f"one episode had {counted(counts[0], 'message')}, the other {counts[1]}"
+        if both[0].status != both[1].status:
+            statuses = [f"{each.status.value} {each.error or ''}".strip() for each in both]
             return f"one episode ended as {statuses[0]}, the other as {statuses[1]}"
     counts = [len(each.episode.trajectories) for each in (first, second)]
     if counts[0] != counts[1]:
         return f"one episode had {counted(counts[0], 'conversation')}, the other {counts[1]}"
-    if _parts(first) != _parts(second):
-        texts = [", ".join(f"{name} {_number(value)}" for name, value in _parts(each)) for each in (first, second)]
-        return f"the rewards were {texts[0]}, and then {texts[1]}"
-    return ""
-
-
-def _parts(played: Played) -> list[tuple[str, float | None]]:
-    """The parts of the score; of every role, if there are roles."""
-    return [
-        (f"{each.role}/{name}" if each.role else name, value)
-        for each in played.episode.by_role
-        for name, value in each.score.parts.items()
-    ]
+    ours, theirs = (
+        [
+            f"{each.role}/{name} {value!r}".lstrip("/")
+            for each in played.episode.by_role
+            for name, value in each.score.parts.items()
+        ]
+        for played in (first, second)
+    )
+    return "" if ours == theirs else f"the rewards were {', '.join(ours)}, and then {', '.join(theirs)}"
 
 
 def judged_demonstrations(subject: Subject) -> list[Demonstration]:
@@ -358,11 +350,6 @@ def judged_demonstrations(subject: Subject) -> list[Demonstration]:
     """
     subject.require_rewards()
     return [each for each, _ in judged(subject)] or subject.demonstrations
-
-
-def expert_rewards(subject: Subject) -> list[float]:
-    """What the expert earns in each of `judged_demonstrations`. `oracle` has passed."""
-    return [reward for _, reward in judged(subject)]
 
 
 def expert_messages(subject: Subject) -> list[list[Message]]:
@@ -403,23 +390,23 @@ def _experts(subject: Subject) -> list[Played]:
 
 def _below(subject: Subject, tried: str, agents: list[Agent], change: str) -> str:
     played = play_each(subject, [each.task for each in judged_demonstrations(subject)], agents)
-    for expert, each in zip(expert_rewards(subject), played, strict=True):
-        if each.reward is not None and each.reward >= expert - SLACK:
-            seen = f"the reward was {each.reward:g}, and the expert earns {expert:g}{_at(subject)}"
-            raise FailedError(tried, seen, change)
+    attempt = Attempt(tried, change, judges(subject))
+    for (_, expert), each in zip(judged(subject), played, strict=True):
+        is_less = each.reward is None or each.reward < expert - SLACK
+        attempt.require(is_less, f"the reward was {_number(each.reward)}, and the expert earns {expert:g}")
     values = [each.reward for each in played if each.reward is not None]
     return f"reward at most {max(values):g}" if values else "could not be judged"
 
 
 def _declared_range(subject: Subject) -> tuple[float, float] | None:
     """The declared range. Raises FailedError if it is none."""
-    declared = getattr(subject.component, "reward_range", None)
-    is_pair = isinstance(declared, tuple | list) and len(declared) == 2
+    declared: Any = getattr(subject.component, "reward_range", None)
     if declared is None:
         return None
-    if not is_pair or not all(isinstance(each, int | float) for each in declared) or not declared[0] < declared[1]:
-        seen = f"reward_range is {shown(declared)}"
-        raise FailedError("read the declared range", seen, "write two numbers, such as reward_range = (0.0, 1.0)")
+    is_pair = isinstance(declared, tuple | list) and len(declared) == 2
+    is_range = is_pair and all(isinstance(each, int | float) for each in declared) and declared[0] < declared[1]
+    attempt = Attempt("read the declared range", "write two numbers, such as reward_range = (0.0, 1.0)")
+    attempt.require(is_range, f"reward_range is {shown(declared)}")
     return subject.reward_range
 
 
@@ -427,5 +414,7 @@ def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}"
 
 
-def _at(subject: Subject) -> str:
-    return at(*(each.function for each in rewards_of(subject.component)), *(term.function for term in subject.rewards))
+def judges(subject: Subject) -> tuple[Any, ...]:
+    """The functions of all rewards."""
+    own = [each.function for each in rewards_of(subject.component)]
+    return (*own, *(term.function for term in subject.rewards))
