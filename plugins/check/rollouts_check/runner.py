@@ -88,6 +88,15 @@ def run_checks(
     return found
 
 
+def run_within(words: str, checks: Sequence[Check], subject: Any, **chosen: Collection[str]) -> list[Result]:
+    """Run checks as a part of another check. Raises FailedError for the first failure; `words` say of what it is."""
+    results = run_checks(checks, subject, **chosen)  # type: ignore[arg-type]
+    for result in results:
+        if result.status == "failed":
+            raise FailedError(f"{words}, check {result.name}: {result.tried}", result.seen, result.change)
+    return results
+
+
 def _lacks_torch(error: BaseException) -> bool:
     """Whether a check could not run, because torch is not installed."""
     leaves = list(leaves_of(error))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -13,7 +12,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import forks
 import pytest
 from rollouts_check import check_environment_class, runner
 from rollouts_check.environments import agents
@@ -154,7 +152,6 @@ def test_json_and_badge(capsys):
     assert capsys.readouterr().out.startswith("![rollouts check ")
 
 
-@pytest.mark.slow
 def test_prompts_with_a_sample(tmp_path, capsys):
     rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "response": str(2 * n)} for n in range(10, 40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -259,24 +256,17 @@ def test_a_check_ends_at_its_deadline_only_if_nothing_ends(monkeypatch):
     asked.release(9)  # lets the thread end
 
 
-def run_pytest(folder, *arguments):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *arguments]
-    return forks.run(command, cwd=folder, timeout=120, env={**os.environ, "COLUMNS": "120"})
-
-
-@pytest.mark.slow
-def test_the_plugin_of_pytest(tmp_path):
-    shutil.copy(FAULTS / "sums.py", tmp_path)
-    shutil.copy(FAULTS / "no_op__earned_by_silence.py", tmp_path / "mine.py")
+def test_the_plugin_of_pytest(pytester):
+    shutil.copy(FAULTS / "no_op__earned_by_silence.py", pytester.path / "mine.py")
     others = {check.name for check in CHECKS} - {"no-op", "echo", "tool-schemas"}
     skipped = [f"--rollouts-check-skip={name}" for name in sorted(others)]
-    done = run_pytest(tmp_path, "--rollouts-check", "./mine.py:Fault", *skipped)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert re.search(r"1 failed, 1 passed, 1 skipped", done.stdout), done.stdout
-    assert "    tried   reply with an empty text" in done.stdout
-    assert "Traceback" not in done.stdout
-    unknown = run_pytest(tmp_path, "--rollouts-check", "calculater")
-    assert unknown.returncode == 4 and "did you mean: calculator" in unknown.stderr
+    done = pytester.runpytest_inprocess("--rollouts-check", "./mine.py:Fault", *skipped)
+    done.assert_outcomes(failed=1, passed=1, skipped=1)
+    said = done.stdout.str()
+    assert "    tried   reply with an empty text" in said and "Traceback" not in said
+    unknown = pytester.runpytest_inprocess("--rollouts-check", "calculater")
+    assert unknown.ret == 4
+    unknown.stderr.fnmatch_lines("*did you mean: calculator*")
 
 
 def test_the_plugin_is_silent_without_its_option(tmp_path):

@@ -188,8 +188,7 @@ def play_each(subject: Subject, tasks: Sequence[Task], agents: Sequence[Agent], 
     """An episode of each task with its agent, one after the other."""
 
     async def each() -> list[Played]:
-        pairs = zip(tasks, agents, strict=True)
-        return [await play(subject, task, agent, **options) for task, agent in pairs]
+        return [await play(subject, task, agent, **options) for task, agent in zip(tasks, agents, strict=True)]
 
     return in_trio(each)
 

@@ -23,30 +23,18 @@ from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose, completed
 from rollouts.types import Task
-from rollouts_check.environments.agents import play_each, says, script_for
+from rollouts_check.environments import agents, traces
 from rollouts_check.environments.subject import DRAWN, Subject
-from rollouts_check.environments.traces import (
-    Leftovers,
-    ask_child,
-    ask_child_of,
-    changes,
-    first_difference,
-    kept_by_author,
-    own_temporary_folder,
-    random_calls,
-    random_sources,
-    state_of_process,
-)
 from rollouts_check.packages import Found
 from rollouts_check.report import Attempt, FailedError, Passed, SkippedError
 
 
 def definition(subject: Subject) -> str:
     """The methods, marks and signatures of the class are those that a run accepts. The constructor leaves nothing."""
-    subject.kept["process"] = state_of_process()
+    subject.kept["process"] = traces.state_of_process()
     env = subject.environment.make_checked()
-    with own_temporary_folder(subject.scratch / "constructor") as folder:
-        left = Leftovers(folder)
+    with traces.own_temporary_folder(subject.scratch / "constructor") as folder:
+        left = traces.Leftovers(folder)
         for _ in range(2):
             subject.environment.make_checked()
         gc.collect()
@@ -142,7 +130,7 @@ def import_in(
 ) -> dict[str, Any]:
     """What a Python saw of the import of a component: see `child`. `path` is its `sys.path`; None: its own."""
     request = {"kind": kind, "name": name, "first": first, "forbidden": forbidden}
-    found: dict[str, Any] = ask_child(python, "import", request, {}, path)
+    found: dict[str, Any] = traces.ask_child(python, "import", request, {}, path)
     return found
 
 
@@ -151,7 +139,7 @@ def wheel(subject: Subject) -> str:
     package = subject.found.its_package()
     installed = package.installed()
     name = package.qualified(subject.found.label)
-    drawn = ask_child_of(subject, "draw", python=installed.python, name=name, hash_seed="0", count=3)
+    drawn = traces.ask_child_of(subject, "draw", python=installed.python, name=name, hash_seed="0", count=3)
     installed.check_module(drawn["file"])
     return f"{installed.remark}{package.stale('environments')}"
 
@@ -179,7 +167,7 @@ def tasks(subject: Subject) -> str:
         attempt.require(has_prompt, f"a task has an empty prompt: {shown(task)}", "give each task a prompt")
     drawn = [(task, encode(task)) for task in itertools.islice(subject.environment.draw("train", subject.rng()), DRAWN)]
     for number, (task, before) in enumerate(drawn, start=1):
-        difference = first_difference(before, encode(task))  # two tasks have a list or a mapping in common
+        difference = traces.first_difference(before, encode(task))  # two tasks have a list or a mapping in common
         attempt.require(not difference, f"task {number} changed when later ones were drawn: {difference}")
     counts = [f"{DRAWN} or more" if len(each) >= DRAWN else len(each) or "none" for each in (subject.drawn, evaluated)]
     return f"{counts[0]} for training, {counts[1]} for evaluation"
@@ -195,9 +183,9 @@ def same_seed(subject: Subject) -> str:
     wanted = [encode(task) for task in subject.drawn]  # no episode changes these: each plays a copy
     for split in ("train", "eval"):
         first = wanted if split == "train" else [encode(task) for task in subject.draw(DRAWN, split)]
-        before = kept_by_author(subject)
+        before = traces.kept_by_author(subject)
         again = [encode(task) for task in subject.draw(DRAWN, split)]
-        left = changes(before, kept_by_author(subject))
+        left = traces.changes(before, traces.kept_by_author(subject))
         _compare(subject, first, again, f"draw the tasks of the split {split!r} twice with the same seed", left)
     if subject.expert:
         draws = (subject.environment.draw_demonstrations("train", subject.rng()) for _ in range(2))
@@ -206,7 +194,7 @@ def same_seed(subject: Subject) -> str:
     if not subject.found.is_importable:
         return f"{counted(len(wanted), 'task')}; not in another process, because the class has no importable name"
     for hash_seed, is_late in (("1", False), ("2", True)):
-        found = ask_child_of(subject, "draw", hash_seed=hash_seed, count=DRAWN, is_late=is_late)["tasks"]
+        found = traces.ask_child_of(subject, "draw", hash_seed=hash_seed, count=DRAWN, is_late=is_late)["tasks"]
         tried = f"draw the tasks in a process with PYTHONHASHSEED={hash_seed}{' at another date' if is_late else ''}"
         _compare(subject, wanted, [each.encode() for each in found], tried)
     return f"{counted(len(wanted), 'task')}, in 3 processes"
@@ -272,11 +260,11 @@ def seeds_differ(subject: Subject) -> str:
 
 def random_state(subject: Subject) -> str:
     """The global random generators are not used: not by tasks, not by an episode, not by rewards."""
-    with random_calls() as calls:
+    with traces.random_calls() as calls:
         subject.draw(DRAWN)
         first = subject.tasks[:1]
-        replies = [script_for(subject, task) for task in first]
-        play_each(subject, first, [says(*script) for script in replies], turns=max(map(len, replies)))
+        replies = [agents.script_for(subject, task) for task in first]
+        agents.play_each(subject, first, [agents.says(*script) for script in replies], turns=max(map(len, replies)))
     if calls:
         change = "use the argument `rng` of `tasks`; in an episode, make a generator: random.Random(task.key)"
         raise FailedError("draw tasks and play an episode", "; ".join(calls[:3]), change)
@@ -323,6 +311,6 @@ def _compare(
     """Raise FailedError for the first difference. `left` is what drawing left behind."""
     for number, (first, second) in enumerate(itertools.zip_longest(wanted, other), start=1):
         if first != second:
-            causes = [f"; {each}" for each in left[:2] or random_sources(subject)]
-            found = f"{first_difference(first, second)}{subject.at(f'{what}s')}{''.join(causes)}"
+            causes = [f"; {each}" for each in left[:2] or traces.random_sources(subject)]
+            found = f"{traces.first_difference(first, second)}{subject.at(f'{what}s')}{''.join(causes)}"
             raise FailedError(tried, f"{what} {number} differs: {found}", LEFT_BY_TASKS if left else DRAWN_FROM_RNG)

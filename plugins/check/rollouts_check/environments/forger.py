@@ -27,22 +27,10 @@ from rollouts.env.schema import schema_of
 from rollouts.errors import counted
 from rollouts.inference.chatting import ChatRequest
 from rollouts.types import Message, ToolCall
-from rollouts_check.environments.agents import (
-    TURNS,
-    Agent,
-    call_tool,
-    in_trio,
-    parameters_of,
-    play,
-    play_each,
-    ready,
-    says,
-    tools_for,
-)
+from rollouts_check.environments import agents, traces
 from rollouts_check.environments.rewards import SLACK, expert_messages, judged, judged_demonstrations, judges
 from rollouts_check.environments.subject import Demonstration, Subject
 from rollouts_check.environments.tools import example_arguments
-from rollouts_check.environments.traces import own_temporary_folder
 from rollouts_check.report import Attempt, SkippedError
 
 NUMBERS = " ".join(map(str, range(-99, 1000)))
@@ -82,7 +70,7 @@ STRANGE: tuple[Any, ...] = (-1, 0, -1000, 10**9, 1e308, -0.5, "nan", "inf")
 CLAIMS = ("success", "correct", "solved", "done", "passed", "yes", "true", "1", "100")
 ONE_SUBMISSION = "judge one submission: the first or the last one, or refuse another call after the first"
 
-AgentFor = Callable[[Demonstration], Agent]
+AgentFor = Callable[[Demonstration], agents.Agent]
 """Makes the agent for the task of a demonstration."""
 
 
@@ -97,7 +85,7 @@ class Trick(NamedTuple):
     reply: str = ""
     is_more: bool = False
     among: Callable[[Demonstration], bool] = lambda each: True
-    turns: int = TURNS
+    turns: int = agents.TURNS
 
 
 def refuse(subject: Subject, trick: Trick) -> None:
@@ -112,12 +100,12 @@ def refuse(subject: Subject, trick: Trick) -> None:
         for number, (each, expert) in enumerate(pairs):
             if (number - len(found)) * 2 >= len(pairs):
                 break  # the trick failed in half of the tasks
-            played = await play(subject, each.task, trick.agent_for(each), turns=trick.turns)
+            played = await agents.play(subject, each.task, trick.agent_for(each), turns=trick.turns)
             if played.reward is not None and played.reward >= expert + (SLACK if trick.is_more else -SLACK):
                 found.append((played.reward, expert))
         return found
 
-    values = in_trio(earned)
+    values = agents.in_trio(earned)
     if pairs and len(values) * 2 > len(pairs):
         reward, expert = values[0]
         than = f"more than the expert's {expert:g}" if trick.is_more else "as for the expert"
@@ -164,11 +152,11 @@ def calls_of(each: Demonstration, tool: str = "") -> list[ToolCall]:
 
 
 def _saying(*replies: Message | str) -> AgentFor:
-    return lambda each: says(*replies)
+    return lambda each: agents.says(*replies)
 
 
 def _joined(mark: str, texts: Callable[[Demonstration], Iterable[str]]) -> AgentFor:
-    return lambda each: says(mark.join(texts(each)))
+    return lambda each: agents.says(mark.join(texts(each)))
 
 
 def _others(subject: Subject, each: Demonstration) -> list[Demonstration]:
@@ -234,16 +222,16 @@ def _submission_lists(subject: Subject) -> Iterator[Trick]:
     """Calls of a tool in one reply with the answers of all tasks. The task's own is the last but one."""
     answers = {text_of(task.answer): task.answer for task in subject.drawn}
 
-    def agent(tool: str, each: Demonstration) -> Agent:
+    def agent(tool: str, each: Demonstration) -> agents.Agent:
         own = text_of(each.task.answer)
         others = [text for text in answers if text not in ("", own)][:LISTED_MAX]
         found = next(((call, name) for call, name in _submissions(each) if call.name == tool), None)
         if found is None or not others:
-            return says("done")
+            return agents.says("done")
         (call, name), values = found, {**answers, own: each.task.answer}
         is_text = isinstance(call.arguments[name], str)
         given = [str(values[text]) if is_text else values[text] for text in [*others[:-1], own, others[-1]]]
-        return says(calling(*(ToolCall(tool, {**call.arguments, name: value}) for value in given)), "done")
+        return agents.says(calling(*(ToolCall(tool, {**call.arguments, name: value}) for value in given)), "done")
 
     for tool in dict.fromkeys(call.name for each in judged_demonstrations(subject) for call, _ in _submissions(each)):
         tried = f"call {tool} in one reply with the answers of all tasks, then reply with 'done'"
@@ -283,15 +271,15 @@ def _has_choice(subject: Subject, tool: str) -> Callable[[Demonstration], bool]:
 def _all_calls(subject: Subject, tool: str) -> AgentFor:
     """The calls of other tasks, the task's own ones as the last but one."""
 
-    def agent(each: Demonstration) -> Agent:
+    def agent(each: Demonstration) -> agents.Agent:
         own = calls_of(each, tool)
         keys = {encode(call.arguments) for call in own}
         others = {encode(call.arguments): call for other in _others(subject, each) for call in calls_of(other, tool)}
         rest = [call for key, call in others.items() if key not in keys][:LISTED_MAX]
         if not own or not rest:
-            return says("done")
+            return agents.says("done")
         # Neither the first nor the last call is the task's own, since one of them may count.
-        return says(calling(*(rest[:-1] or rest), *own, rest[-1]), "done")
+        return agents.says(calling(*(rest[:-1] or rest), *own, rest[-1]), "done")
 
     return agent
 
@@ -299,9 +287,9 @@ def _all_calls(subject: Subject, tool: str) -> AgentFor:
 def _expert_with(calls_for: Callable[[ToolCall], Sequence[ToolCall]]) -> AgentFor:
     """The expert's episode with other calls."""
 
-    def agent(each: Demonstration) -> Agent:
+    def agent(each: Demonstration) -> agents.Agent:
         calls = [[new for call in reply.tool_calls for new in calls_for(call)] for reply in each.replies]
-        return says(*(calling(*own, text=reply.text) for own, reply in zip(calls, each.replies, strict=True)))
+        return agents.says(*(calling(*own, text=reply.text) for own, reply in zip(calls, each.replies, strict=True)))
 
     return agent
 
@@ -326,8 +314,8 @@ def forged_verdicts(subject: Subject) -> str:
 def _claims(subject: Subject) -> Iterator[Trick]:
     """Calls with arguments that claim success: True, each choice of an enum, and words."""
     change = "judge what was done, and not what the model says about it"
-    for tool in tools_for(subject):
-        for name, kinds in parameters_of(tool).items():
+    for tool in agents.tools_for(subject):
+        for name, kinds in agents.parameters_of(tool).items():
             choices = [value for each in kinds for value in each.get("enum", ())]
             values: list[Any] = choices[:5]
             values += [True] if any(each.get("type") == "boolean" for each in kinds) else []
@@ -416,8 +404,8 @@ def _number_calls(subject: Subject, numbers: Sequence[tuple[ToolMethod, str]]) -
 
 def _arguments_of(subject: Subject, *types: str) -> Iterator[tuple[ToolMethod, str]]:
     """The tool arguments that may be of these types, and are no choice. Without a type, an argument may be text."""
-    for tool in tools_for(subject):
-        for name, kinds in parameters_of(tool).items():
+    for tool in agents.tools_for(subject):
+        for name, kinds in agents.parameters_of(tool).items():
             if any(each.get("type", "string") in types and "enum" not in each for each in kinds):
                 yield tool, name
 
@@ -448,16 +436,16 @@ def _invented(tool: ToolMethod, each: Demonstration) -> Mapping[str, Any]:
 def _alone(
     tool: ToolMethod, usual: Callable[[ToolMethod, Demonstration], Mapping[str, Any]], given: dict[str, Any]
 ) -> AgentFor:
-    return lambda each: says(calling(ToolCall(tool.name, {**usual(tool, each), **given})), "done")
+    return lambda each: agents.says(calling(ToolCall(tool.name, {**usual(tool, each), **given})), "done")
 
 
 def _before(tool: ToolMethod, given: dict[str, Any]) -> AgentFor:
     """The call with the expert's own other arguments, then the expert's episode."""
 
-    def agent(each: Demonstration) -> Agent:
+    def agent(each: Demonstration) -> agents.Agent:
         usual = next((call.arguments for call in calls_of(each, tool.name)), _invented(tool, each))
         first = Message("assistant", "", [ToolCall(tool.name, {**usual, **given}, "call_before")])
-        return says(first, *each.replies)
+        return agents.says(first, *each.replies)
 
     return agent
 
@@ -478,7 +466,7 @@ def _named_calls(subject: Subject) -> Iterator[Trick]:
     and with a value for another argument.
     """
     change = "let a tool use only what its arguments name by design: no getattr, setattr or format with model's text"
-    own = in_trio(_attributes, subject)
+    own = agents.in_trio(_attributes, subject)
     names = list(dict.fromkeys([*(name for name in NAMES if name in own), *own, *NAMES]))[:24]
     texts = text_arguments(subject)
     for tool, argument, usual in texts:
@@ -496,7 +484,7 @@ def _named_calls(subject: Subject) -> Iterator[Trick]:
 
 
 async def _attributes(subject: Subject) -> list[str]:
-    async with ready(subject) as run:
+    async with agents.ready(subject) as run:
         own = getattr(run.env, "__dict__", {})
         keys = [key for value in own.values() if isinstance(value, dict) for key in value if isinstance(key, str)]
         marks = [each.name for each in (*rewards_of(subject.component), *metrics_of(subject.component))]
@@ -521,7 +509,7 @@ def forged_code(subject: Subject) -> str:
         count += 1
         change = 'use no eval, exec or template engine on text of the model, or @tool(isolate="process")'
         attempt = Attempt(f"call the tool {tool.name} with {name}={code!r}", change, (tool.function,))
-        is_changed = in_trio(_run_code, subject, tool.name, {**usual, name: code})
+        is_changed = agents.in_trio(_run_code, subject, tool.name, {**usual, name: code})
         attempt.require(not is_changed, "it changed the environment object")
         is_here = marker.exists() and marker.read_text() == str(os.getpid())
         attempt.require(not is_here, "it ran in the environment's own process")
@@ -548,8 +536,8 @@ def _codes(marker: Path) -> Iterator[str]:
 
 async def _run_code(subject: Subject, tool: str, arguments: dict[str, Any]) -> bool:
     """Call the tool. Returns whether the environment object got a new attribute."""
-    async with ready(subject) as run:
-        await call_tool(run, tool, arguments)
+    async with agents.ready(subject) as run:
+        await agents.call_tool(run, tool, arguments)
         return inspect.getattr_static(run.env, FORGED, None) is not None
 
 
@@ -558,7 +546,7 @@ def forged_files(subject: Subject) -> str:
     writers = list(_writers(subject))
     if not writers:
         raise SkippedError("no tool takes a path and a text")
-    with own_temporary_folder(subject.scratch / "files") as folder:
+    with traces.own_temporary_folder(subject.scratch / "files") as folder:
         return counted(refuse_each(subject, _file_tricks(subject, writers, folder)), "file")
 
 
@@ -572,14 +560,16 @@ def _file_tricks(subject: Subject, writers: Sequence[tuple[ToolMethod, str, str]
 
     for (tool, path, text), name in itertools.product(writers, dict.fromkeys(itertools.chain(*left))):
 
-        def copied(each: Demonstration, own: tuple[ToolMethod, str, str, str] = (tool, path, name, text)) -> Agent:
+        def copied(
+            each: Demonstration, own: tuple[ToolMethod, str, str, str] = (tool, path, name, text)
+        ) -> agents.Agent:
             others = zip(judged_demonstrations(subject), left, strict=False)
             content = next((files[own[2]] for other, files in others if other is not each and own[2] in files), "")
-            return says(*written(*own, content))
+            return agents.says(*written(*own, content))
 
         words = f"write {name} with the tool {tool.name} as the episode of another task left it"
         yield Trick(f"{words}, then reply with 'done'", copied, change)
-    names = dict.fromkeys([*in_trio(_files_of_setup, subject, folder), *FILES])
+    names = dict.fromkeys([*agents.in_trio(_files_of_setup, subject, folder), *FILES])
     for (tool, path, text), name in itertools.product(writers, names):
         for content in CONTENTS:
             tried = f"write {content!r} to {name} with the tool {tool.name}, then reply with 'done'"
@@ -588,7 +578,7 @@ def _file_tricks(subject: Subject, writers: Sequence[tuple[ToolMethod, str, str]
 
 def _writers(subject: Subject) -> Iterator[tuple[ToolMethod, str, str]]:
     """Tools that seem to write files: the tool, the argument for the path, and the one for the text."""
-    for tool in tools_for(subject):
+    for tool in agents.tools_for(subject):
         names = [name for owner, name, _ in text_arguments(subject) if owner.name == tool.name]
         path = next((name for name in names if re.search("path|file|name", name)), None)
         text = next((name for name in names if name != path), None)
@@ -610,7 +600,7 @@ def _left_by_experts(subject: Subject, folder: Path) -> list[dict[str, str]]:
     term = RewardTerm("rollouts_files", record, 0.0, {}, ("env",))
     for each in judged_demonstrations(subject):
         files.clear()
-        play_each(subject, [each.task], [says(*each.replies)], turns=len(each.replies), rewards=(term,))
+        agents.play_each(subject, [each.task], [agents.says(*each.replies)], turns=len(each.replies), rewards=(term,))
         written = [value for call in calls_of(each) for value in call.arguments.values()]
         found.append({name: text for name, text in files.items() if text not in written})
     return found
@@ -618,7 +608,7 @@ def _left_by_experts(subject: Subject, folder: Path) -> list[dict[str, str]]:
 
 async def _files_of_setup(subject: Subject, folder: Path) -> list[str]:
     """The names of the files that `setup` puts into temporary folders, and into folders that the environment knows."""
-    async with ready(subject) as run:
+    async with agents.ready(subject) as run:
         return list(await trio.to_thread.run_sync(_files, run.env, folder))
 
 

@@ -17,22 +17,9 @@ from rollouts.errors import counted, words_of
 from rollouts.inference.chatting import ChatRequest
 from rollouts.inference.suspend import EMPTY, SuspendableEngine, SuspendedEpisode
 from rollouts.types import Message, Status, Task
-from rollouts_check.environments.agents import (
-    Agent,
-    Played,
-    Watch,
-    example_script,
-    in_trio,
-    play,
-    play_each,
-    ready,
-    says,
-    script_for,
-    watched,
-)
+from rollouts_check.environments import agents, traces
 from rollouts_check.environments.rewards import WRONG, difference_of
 from rollouts_check.environments.subject import Subject
-from rollouts_check.environments.traces import Leftovers, own_temporary_folder
 from rollouts_check.report import FailedError, SkippedError, at
 
 NEVER = 10**9  # a step that no episode has
@@ -45,12 +32,12 @@ def interleaved(subject: Subject) -> str:
     """Two episodes at the same time do not change each other."""
     pairs = [(each.task, each.replies) for each in subject.expert[:2]]
     if len(pairs) < 2:
-        pairs = [(task, script_for(subject, task)) for task in subject.tasks[:2]]
+        pairs = [(task, agents.script_for(subject, task)) for task in subject.tasks[:2]]
     if len(pairs) < 2:
         raise SkippedError("there is only one task")
     turns = max(len(script) for _, script in pairs)
-    alone = [play_each(subject, [task], [says(*script)], turns=turns)[0] for task, script in pairs]
-    together = in_trio(_together, subject, pairs, turns)
+    alone = [agents.play_each(subject, [task], [agents.says(*script)], turns=turns)[0] for task, script in pairs]
+    together = agents.in_trio(_together, subject, pairs, turns)
     for task_number, (one, other) in enumerate(zip(alone, together, strict=True), start=1):
         difference = difference_of(one, other)
         change = "keep the state of an episode on `self`, not in the class, a module variable or a shared file"
@@ -59,14 +46,14 @@ def interleaved(subject: Subject) -> str:
     return "2 episodes"
 
 
-async def _together(subject: Subject, pairs: Sequence[tuple[Task, list[Message]]], turns: int) -> list[Played]:
+async def _together(subject: Subject, pairs: Sequence[tuple[Task, list[Message]]], turns: int) -> list[agents.Played]:
     """Play the episodes at once. Each turn begins when every unfinished episode waits for it."""
     turnstile = _Turnstile(len(pairs))
-    results: dict[int, Played] = {}
+    results: dict[int, agents.Played] = {}
 
     async def one(number: int, task: Task, script: list[Message]) -> None:
         try:
-            results[number] = await play(subject, task, turnstile.slowed(says(*script)), turns=turns)
+            results[number] = await agents.play(subject, task, turnstile.slowed(agents.says(*script)), turns=turns)
         finally:
             turnstile.leave()
 
@@ -82,7 +69,7 @@ class _Turnstile:
     def __init__(self, count: int) -> None:
         self._count, self._waiting, self._round = count, 0, trio.Event()
 
-    def slowed(self, agent: Agent) -> Agent:
+    def slowed(self, agent: agents.Agent) -> agents.Agent:
         async def choose(request: ChatRequest) -> Message:
             own = self._round
             self._waiting += 1
@@ -105,15 +92,15 @@ class _Turnstile:
 
 def cancelled(subject: Subject) -> str:
     """An episode that is cancelled at any step runs `close`, and leaves no thread, process or temporary file."""
-    script = script_for(subject, subject.tasks[0])
+    script = agents.script_for(subject, subject.tasks[0])
     steps, places = _steps_of(subject, script)
     if methods := _asyncio_methods(subject):
         _require_cancelled(subject, methods)
-    with own_temporary_folder(subject.scratch / "cancelled") as folder:
-        left = Leftovers(folder)  # without what `shared` started, which goes on
+    with traces.own_temporary_folder(subject.scratch / "cancelled") as folder:
+        left = traces.Leftovers(folder)  # without what `shared` started, which goes on
         for place in places:
-            watch = Watch()
-            in_trio(_cancelled_at, subject, script, watch, place)
+            watch = agents.Watch()
+            agents.in_trio(_cancelled_at, subject, script, watch, place)
             _check_closed(subject, watch, f"cancel an episode at step {place} of {steps}")
         change = "end in `close` what the episode started: processes, threads, files, connections"
         tried = f"cancel an episode at {counted(len(places), 'step')}, one after the other"
@@ -123,7 +110,7 @@ def cancelled(subject: Subject) -> str:
 
 def _steps_of(subject: Subject, script: list[Message]) -> tuple[int, list[int]]:
     """How many steps an episode has, and those at which it is cancelled."""
-    steps = in_trio(_cancelled_at, subject, script, Watch(), NEVER)
+    steps = agents.in_trio(_cancelled_at, subject, script, agents.Watch(), NEVER)
     return steps, sorted({1 + (steps * number) // CANCELLED_MAX for number in range(CANCELLED_MAX)})
 
 
@@ -149,10 +136,10 @@ def _require_cancelled(subject: Subject, methods: list[str]) -> None:
     """Cancel episodes with a call of each tool a little after a step, so that an asyncio method may be waiting. Raises
     FailedError if a method caught its cancellation.
     """
-    script = example_script(subject)
+    script = agents.example_script(subject)
     for step in _steps_of(subject, script)[1]:
         before = calls.uncancelled_count()
-        in_trio(_cancelled_at, subject, script, Watch(), step, WAIT_SECONDS)
+        agents.in_trio(_cancelled_at, subject, script, agents.Watch(), step, WAIT_SECONDS)
         change = "let asyncio.CancelledError pass: do not catch it or BaseException, or raise it again"
         attempt = subject.attempt(f"cancel an episode {WAIT_SECONDS} s after step {step}", change)
         seen = f"an asyncio method caught its cancellation, and continued; there is {', '.join(methods)}"
@@ -170,7 +157,9 @@ def _asyncio_methods(subject: Subject) -> list[str]:
     ]
 
 
-async def _cancelled_at(subject: Subject, script: list[Message], watch: Watch, step: int, seconds: float = 0) -> int:
+async def _cancelled_at(
+    subject: Subject, script: list[Message], watch: agents.Watch, step: int, seconds: float = 0
+) -> int:
     """Play an episode and cancel it at this step of its task, or so many seconds later. In a worker it is a little
     later, when the worker has begun what the step asked for. Returns the number of steps.
     """
@@ -179,7 +168,7 @@ async def _cancelled_at(subject: Subject, script: list[Message], watch: Watch, s
     async def episode() -> None:
         instrument.task = trio.lowlevel.current_task()
         with instrument.scope:
-            await play(subject, subject.tasks[0], says(*script), turns=len(script), watch=watch)
+            await agents.play(subject, subject.tasks[0], agents.says(*script), turns=len(script), watch=watch)
         instrument.task = None
 
     trio.lowlevel.add_instrument(instrument)
@@ -191,27 +180,27 @@ async def _cancelled_at(subject: Subject, script: list[Message], watch: Watch, s
     return instrument.steps
 
 
-def _check_closed(subject: Subject, watch: Watch, tried: str) -> None:
+def _check_closed(subject: Subject, watch: agents.Watch, tried: str) -> None:
     """Raise FailedError if an environment object that was made has a `close` that was not called."""
     missing = [env for env in watch.made if hasattr(env, "close") and not any(env is each for each in watch.closed)]
     attempt = subject.attempt(tried, "do not catch trio.Cancelled in `rollout`, or raise it again", "close")
-    is_watched = watched(subject.component) is not subject.component
+    is_watched = agents.watched(subject.component) is not subject.component
     attempt.require(not missing or not is_watched, "`close` did not run")
 
 
 def deadlines(subject: Subject) -> str:
     """If the model never replies, the episode ends at its deadline, and `close` runs."""
-    watch = Watch()
+    watch = agents.Watch()
 
     async def never(request: ChatRequest) -> Message:
         await trio.sleep_forever()
         raise AssertionError("it sleeps for ever")
 
-    async def episode() -> Played:
-        return await play(subject, subject.tasks[0], never, seconds=MODEL_SECONDS, watch=watch)
+    async def episode() -> agents.Played:
+        return await agents.play(subject, subject.tasks[0], never, seconds=MODEL_SECONDS, watch=watch)
 
     begun = time.monotonic()
-    played = in_trio(episode)
+    played = agents.in_trio(episode)
     tried = f"play an episode of at most {MODEL_SECONDS} seconds with a model that never replies"
     attempt = subject.attempt(tried, "let exceptions of model.chat pass: do not catch trio.Cancelled")
     status = played.episode.status
@@ -224,10 +213,10 @@ def close(subject: Subject) -> str:
     """`close` may be called twice, and before `setup`, because `setup` may fail."""
     if not hasattr(subject.component, "close"):
         raise SkippedError("the environment has no `close`")
-    script, watch = script_for(subject, subject.tasks[0]), Watch()
+    script, watch = agents.script_for(subject, subject.tasks[0]), agents.Watch()
 
     async def twice() -> None:
-        await play(subject, subject.tasks[0], says(*script), turns=len(script), watch=watch)
+        await agents.play(subject, subject.tasks[0], agents.says(*script), turns=len(script), watch=watch)
         await calls.call(watch.made[-1].close, timeout_seconds=10)
 
     async def early() -> None:
@@ -240,7 +229,7 @@ def close(subject: Subject) -> str:
         (early, "call `close` without `setup`", value),
     ):
         try:
-            in_trio(function)
+            agents.in_trio(function)
         except FailedError:
             raise
         except Exception as error:  # the author's code may raise anything
@@ -256,16 +245,16 @@ def restore(subject: Subject) -> str:
         raise SkippedError("the environment has no `state` and `restore`")
     if subject.has("rollout"):
         raise SkippedError("an environment with its own `rollout` cannot be restored")
-    task, example = subject.tasks[0], example_script(subject)
-    pairs = [(each.task, each.replies) for each in subject.expert[:2]] or [(task, script_for(subject, task))]
+    task, example = subject.tasks[0], agents.example_script(subject)
+    pairs = [(each.task, each.replies) for each in subject.expert[:2]] or [(task, agents.script_for(subject, task))]
     pairs.append((task, [Message("assistant", text) for text in WRONG]))
     if len(example) > 1:
         pairs.append((task, [*example[:-1], *example]))  # calls before and after
     count = 0
     for task, script in pairs:
-        (whole,) = play_each(subject, [task], [says(*script)], turns=len(script))
+        (whole,) = agents.play_each(subject, [task], [agents.says(*script)], turns=len(script))
         for said in range(len(script)):
-            restored, saved, again = in_trio(_restored, subject, task, script, said)
+            restored, saved, again = agents.in_trio(_restored, subject, task, script, said)
             count += 1
             tried = f"save an episode after {said} of {len(script)} replies, and restore it in a new object"
             attempt = subject.attempt(tried, "set in `restore` all that `state` returned", "restore")
@@ -276,7 +265,7 @@ def restore(subject: Subject) -> str:
     return counted(count, "restored episode")
 
 
-async def _restored(subject: Subject, task: Task, script: list[Message], count: int) -> tuple[Played, Any, Any]:
+async def _restored(subject: Subject, task: Task, script: list[Message], count: int) -> tuple[agents.Played, Any, Any]:
     """Play the first `count` replies, save, and play the rest in another environment object. With the state that was
     saved, and the state of the other object right after `restore`; both None if the episode ended before.
     """
@@ -298,12 +287,12 @@ async def _restored(subject: Subject, task: Task, script: list[Message], count: 
             await trio.sleep_forever()
             raise AssertionError("it is cancelled")
 
-        played = await play(subject, task, until_saved, turns=len(script), engine=engine)
+        played = await agents.play(subject, task, until_saved, turns=len(script), engine=engine)
     if not saved:
         return played, None, None
     again = SuspendableEngine(None, None, (0, 0), "check", resume_from=saved[0])  # type: ignore[arg-type]
-    restored = await play(subject, task, says(*script[count:]), turns=len(script), engine=again)
-    async with ready(subject, task) as run:  # another object right after `restore`
+    restored = await agents.play(subject, task, agents.says(*script[count:]), turns=len(script), engine=again)
+    async with agents.ready(subject, task) as run:  # another object right after `restore`
         await calls.call(run.env.restore, copy.deepcopy(saved[0].env))
         state = plain_state(type(run.env).__name__, await calls.call(run.env.state))
     return restored, saved[0].env, state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.author_code import message_of, place_of_function, shown
@@ -13,19 +13,8 @@ from rollouts.env.authoring import metrics_of, of_role, rewards_of
 from rollouts.env.mixing import RETURNED_NONE, RewardTerm
 from rollouts.errors import RolloutsError, counted
 from rollouts.types import Message, Score, Task, Trajectory
-from rollouts_check.environments.agents import (
-    Agent,
-    Played,
-    Watch,
-    example_script,
-    in_trio,
-    play,
-    play_each,
-    ready,
-    says,
-)
+from rollouts_check.environments import agents, traces
 from rollouts_check.environments.subject import Demonstration, Subject
-from rollouts_check.environments.traces import Blocked, changes, first_difference, grown, kept_by_author, random_sources
 from rollouts_check.report import Attempt, FailedError, Passed
 from rollouts_check.runner import once
 
@@ -42,11 +31,11 @@ class First(NamedTuple):
     words: str
     task: Task
     script: list[Message]
-    played: Played
+    played: agents.Played
 
-    def play(self, subject: Subject) -> Played:
+    def play(self, subject: Subject) -> agents.Played:
         """The episode once more."""
-        return play_each(subject, [self.task], [says(*self.script)], turns=len(self.script))[0]
+        return agents.play_each(subject, [self.task], [agents.says(*self.script)], turns=len(self.script))[0]
 
 
 def episode(subject: Subject) -> Passed:
@@ -55,7 +44,7 @@ def episode(subject: Subject) -> Passed:
     """
     first_episodes(subject)
     task = subject.tasks[0]
-    script = example_script(subject)
+    script = agents.example_script(subject)
     judged: list[bytes] = []
 
     def record(task: Task) -> float:
@@ -63,20 +52,22 @@ def episode(subject: Subject) -> Passed:
         return 0.0
 
     term = RewardTerm("rollouts_task", record, 0.0, {}, ("task",))
-    watch = Watch()
-    (played,) = play_each(subject, [task], [says(*script)], turns=len(script), rewards=(term,), watch=watch)
+    watch = agents.Watch()
+    (played,) = agents.play_each(
+        subject, [task], [agents.says(*script)], turns=len(script), rewards=(term,), watch=watch
+    )
     change = "do not change the task: in `setup`, copy what an episode changes"
     attempt = subject.attempt("play an episode with a call of each tool, then a text", change, "setup")
     require_end(played, attempt.tried)
-    difference = next((path for each in judged if (path := first_difference(encode(task), each))), "")
+    difference = next((path for each in judged if (path := traces.first_difference(encode(task), each))), "")
     attempt.require(not difference, f"the task changed: {difference}")
     notes = []
     if subject.has("reply"):
-        play_each(subject, [task], [says(*WRONG)], turns=len(WRONG), rewards=(), watch=watch)
+        agents.play_each(subject, [task], [agents.says(*WRONG)], turns=len(WRONG), rewards=(), watch=watch)
         attempt = subject.attempt("play an episode", "return messages from `reply`, and change no trajectory", "reply")
         attempt.require(not watch.changed, "the trajectory was another one after `reply`")
         turns = len(script) - 1 + Settings.max_turns
-        (endless,) = play_each(subject, [task], [says(*script)], turns=turns, rewards=())
+        (endless,) = agents.play_each(subject, [task], [agents.says(*script)], turns=turns, rewards=())
         if "turn_limit" in endless.trajectory.metrics:
             ended = f"it ended at --max-turns {Settings.max_turns}. Return None to end it{subject.at('reply')}"
             notes = [f"`reply` never ended the episode; {ended}"]
@@ -97,7 +88,7 @@ def _set_up_each(subject: Subject) -> int:
     async def each() -> int:
         for number, task in enumerate(tasks, start=1):
             try:
-                async with ready(subject, task):
+                async with agents.ready(subject, task):
                     pass
             except RolloutsError as error:
                 change = "correct `setup` or `tools`; they must work for every task"
@@ -106,7 +97,7 @@ def _set_up_each(subject: Subject) -> int:
                 return number
         return len(tasks)
 
-    return in_trio(each)
+    return agents.in_trio(each)
 
 
 @once
@@ -114,26 +105,26 @@ def first_episodes(subject: Subject) -> list[First]:
     """A call of each tool, an idle agent, and the experts, before the subject plays anything else. `repeatable` plays
     them again after other episodes.
     """
-    subject.kept["before"] = kept_by_author(subject)
+    subject.kept["before"] = traces.kept_by_author(subject)
     found, subject.kept["blocked"] = _play_first(subject)
     return found
 
 
-def _play_first(subject: Subject) -> tuple[list[First], Blocked]:
+def _play_first(subject: Subject) -> tuple[list[First], traces.Blocked]:
     async def play_all() -> list[First]:
         return [
-            First(words, task, script, await play(subject, task, says(*script), turns=len(script)))
+            First(words, task, script, await agents.play(subject, task, agents.says(*script), turns=len(script)))
             for words, task, script in first_scripts(subject)
         ]
 
-    with Blocked(str(getattr(subject.component, "__module__", "")).partition(".")[0]) as blocked:
-        return in_trio(play_all), blocked
+    with traces.Blocked(str(getattr(subject.component, "__module__", "")).partition(".")[0]) as blocked:
+        return agents.in_trio(play_all), blocked
 
 
 def event_loop(subject: Subject) -> str:
     """Async methods do not block the event loop, which all episodes share: no `time.sleep`, no program, no request."""
     first_episodes(subject)
-    blocked: Blocked = subject.kept["blocked"]
+    blocked: traces.Blocked = subject.kept["blocked"]
     seen = [*blocked.calls]
     if blocked.idle and not seen:  # the first time, it may have loaded something
         seen = [*_play_first(subject)[1].idle]
@@ -145,7 +136,7 @@ def event_loop(subject: Subject) -> str:
 
 def first_scripts(subject: Subject) -> list[tuple[str, Task, list[Message]]]:
     """The first episodes before they are played: words for each, its task, and what the agent says."""
-    scripts = [("a call of each tool, then a text", subject.tasks[0], example_script(subject))]
+    scripts = [("a call of each tool, then a text", subject.tasks[0], agents.example_script(subject))]
     scripts += [("an empty text", subject.tasks[0], [Message("assistant", "")])]
     scripts += [(f"the demonstration of {shown(each.task.key)}", each.task, each.replies) for each in subject.expert]
     return scripts
@@ -162,23 +153,23 @@ def repeatable(subject: Subject) -> str:
         states = []
         for _ in range(3):
             each.play(subject)
-            states.append(kept_by_author(subject))
-        if names := grown(states):  # a list or a mapping of the class, the module or `shared`
+            states.append(traces.kept_by_author(subject))
+        if names := traces.grown(states):  # a list or a mapping of the class, the module or `shared`
             raise FailedError(f"play {each.words} three times", "; ".join(names[:2]), LEFT)
     return counted(len(known), "episode")
 
 
-def _not_repeatable(subject: Subject, first: First, difference: str, again: Sequence[Played]) -> FailedError:
+def _not_repeatable(subject: Subject, first: First, difference: str, again: Sequence[agents.Played]) -> FailedError:
     """The failure with its probable cause: what other episodes left, or something random."""
     tried = f"play {first.words} to the same task again, after other episodes"
     is_steady = not difference_of(*again)
-    before = subject.kept["before"] if is_steady else kept_by_author(subject)
+    before = subject.kept["before"] if is_steady else traces.kept_by_author(subject)
     first.play(subject)
-    left = changes(before, kept_by_author(subject))
+    left = traces.changes(before, traces.kept_by_author(subject))
     if left or is_steady:
         return FailedError(tried, "; ".join([difference, *left[:2]]), LEFT)
     change = "keep the state of an episode on `self`, and draw from a generator that `setup` makes from the task"
-    if sources := random_sources(subject, with_episode=True):
+    if sources := traces.random_sources(subject, with_episode=True):
         change = "decide it from the task, or with a generator that `setup` makes from it: random.Random(task.key)"
     return FailedError(tried, "; ".join([difference, *sources]), change)
 
@@ -219,41 +210,41 @@ def _other_results(subject: Subject) -> Iterator[str]:
 
 def no_op(subject: Subject) -> str:
     """An agent that does nothing earns less than the expert."""
-    agents = [says("") for _ in judged_demonstrations(subject)]
     change = "judge whether the task was solved, not whether the episode ended"
-    return _below(subject, "reply with an empty text", agents, change)
+    return _below(subject, "reply with an empty text", lambda each: "", change)
 
 
 def echo(subject: Subject) -> str:
     """An agent that repeats the prompt earns less than the expert."""
-    agents = [says(each.task.messages[-1].text) for each in judged_demonstrations(subject)]
     change = "compare one answer: a text that only contains the answer somewhere is no answer"
-    return _below(subject, "reply with the text of the prompt", agents, change)
+    return _below(subject, "reply with the text of the prompt", lambda each: each.task.messages[-1].text, change)
 
 
 def rewards(subject: Subject) -> str:
     """Each verdict and each metric is a finite number, in the declared range, and the same when it is given again."""
     subject.require_rewards()
     declared = _declared_range(subject)
-    task, example = subject.tasks[0], example_script(subject)
+    task, example = subject.tasks[0], agents.example_script(subject)
     pairs: list[tuple[Task, Sequence[Message]]] = [(each.task, each.replies) for each in subject.expert]
     pairs += [(task, example), *((task, [Message("assistant", text)]) for text in JUNK_REPLIES)]
     scripts = [*(each.replies for each in subject.expert[:1]), example]
     pairs += [(task, script[:1]) for script in scripts if script[0].tool_calls]  # cut off after the call
     again = tuple(term._replace(alias=f"again_{term.alias}") for term in subject.rewards)
 
-    async def judged() -> list[tuple[Played, Played]]:
+    async def judged() -> list[tuple[agents.Played, agents.Played]]:
         found = []
         for task, script in pairs:
             turns = len(script)
-            first = await play(subject, task, says(*script), turns=turns)
+            first = await agents.play(subject, task, agents.says(*script), turns=turns)
             if not first.fault:
                 await _require_unchanged(subject, task, script)
-            twice = await play(subject, task, says(*script), turns=turns, rewards=(*subject.rewards, *again))
+            twice = await agents.play(
+                subject, task, agents.says(*script), turns=turns, rewards=(*subject.rewards, *again)
+            )
             found.append((first, twice))
         return found
 
-    for (_, script), (first, twice) in zip(pairs, in_trio(judged), strict=True):
+    for (_, script), (first, twice) in zip(pairs, agents.in_trio(judged), strict=True):
         tried = f"judge an episode whose last reply is {shown(script[-1].text, 60)}"
         attempt = Attempt(tried, "correct the reward, or the class attribute reward_range", judges(subject))
         if first.fault:
@@ -264,7 +255,7 @@ def rewards(subject: Subject) -> str:
                 raise FailedError(tried, why, "let the reward return a number for any reply: 0 if it is no answer")
         for (name, value), (_, second) in (pair for each in twice.episode.by_role for pair in _pairs(each.score)):
             if value != second:
-                sources = "".join(f"; {each}" for each in random_sources(subject, with_episode=True))
+                sources = "".join(f"; {each}" for each in traces.random_sources(subject, with_episode=True))
                 change = "judge the episode alone: change nothing in a reward, draw nothing, and ask for no clock"
                 raise attempt.failed(f"{name} was {_number(value)}, then {_number(second)}{sources}", change)
         if declared and (value := first.reward) is not None:
@@ -274,7 +265,7 @@ def rewards(subject: Subject) -> str:
     return f"{counted(len(pairs), 'episode')}{within}"
 
 
-def _require_metrics(subject: Subject, played: Played, tried: str) -> None:
+def _require_metrics(subject: Subject, played: agents.Played, tried: str) -> None:
     """Raise FailedError if a metric raised, or returned no finite number."""
     for each in played.episode.by_role:
         if each.metrics.get("metric_failures"):
@@ -294,7 +285,9 @@ async def _require_unchanged(subject: Subject, task: Task, script: Sequence[Mess
         return 0.0
 
     first = RewardTerm("rollouts_before", record, 0.0, {}, ("trajectory",))
-    played = await play(subject, task, says(*script), turns=len(script), rewards=(first, *subject.rewards))
+    played = await agents.play(
+        subject, task, agents.says(*script), turns=len(script), rewards=(first, *subject.rewards)
+    )
     if played.fault or played.episode.status.is_infrastructure:
         return  # other checks report it
     change = "do not change the trajectory or its task in a reward or a metric"
@@ -311,14 +304,14 @@ def _pairs(score: Score) -> Iterator[tuple[tuple[str, float | None], tuple[str, 
         yield from zip(several[:half], several[half:], strict=False)
 
 
-def require_end(played: Played, tried: str) -> None:
+def require_end(played: agents.Played, tried: str) -> None:
     """Raise FailedError if the environment failed."""
     status = played.trajectory.status
     attempt = Attempt(tried, "correct the method that raised, or that took too long")
     attempt.require(not status.is_infrastructure, f"it ended as {status.value}: {played.trajectory.error}")
 
 
-def difference_of(first: Played, second: Played) -> str:
+def difference_of(first: agents.Played, second: agents.Played) -> str:
     """The first difference of two episodes in messages, status or reward; empty if they are equal."""
     for both in zip(first.episode.trajectories, second.episode.trajectories, strict=False):
         for number, (one, other) in enumerate(zip(*(each.messages for each in both), strict=False), start=1):
@@ -375,7 +368,7 @@ def _invented(subject: Subject) -> list[tuple[Demonstration, float]]:
     replies = [Message("assistant", str(task.answer)) for task in tasks]
 
     def earned(texts: Sequence[Message]) -> list[bool]:
-        played = play_each(subject, tasks, [says(each) for each in texts])
+        played = agents.play_each(subject, tasks, [agents.says(each) for each in texts])
         return [each.reward is not None and each.reward >= highest - SLACK for each in played]
 
     if not all(earned(replies)) or any(earned([*replies[1:], Message("assistant", "rollouts")])):
@@ -383,13 +376,14 @@ def _invented(subject: Subject) -> list[tuple[Demonstration, float]]:
     return [(Demonstration(task, [reply]), highest) for task, reply in zip(tasks, replies, strict=True)]
 
 
-def _experts(subject: Subject) -> list[Played]:
+def _experts(subject: Subject) -> list[agents.Played]:
     """The replayed demonstrations, played once for all checks."""
     return [each.played for each in first_episodes(subject)[2:]]
 
 
-def _below(subject: Subject, tried: str, agents: list[Agent], change: str) -> str:
-    played = play_each(subject, [each.task for each in judged_demonstrations(subject)], agents)
+def _below(subject: Subject, tried: str, reply: Callable[[Demonstration], str], change: str) -> str:
+    known = judged_demonstrations(subject)
+    played = agents.play_each(subject, [each.task for each in known], [agents.says(reply(each)) for each in known])
     attempt = Attempt(tried, change, judges(subject))
     for (_, expert), each in zip(judged(subject), played, strict=True):
         is_less = each.reward is None or each.reward < expert - SLACK

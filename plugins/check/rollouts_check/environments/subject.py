@@ -138,7 +138,7 @@ class Subject:
         tasks = _TasksByPrompt(self.environment.draw("train", self.rng()))
         with contextlib.suppress(ConfigError):  # the rows of `prompts` need no responses
             for messages in itertools.islice(self.environment.draw_demonstrations("train", self.rng()), READ_MAX):
-                if len(found) < self.tasks_max and (known := tasks.find(messages)) is not None:
+                if (known := tasks.find(messages)) is not None:
                     found.setdefault(encode(known.task), known)
                 if len(found) >= self.tasks_max:
                     break
@@ -152,10 +152,9 @@ class Subject:
     @property
     def expert(self) -> list[Demonstration]:
         """The demonstrations; none if there are none."""
-        try:
+        with contextlib.suppress(SkippedError):
             return self.demonstrations
-        except SkippedError:
-            return []
+        return []
 
     @property
     def is_judged(self) -> bool:
