@@ -3,9 +3,11 @@
 A check returns nothing or a short remark if the component passes, or `Passed` with notes for its author. It raises
 `FailedError` or `SkippedError` otherwise. A check that makes several demands of one call makes an `Attempt`:
 
-with trying("call it on two rollouts", "return one number for each rollout", function) as attempt:
+with trying("call it on two rollouts", function) as attempt:
     found = function(rewards)
-attempt.require(len(found) == 2, f"it returned {found}")
+attempt.require(len(found) == 2, f"it returned {found}", "return one number for each rollout")
+
+If a failure does not say what to change, it is the advice of its check: a paragraph of the docstring.
 """
 
 from __future__ import annotations
@@ -41,9 +43,11 @@ Status = Literal["passed", "failed", "skipped"]
 
 
 class FailedError(Exception):
-    """The component breaks the contract: what was tried, what was seen (with the author's line), what to change."""
+    """The component breaks the contract: what was tried, what was seen (with the author's line), what to change. If
+    `change` is empty, it is the advice of the check.
+    """
 
-    def __init__(self, tried: str, seen: str, change: str) -> None:
+    def __init__(self, tried: str, seen: str, change: str = "") -> None:
         super().__init__(f"{tried}: {seen}")
         self.tried, self.seen, self.change = tried, seen, change
 
@@ -78,12 +82,11 @@ def at(*functions: Any) -> str:
     return next((f" ({place})" for place in places if place is not None), "")
 
 
-class Attempt(NamedTuple):
+class Attempt:
     """What a check tries, and what to change if it goes wrong. A failure has the line of the first of `functions`."""
 
-    tried: str
-    change: str
-    functions: tuple[Any, ...] = ()
+    def __init__(self, tried: str, *functions: Any, change: str = "") -> None:
+        self.tried, self.functions, self.change = tried, functions, change
 
     def failed(self, seen: str, change: str = "") -> FailedError:
         """The failure of this attempt."""
@@ -96,11 +99,11 @@ class Attempt(NamedTuple):
 
 
 @contextlib.contextmanager
-def trying(tried: str, change: str = "", *functions: Any) -> Iterator[Attempt]:
+def trying(tried: str, *functions: Any, change: str = "") -> Iterator[Attempt]:
     """Run an author's code. Its error becomes a FailedError with the line that raised it, or else that of a function.
     An error of the check itself passes.
     """
-    attempt = Attempt(tried, change or "correct the line that raised the error", functions)
+    attempt = Attempt(tried, *functions, change=change)
     try:
         with authors_code():
             yield attempt

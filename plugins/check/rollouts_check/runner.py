@@ -1,5 +1,7 @@
 """Run a table of checks. A check that needs a failed one is skipped, so that one mistake is reported once.
 
+A failure that does not say what to change gets the advice of the docstring.
+
 CHECKS = (Check(definition), Check(tasks, needs=("definition",)))
 results = run_checks(CHECKS, subject, only=("tasks",))
 """
@@ -34,6 +36,12 @@ class Check(NamedTuple):
     def doc(self) -> str:
         """What the check finds out: the first paragraph of the docstring, in one line."""
         return " ".join((self.function.__doc__ or "").partition("\n\n")[0].split())
+
+    @property
+    def advice(self) -> str:
+        """What to change if a failure does not say it: what the docstring has after `Advice:`."""
+        advice = " ".join((self.function.__doc__ or "").partition("Advice:")[2].split())
+        return advice or "correct the line that raised the error"
 
 
 def once(function: Callable[[S], T]) -> Callable[[S], T]:
@@ -125,7 +133,8 @@ def _run(check: Check, subject: Any) -> Result:
     except FailedError as failure:
         if failure.__cause__ is not None and _lacks_torch(failure.__cause__):
             return skipped(without_torch)
-        return result(status="failed", tried=failure.tried, seen=failure.seen, change=failure.change)
+        change = failure.change or check.advice
+        return result(status="failed", tried=failure.tried, seen=failure.seen, change=change)
     except Exception as error:  # the author's code may raise anything
         if _lacks_torch(error):
             return skipped(without_torch)

@@ -30,10 +30,10 @@ from rollouts.runs.components import signed
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, bind_algorithm
 from rollouts.training.algorithms.kl import make_kl
 from rollouts_check.environments.definition import at_setting, check_import, import_in
-from rollouts_check.environments.traces import Leftovers, random_calls
+from rollouts_check.environments.traces import random_calls
 from rollouts_check.finding import find_ref, load
 from rollouts_check.packages import Found
-from rollouts_check.report import Attempt, FailedError, SkippedError, UntestedError, at, trying
+from rollouts_check.report import Attempt, FailedError, UntestedError, at, trying
 
 WITH_TORCH = frozenset(
     "advantages corrections kl losses mixers optimizers pairings references selectors shapings training".split()
@@ -42,12 +42,11 @@ WITH_TORCH = frozenset(
 
 
 def imports(subject: Subject) -> str:
-    """The import is fast and opens no connection. If the kind needs no torch, the import does not load it."""
-    if not subject.found.is_importable:
-        raise SkippedError(f"the {subject.word} has no name that another process can import")
-    first = ["torch"] if subject.kind in WITH_TORCH else []
-    change = f"import it inside the function that needs it: a {subject.word} may be used where it is not installed"
-    return check_import(subject.found, change, first=first)
+    """The import is fast and opens no connection. If the kind needs no torch, the import does not load it.
+
+    Advice: import it inside the function that needs it: this kind may be used where it is not installed
+    """
+    return check_import(subject.found, first=["torch"] if subject.kind in WITH_TORCH else [])
 
 
 def wheel(subject: Subject) -> str:
@@ -103,7 +102,7 @@ def unchanged(subject: Subject) -> None:
         subject.try_out(call)
         for name, value, before in inputs:
             change = f"change a copy of {name}: methods of tensors whose names end in _ change them in place"
-            attempt = Attempt(f"compare {name} before and after a call", change, (function,))
+            attempt = Attempt(f"compare {name} before and after a call", function, change=change)
             attempt.require((now := snapshot(value)) == before, _difference(before, now))
 
 
@@ -116,16 +115,16 @@ def _difference(one: str, other: str) -> str:
 
 
 def repeatable(subject: Subject) -> None:
-    """The same inputs give the same result, and no global random generator is used."""
+    """The same inputs give the same result, and no global random generator is used.
+
+    Advice: compute the result from the inputs alone: keep no state, and draw no random numbers
+    """
     for function in subject.functions:
         state = _torch_state()
         with random_calls() as calls:
             first, second = (snapshot(subject.try_out(function)) for _ in range(2))
         if first != second:
-            change = "compute the result from the inputs alone: keep no state, and draw no random numbers"
-            raise FailedError(
-                "call it twice with the same inputs", f"{_difference(first, second)}{at(function)}", change
-            )
+            raise FailedError("call it twice with the same inputs", f"{_difference(first, second)}{at(function)}")
         if state is not None and _torch_state() != state:
             calls.append("the state of the global generator of torch changed")
         if calls:
@@ -224,15 +223,11 @@ class Subject:
 
     def attempt(self, tried: str, change: str = "") -> Attempt:
         """What a check tries. Its failures have the line where the component is defined."""
-        return Attempt(tried, change, (self.component,))
+        return Attempt(tried, self.component, change=change)
 
     def trying(self, tried: str, change: str = "") -> contextlib.AbstractContextManager[Attempt]:
         """Run the component's code: see `report.trying`."""
-        return trying(tried, change, self.component)
-
-    def failed(self, tried: str, seen: str, change: str) -> FailedError:
-        """The only failure of an attempt."""
-        return self.attempt(tried, change).failed(seen)
+        return trying(tried, self.component, change=change)
 
     def skipped(self, reason: str, enable: str = "do what the reason says") -> UntestedError:
         """The error that skips a check which cannot run here. If several checks are skipped for one reason, only the
@@ -253,11 +248,6 @@ class Subject:
                 reason = " ".join(message_of(error.__cause__).split())
                 raise self.skipped(f"it cannot be made with these settings: {reason}") from error
             raise
-
-    def require_nothing_left(self, before: Leftovers, tried: str, change: str, function: Any = None) -> None:
-        """Raise FailedError if there are threads, processes or temporary files which were not there `before`."""
-        left = before.found()
-        Attempt(tried, change, (function or self.component,)).require(not left, f"it left {'; '.join(left)}")
 
     def try_out(self, function: Function) -> Any:
         """What a function returns for usual inputs."""

@@ -27,11 +27,14 @@ def trial(subject: Subject, function: Function) -> Any:
 
 
 def rows(subject: Subject) -> str:
-    """It returns rows: dicts with names of columns as their keys, and values that JSON can hold."""
+    """It returns rows: dicts with names of columns as their keys, and values that JSON can hold.
+
+    Advice: return an iterable of dicts, whose keys are the names of the columns
+    """
     source = subject.kept["source"]
     tried = f"read the first {ROWS} rows" + (f" of {source}" if source else "")
     try:
-        with subject.trying(tried, "return an iterable of dicts, whose keys are the names of the columns") as attempt:
+        with subject.trying(tried) as attempt:
             found = _rows(subject, subject.function)
     except FailedError as error:
         if _takes_source(subject) and not source:
@@ -83,19 +86,25 @@ def usable(subject: Subject) -> str | Passed:
 
 
 def streaming(subject: Subject) -> str:
-    """The rows are the same whether they are read at the start or while the run goes on."""
+    """The rows are the same whether they are read at the start or while the run goes on.
+
+    Advice: return the same rows in the same order
+    """
     if "streaming" not in subject.signature.requests:
         return "it does not ask"
     rows(subject)
     both = (map(snapshot, _rows(subject, subject.function, streams=each)) for each in (False, True))
-    attempt = subject.attempt("read the rows with `streaming`, and without", "return the same rows in the same order")
+    attempt = subject.attempt("read the rows with `streaming`, and without")
     for number, (one, other) in enumerate(itertools.zip_longest(*both), start=1):
         attempt.require(one == other, f"row {number} differs")
     return ""
 
 
 def no_source(subject: Subject) -> str | Passed:
-    """A source that does not exist is an error that names it."""
+    """A source that does not exist is an error that names it.
+
+    Advice: name the source in the error: the user may have mistyped it
+    """
     if not _takes_source(subject):
         raise SkippedError("it takes no source")
     rows(subject)
@@ -105,8 +114,7 @@ def no_source(subject: Subject) -> str | Passed:
     except Exception as error:  # an author's code may raise anything
         if "missing.rows" in str(error):
             return ""
-        change = "name the source in the error: the user may have mistyped it"
-        attempt = subject.attempt(f"read {missing}, which does not exist", change)
+        attempt = subject.attempt(f"read {missing}, which does not exist")
         raise attempt.failed(f"the error was {type(error).__name__}: {first_line(error)}") from error
     many = f"for the source {missing}, which does not exist, it returned {counted(len(found), 'row')}"
     return Passed("", [f"{many}; a loader that takes no source should not name `source`{at(subject.function)}"])

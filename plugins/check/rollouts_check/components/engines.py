@@ -32,13 +32,15 @@ NEAR = 1e-3  # nats
 
 
 def protocol(subject: Subject) -> str:
-    """The engine has every field and method of the Protocol and of its capabilities. Making it starts nothing."""
+    """The engine has every field and method of the Protocol and of its capabilities. Making it starts nothing.
+
+    Advice: add what is missing to the class: rollouts.inference.base.InferenceBackend
+    """
     engine = _engine(subject)
     try:
         check_engine(engine, subject.found.label)
     except RolloutsError as error:
-        change = "add what is missing to the class: rollouts.inference.base.InferenceBackend"
-        raise FailedError("make the engine, and read its fields and methods", message_of(error), change) from error
+        raise FailedError("make the engine, and read its fields and methods", message_of(error)) from error
     return ", ".join(name for name, value in engine.capabilities._asdict().items() if value is True)
 
 
@@ -50,7 +52,10 @@ def absent(subject: Subject) -> str:
 
 
 def replies(subject: Subject) -> str:
-    """It replies: ids with finite logprobs of 0 or less, or a message; at most `max_tokens`; one seed, one reply."""
+    """It replies: ids with finite logprobs of 0 or less, or a message; at most `max_tokens`; one seed, one reply.
+
+    Advice: return a ChatReply with Message("assistant", text)
+    """
 
     async def three(engine: Any) -> list[Any]:
         if engine.capabilities.chats:
@@ -60,7 +65,7 @@ def replies(subject: Subject) -> str:
 
     found = _ask(subject, three)
     if isinstance(found[0], ChatReply):
-        attempt = subject.attempt("ask for a reply", 'return a ChatReply with Message("assistant", text)')
+        attempt = subject.attempt("ask for a reply")
         for each in found:
             is_message = isinstance(each, ChatReply) and isinstance(each.message, Message)
             attempt.require(is_message and each.message.role == "assistant", f"it returned {shown(each)}")
@@ -74,7 +79,10 @@ def replies(subject: Subject) -> str:
 
 
 def scores(subject: Subject) -> str:
-    """`score` gives the logprobs with which it sampled: one for each id, the first one 0."""
+    """`score` gives the logprobs with which it sampled: one for each id, the first one 0.
+
+    Advice: score at the sampling temperature, with the same weights
+    """
     capabilities = _engine(subject).capabilities
     if not capabilities.trainable:
         raise SkippedError("it returns no token ids")
@@ -85,7 +93,7 @@ def scores(subject: Subject) -> str:
 
     generation, scored = _ask(subject, reply_and_scores)
     wanted = len(TOKENS) + len(generation.tokens)
-    attempt = subject.attempt("score a sampled reply", "score at the sampling temperature, with the same weights")
+    attempt = subject.attempt("score a sampled reply")
     change = "return one logprob for each id, and 0.0 for the first"
     attempt.require(len(scored) == wanted and not scored[0], f"it returned {shown(scored)} for {wanted} ids", change)
     apart = max(abs(a - b) for a, b in zip(scored[len(TOKENS) :], generation.logprobs, strict=True))
@@ -94,7 +102,10 @@ def scores(subject: Subject) -> str:
 
 
 def sessions(subject: Subject) -> None:
-    """Sessions have different names, may be closed twice, and `health` says that the engine works."""
+    """Sessions have different names, may be closed twice, and `health` says that the engine works.
+
+    Advice: return a different text for each session
+    """
 
     async def two(engine: Any) -> tuple[list[Any], Any]:
         names = [engine.open_session((0, number)) for number in range(2)]
@@ -103,7 +114,7 @@ def sessions(subject: Subject) -> None:
         return names, await engine.health()
 
     names, health = _ask(subject, two)
-    attempt = subject.attempt("open two sessions, and ask for its health", "return a different text for each session")
+    attempt = subject.attempt("open two sessions, and ask for its health")
     is_named = len(set(names)) == 2 and all(isinstance(name, str) for name in names)
     attempt.require(is_named, f"the names are {shown(names)}")
     is_well = isinstance(health, Health) and health.ok
@@ -116,8 +127,7 @@ def _check_generation(subject: Subject, found: Any) -> None:
     attempt.require(isinstance(found, Generation), f"it returned {shown(found)}")
     size, logprobs = len(found.tokens), found.logprobs
     is_valid = len(logprobs) == size and all(math.isfinite(each) and each <= 0 for each in logprobs)
-    seen = f"{counted(size, 'id')} with the logprobs {shown(logprobs)}"
-    attempt.require(1 <= size <= MAX_TOKENS and is_valid, seen)
+    attempt.require(1 <= size <= MAX_TOKENS and is_valid, f"{counted(size, 'id')} with the logprobs {shown(logprobs)}")
     change = "return spans that cover every token: VersionSpan(version, 0, len(tokens))"
     attempt.require(len(found.versions) == size, f"the spans have {len(found.versions)} of {size} tokens", change)
     largest, limit = max(found.tokens), _engine(subject).vocabulary_size

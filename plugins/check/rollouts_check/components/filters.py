@@ -33,11 +33,13 @@ def trial(subject: Subject, function: Function) -> Any:
 
 
 def values(subject: Subject) -> str:
-    """It returns True to keep a group, and False or a reason as text to drop it."""
-    change = "return True to keep the group; False, or a short text that says why, to drop it"
+    """It returns True to keep a group, and False or a reason as text to drop it.
+
+    Advice: return True to keep the group; False, or a short text that says why, to drop it
+    """
     kept = 0
     for rewards in list(GROUPS.values())[:USUAL]:
-        with subject.trying("call it on groups of rollouts", change) as attempt:
+        with subject.trying("call it on groups of rollouts") as attempt:
             returned = _filtered(subject, subject.function, _group(rewards))
         is_verdict = returned.strip() if isinstance(returned, str) else type(returned).__name__ in ("bool", "bool_")
         attempt.require(is_verdict, f"it returned {shown(returned)} ({type(returned).__name__})")
@@ -46,10 +48,12 @@ def values(subject: Subject) -> str:
 
 
 def any_group(subject: Subject) -> str:
-    """It accepts rollouts that no reward could judge (None), groups of one rollout, and empty replies."""
+    """It accepts rollouts that no reward could judge (None), groups of one rollout, and empty replies.
+
+    Advice: leave out None: [r for r in rewards if r is not None]
+    """
     for words, rewards in GROUPS.items():
-        change = "leave out None: [r for r in rewards if r is not None]"
-        with subject.trying(f"call it on a group with {words}", change):
+        with subject.trying(f"call it on a group with {words}"):
             _filtered(subject, subject.function, _group(rewards))
     with subject.trying("call it on a group whose replies are empty"):
         _filtered(subject, subject.function, _group((1.0, 0.0), live=0, reply=""))
@@ -57,11 +61,13 @@ def any_group(subject: Subject) -> str:
 
 
 def order(subject: Subject) -> None:
-    """The order of the rollouts has no effect."""
+    """The order of the rollouts has no effect.
+
+    Advice: compute the verdict from all rollouts, not from their positions
+    """
     for words, rewards in list(GROUPS.items())[:USUAL]:
         one, other = (_filtered(subject, subject.function, _group(each)) for each in (rewards, rewards[::-1]))
-        change = "compute the verdict from all rollouts, not from their positions"
-        attempt = subject.attempt(f"call it on a group with {words}, and in the other order", change)
+        attempt = subject.attempt(f"call it on a group with {words}, and in the other order")
         attempt.require(one == other, f"it returned {shown(one)}, then {shown(other)}")
 
 

@@ -63,11 +63,13 @@ def logs(subject: Subject) -> None:
 
 
 def any_metric(subject: Subject) -> str:
-    """It accepts every metric: NaN, infinities, new and long names, no metric at all."""
+    """It accepts every metric: NaN, infinities, new and long names, no metric at all.
+
+    Advice: accept any number, also NaN, and any text as its name
+    """
     with _opened(subject, "any_metric") as logger:
         for step, (words, metrics) in enumerate(STRANGE.items()):
-            change = "accept any number, also NaN, and any text as its name"
-            with subject.trying(f"log {words}: {shown(metrics, 60)}", change):
+            with subject.trying(f"log {words}: {shown(metrics, 60)}"):
                 logger.log({**STEP, **metrics} if metrics else {}, step)
         with subject.trying("close it"):
             logger.close()
@@ -75,23 +77,28 @@ def any_metric(subject: Subject) -> str:
 
 
 def metrics_unchanged(subject: Subject) -> None:
-    """It does not change the metrics, which other loggers get too."""
+    """It does not change the metrics, which other loggers get too.
+
+    Advice: change a copy: dict(metrics)
+    """
     with _opened(subject, "metrics_unchanged") as logger:
         metrics = dict(STEP)
         logger.log(metrics, 0)
         logger.close()
-    attempt = Attempt("compare the metrics before and after `log`", "change a copy: dict(metrics)", (type(logger).log,))
+    attempt = Attempt("compare the metrics before and after `log`", type(logger).log)
     attempt.require(metrics == STEP, f"they were {shown(STEP)}, then {shown(metrics)}")
 
 
 def samples(subject: Subject) -> str:
-    """If it takes rollouts (`log_samples`), it says how many (`sample_settings`), and accepts every row."""
+    """If it takes rollouts (`log_samples`), it says how many (`sample_settings`), and accepts every row.
+
+    Advice: have `log_samples(self, name, rows, step)`, and a `SampleSettings` in `self.sample_settings`
+    """
     with _opened(subject, "samples") as logger:
         has = [name for name in ("log_samples", "sample_settings") if hasattr(logger, name)]
         if not has:
             raise SkippedError("it takes metrics alone")
-        change = "have `log_samples(self, name, rows, step)`, and a `SampleSettings` in `self.sample_settings`"
-        attempt, settings = subject.attempt("read its attributes", change), getattr(logger, "sample_settings", None)
+        attempt, settings = subject.attempt("read its attributes"), getattr(logger, "sample_settings", None)
         is_whole = len(has) == 2 and isinstance(settings, SampleSettings)
         attempt.require(is_whole, f"it has {' and '.join(has)}; `sample_settings` is {shown(settings)}")
         for step, (words, row) in enumerate(ROWS.items()):
@@ -99,7 +106,7 @@ def samples(subject: Subject) -> str:
                 rows = [dict(row), dict.fromkeys(row), dict(row)]
                 change = "accept any text, any number, and None in each column"
                 tried = f"log {words}: {shown(row, 60)}"
-                with trying(tried, change, type(logger).log_samples) as attempt:
+                with trying(tried, type(logger).log_samples, change=change) as attempt:
                     logger.log_samples(name, rows, step)
                 attempt.require(rows == [row, dict.fromkeys(row), row], "it changed the rows", "change a copy")
             logger.log(dict(STEP), step)
@@ -109,7 +116,10 @@ def samples(subject: Subject) -> str:
 
 
 def quick(subject: Subject) -> str:
-    """`log` returns soon: its calls would pile up."""
+    """`log` returns soon: its calls would pile up.
+
+    Advice: collect the metrics, and send them in a thread that `close` ends
+    """
     slowest = 0.0
     with _opened(subject, "quick") as logger:
         for step in range(3):
@@ -117,25 +127,29 @@ def quick(subject: Subject) -> str:
             logger.log(dict(STEP), step)
             slowest = max(slowest, time.perf_counter() - begun)
         logger.close()
-    change = "collect the metrics, and send them in a thread that `close` ends"
-    attempt = Attempt("log a step", change, (type(logger).log,))
-    attempt.require(slowest <= LOG_SECONDS, f"it took {slowest:.1f} seconds")
+    Attempt("log a step", type(logger).log).require(slowest <= LOG_SECONDS, f"it took {slowest:.1f} seconds")
     return f"{slowest * 1000:.1f} ms"
 
 
 def closes(subject: Subject) -> None:
-    """`close` may be called twice, and leaves no thread and no process."""
+    """`close` may be called twice, and leaves no thread and no process.
+
+    Advice: let a second call do nothing
+    """
     before = Leftovers(subject.scratch / "none")
     with _opened(subject, "closes") as logger:
         logger.log(dict(STEP), 0)
         logger.close()
-        with subject.trying("close it twice", "let a second call do nothing"):
+        with subject.trying("close it twice"):
             logger.close()
-    subject.require_nothing_left(before, "close it", "end threads and processes in `close`", type(logger).close)
+    before.require_none(Attempt("close it", type(logger).close, change="end threads and processes in `close`"))
 
 
 def resumed(subject: Subject) -> None:
-    """A resumed run opens it again in the same folder, and logs its steps from there on. Earlier steps remain."""
+    """A resumed run opens it again in the same folder, and logs its steps from there on. Earlier steps remain.
+
+    Advice: keep the steps before first_step: open a file to append, not to write it anew
+    """
 
     def log(logger: Any, first: int, last: int) -> int:
         for step in range(first, last + 1):
@@ -146,10 +160,7 @@ def resumed(subject: Subject) -> None:
 
     with _opened(subject, "resumed") as logger:
         before = log(logger, 0, RESUMED_AT + 1)
-    change = "keep the steps before first_step: open a file to append, not to write it anew"
-    with subject.trying(
-        f"open it again in the same folder at step {RESUMED_AT}, and log three steps", change
-    ) as attempt:
+    with subject.trying(f"open it again in the same folder at step {RESUMED_AT}, and log three steps") as attempt:
         with _opened(subject, "resumed", first_step=RESUMED_AT) as again:
             after = log(again, RESUMED_AT, RESUMED_AT + 2)
     attempt.require(after * 2 >= before, f"its files had {counted(before, 'byte')}, and have {after} afterwards")

@@ -26,9 +26,12 @@ EVENT_SECONDS = 1.0  # a run waits for each call
 
 
 def command(subject: Subject) -> str:
-    """It is a click.Command, with a name that is not one of the core's commands."""
+    """It is a click.Command, with a name that is not one of the core's commands.
+
+    Advice: decorate the function with @click.command()
+    """
     found = subject.component
-    attempt = subject.attempt("look at the object and its name", "decorate the function with @click.command()")
+    attempt = subject.attempt("look at the object and its name")
     attempt.require(isinstance(found, click.Command), f"it is a {type(found).__name__}")
     name = subject.found.label.rpartition("/")[2]
     if name in COMMANDS and app.get_command(click.Context(app), name) is not found:
@@ -37,14 +40,17 @@ def command(subject: Subject) -> str:
 
 
 def help_text(subject: Subject) -> str:
-    """`--help` works, and says what the command and each of its options do."""
+    """`--help` works, and says what the command and each of its options do.
+
+    Advice: correct the error
+    """
     result = _invoke(subject, "--help")
     seen = f"it ended with exit code {result.exit_code}: {shown(result.output, 120)}"
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         seen = words_of(result.exception)
-    Attempt("call it with --help", "correct the error").require(result.exit_code == 0, seen)
+    Attempt("call it with --help").require(result.exit_code == 0, seen)
     found: click.Command = subject.component
-    attempt = Attempt("read its help", "write a docstring", (found.callback,))
+    attempt = Attempt("read its help", found.callback, change="write a docstring")
     attempt.require((found.help or "").strip(), "it has no help")
     for option in found.params:
         if isinstance(option, click.Option) and not (option.help or "").strip() and not option.hidden:
@@ -54,14 +60,16 @@ def help_text(subject: Subject) -> str:
 
 
 def wrong_usage(subject: Subject) -> None:
-    """Wrong usage is one clear error with exit code 2: an unknown option, and a path that does not exist."""
+    """Wrong usage is one clear error with exit code 2: an unknown option, and a path that does not exist.
+
+    Advice: raise rollouts.errors.UserError with what was given, what was expected, and what to type
+    """
     wanted = [each for each in subject.component.params if isinstance(each, click.Argument) and each.required]
     paths = [each for each in wanted if isinstance(each.type, click.Path | click.File)]
     no_path = [["/no/such/folder/of/rollouts"] * len(paths)] if paths == wanted and wanted else []
     for arguments in (["--no-such-option-of-rollouts"], *no_path):
         result = _invoke(subject, *arguments)
-        change = "raise rollouts.errors.UserError with what was given, what was expected, and what to type"
-        attempt = Attempt(f"call it with {' '.join(arguments)}", change)
+        attempt = Attempt(f"call it with {' '.join(arguments)}")
         if result.exception is not None and not isinstance(result.exception, SystemExit | RolloutsError):
             raise attempt.failed(words_of(result.exception))
         is_refused = result.exit_code != 0 or arguments in no_path
@@ -77,10 +85,12 @@ def _invoke(subject: Subject, *arguments: str) -> Result:
 
 
 def hooks(subject: Subject) -> str:
-    """Its functions are hooks that a run calls: marked with @hookimpl, with known names and arguments, not async."""
+    """Its functions are hooks that a run calls: marked with @hookimpl, with known names and arguments, not async.
+
+    Advice: correct the function: rollouts.plugins.hookspecs has the hooks and their arguments
+    """
     manager = PluginManager(installed=False)
-    change = "correct the function: rollouts.plugins.hookspecs has the hooks and their arguments"
-    attempt = Attempt("register its functions", change)
+    attempt = Attempt("register its functions")
     for fault in (*manager.register(subject.component, distribution=subject.found.label), *manager.remarks):
         raise attempt.failed(str(fault))
     change = "write @hookimpl above a function such as `def rollouts_step_end(metrics, step)`"
@@ -89,7 +99,10 @@ def hooks(subject: Subject) -> str:
 
 
 def events(subject: Subject) -> str:
-    """It receives the events of a run without an exception, soon, and changes nothing that it receives."""
+    """It receives the events of a run without an exception, soon, and changes nothing that it receives.
+
+    Advice: correct the line that raised the error
+    """
     manager = _registered(subject)
     events_of_run = [name for name in EVENTS if name in manager.hooks]
     if not events_of_run:
@@ -110,7 +123,7 @@ def events(subject: Subject) -> str:
         faults = manager.call_event(name, **values)
         seconds = time.perf_counter() - begun
         function = getattr(subject.component, name, None)
-        attempt = Attempt(f"call {name}", "correct the line that raised the error", (function,))
+        attempt = Attempt(f"call {name}", function)
         attempt.require(not faults, str(next(iter(faults), "")))
         attempt.require(snapshot(values) == before, "it changed what it received", "change a copy")
         attempt.require(seconds <= EVENT_SECONDS, f"it took {seconds:.1f} seconds", "do the work in a thread")
@@ -118,12 +131,15 @@ def events(subject: Subject) -> str:
 
 
 def components(subject: Subject) -> str:
-    """Every component that it lists can be found, and an unknown name is None."""
+    """Every component that it lists can be found, and an unknown name is None.
+
+    Advice: return the component of each name that rollouts_list_components returns, and None for other names
+    """
     manager = _registered(subject)
     if not {"rollouts_find_component", "rollouts_list_components"} & set(manager.hooks):
         raise SkippedError("it offers no components")
     is_there = "rollouts_find_component" in manager.hooks
-    attempt = Attempt("read its hooks", "write `def rollouts_find_component(kind, name)`")
+    attempt = Attempt("read its hooks", change="write `def rollouts_find_component(kind, name)`")
     attempt.require(is_there, "it lists components, and has no rollouts_find_component")
     function = subject.component.rollouts_find_component
     count = 0
@@ -131,8 +147,7 @@ def components(subject: Subject) -> str:
         listed = [ref.name for ref in manager.list(kind, hooks=True) if not ref.value]  # others are in metadata
         for name in ("no_such_component_of_rollouts", *listed):
             given = {"kind": kind, "name": name}
-            change = "return the component of each name that rollouts_list_components returns, and None for other names"
-            with trying(f"find {name} of the kind {kind}", change, function) as attempt:
+            with trying(f"find {name} of the kind {kind}", function) as attempt:
                 found = function(**{key: given[key] for key in inspect.signature(function).parameters})
             attempt.require((found is not None) == (name in listed), f"it returned {shown(found)}")
         count += len(listed)

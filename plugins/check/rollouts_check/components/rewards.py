@@ -47,13 +47,16 @@ def values(subject: Subject) -> str:
 
 
 def any_reply(subject: Subject) -> str:
-    """It judges every reply without an exception: empty, very long, unicode, a failed call, no reply at all."""
+    """It judges every reply without an exception: empty, very long, unicode, a failed call, no reply at all.
+
+    Advice: return a number for any reply: 0 if it is no answer
+    """
     episodes = _episodes(subject)
     values(subject)
 
     async def each_twice() -> None:  # in one trio run, which keeps the processes of a reward that has some
         for each in episodes:
-            with subject.trying(f"judge {each.words}", "return a number for any reply: 0 if it is no answer"):
+            with subject.trying(f"judge {each.words}"):
                 await _judged(subject, subject.function, [each, each])
             progressed()
 
@@ -90,14 +93,14 @@ async def _judged(subject: Subject, function: Function, episodes: Sequence[Playe
             found.append((await ask(function, requests, own, name=label, seconds=REWARD_SECONDS)).value)
         return found
     except trio.TooSlowError:
-        attempt = Attempt("judge an episode", "do less, or give what it waits for a deadline", (function,))
+        attempt = Attempt("judge an episode", function, change="do less, or give what it waits for a deadline")
         raise attempt.failed(f"it took longer than {REWARD_SECONDS:g} seconds") from None
 
 
 def _one_each(function: Function, returned: Any, count: int, of: str, change: str) -> list[Any]:
     values = [None] * count if returned is None else list(returned)
     seen = f"it returned {counted(len(values), 'value')} for {counted(count, of)}"
-    Attempt("judge a group", change, (function,)).require(len(values) == count, seen)
+    Attempt("judge a group", function, change=change).require(len(values) == count, seen)
     return values
 
 

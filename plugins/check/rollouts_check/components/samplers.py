@@ -31,18 +31,23 @@ def trial(subject: Subject, function: Function) -> Any:
 
 
 def chooses(subject: Subject) -> str:
-    """It chooses a task at every draw, and sees what the groups earned."""
-    change = "return the key of a task, or None for the next one in order"
-    with subject.trying(f"draw {DRAWS} of {len(TASKS)} tasks", change):
+    """It chooses a task at every draw, and sees what the groups earned.
+
+    Advice: return the key of a task, or None for the next one in order
+    """
+    with subject.trying(f"draw {DRAWS} of {len(TASKS)} tasks"):
         drawn = _draws(_made(subject, subject.function), 0, DRAWS)
     different = counted(len(set(drawn) - {None}), "different task")
     return f"draws {different}, and {drawn.count(None)} times the next one in order"
 
 
 def any_outcome(subject: Subject) -> None:
-    """It accepts every outcome: groups without a judged rollout, of one rollout, and with any rewards."""
+    """It accepts every outcome: groups without a judged rollout, of one rollout, and with any rewards.
+
+    Advice: accept any list of floats and None
+    """
     for words, rewards in STRANGE.items():
-        with subject.trying(f"report {words}: {shown(rewards)}", "accept any list of floats and None"):
+        with subject.trying(f"report {words}: {shown(rewards)}"):
             sampling = _made(subject, subject.function)
             sampling.finished(TASKS[0], rewards, 0)
             _draws(sampling, 1, PER_STEP)
@@ -50,9 +55,11 @@ def any_outcome(subject: Subject) -> None:
 
 
 def restored(subject: Subject) -> None:
-    """A checkpoint can hold its state, and a sampler that is restored draws the same tasks."""
-    change = "return everything from `state` that later draws depend on, and set it in `restore`"
-    with subject.trying(f"save the state after {DRAWS // 2} draws, and restore it", change) as attempt:
+    """A checkpoint can hold its state, and a sampler that is restored draws the same tasks.
+
+    Advice: return everything from `state` that later draws depend on, and set it in `restore`
+    """
+    with subject.trying(f"save the state after {DRAWS // 2} draws, and restore it") as attempt:
         sampling, again = _made(subject, subject.function), _made(subject, subject.function)
         _draws(sampling, 0, DRAWS // 2)
         again.load_state_dict(sampling.state_dict())
@@ -62,9 +69,11 @@ def restored(subject: Subject) -> None:
 
 
 def other_tasks(subject: Subject) -> None:
-    """A state of other tasks can be restored: some are gone, and others are new."""
-    change = "leave out tasks that are gone, and add those that are new"
-    with subject.trying("restore the state of other tasks", change):
+    """A state of other tasks can be restored: some are gone, and others are new.
+
+    Advice: leave out tasks that are gone, and add those that are new
+    """
+    with subject.trying("restore the state of other tasks"):
         sampling, other = (_made(subject, subject.function, tasks) for tasks in (TASKS[:-2], TASKS[2:]))
         _draws(sampling, 0, DRAWS // 2)
         other.load_state_dict(sampling.state_dict())
@@ -99,11 +108,13 @@ def curriculum_trial(subject: Subject, function: Function) -> Any:
 
 
 def values(subject: Subject) -> str:
-    """It returns a finite weight of 0 or more for every step, and more than 0 for some."""
+    """It returns a finite weight of 0 or more for every step, and more than 0 for some.
+
+    Advice: return a number of 0 or more: the weight among all environments
+    """
     found = []
     for step in STEPS:
-        change = "return a number of 0 or more: the weight among all environments"
-        with subject.trying(f"call it at step {step:,}", change) as attempt:
+        with subject.trying(f"call it at step {step:,}") as attempt:
             found.append(weight := call_with(subject.function, {"step": step}))
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
         attempt.require(is_number and math.isfinite(weight) and weight >= 0, f"it returned {shown(weight)}")

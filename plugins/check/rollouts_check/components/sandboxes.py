@@ -23,17 +23,19 @@ LATE_SECONDS = 15.0  # how long the end of a late command may take
 
 
 def protocol(subject: Subject) -> str:
-    """It makes an object with `words`, `not_stopped`, `check` and `open`; `check` says if none can be opened here."""
+    """It makes an object with `words`, `not_stopped`, `check` and `open`; `check` says if none can be opened here.
+
+    Advice: write the methods and attributes of rollouts.sandboxes.Sandboxes
+    """
     made = _made(subject)
-    attempt = subject.attempt("make it", "write the methods and attributes of rollouts.sandboxes.Sandboxes")
+    attempt = subject.attempt("make it")
     lacks = [name for name in ("words", "not_stopped", "check", "open") if not hasattr(made, name)]
     is_one = not lacks and isinstance(made, Sandboxes)
     attempt.require(is_one, f"it made {type(made).__name__}, which has no {', '.join(lacks)}")
     is_list = not isinstance(made.not_stopped, str) and all(isinstance(each, str) for each in made.not_stopped)
     is_said = isinstance(made.words, str) and made.words.strip() and is_list
     change = "say in one line what a sandbox is, and in a list of texts what it does not stop"
-    seen = f"words is {shown(made.words)}, not_stopped is {shown(made.not_stopped)}"
-    attempt.require(is_said, seen, change)
+    attempt.require(is_said, f"words is {shown(made.words)}, not_stopped is {shown(made.not_stopped)}", change)
     _require_open(subject)
     return str(made.words)
 
@@ -78,19 +80,21 @@ def apart(subject: Subject) -> None:
     """Two sandboxes at the same time have workspaces of their own, which are empty at first."""
     with _opened(subject) as one, _opened(subject) as other:
         one.write("mine", "1")
-        seen = _run(other, "ls -A").stdout
-        _expect("list the files of another sandbox", seen, "", subject)
+        _expect("list the files of another sandbox", _run(other, "ls -A").stdout, "", subject)
         other.write("mine", "2")
         _expect("read a file that both have", one.read("mine"), b"1", subject)
 
 
 def late(subject: Subject) -> str:
-    """A command that takes too long is killed at its deadline, with all that it started; the sandbox goes on."""
+    """A command that takes too long is killed at its deadline, with all that it started; the sandbox goes on.
+
+    Advice: kill the command at its deadline
+    """
     with _opened(subject) as sandbox:
         begun = time.monotonic()
         result = _run(sandbox, "echo begun; sleep 300 & sleep 300", seconds=1.0)
         took = time.monotonic() - begun
-        attempt = subject.attempt("run `sleep 300` with seconds=1", "kill the command at its deadline")
+        attempt = subject.attempt("run `sleep 300` with seconds=1")
         attempt.require(
             result.timed_out and took <= LATE_SECONDS, f"timed_out is {result.timed_out} after {took:.0f} s"
         )
@@ -102,10 +106,13 @@ def late(subject: Subject) -> str:
 
 
 def limits(subject: Subject) -> None:
-    """Output is limited, a command may lower limits, and an unknown limit is a TypeError."""
+    """Output is limited, a command may lower limits, and an unknown limit is a TypeError.
+
+    Advice: keep the first part
+    """
     with _opened(subject) as sandbox:
         result = _run(sandbox, "yes | head -c 300000", output_kib=2)
-        attempt = subject.attempt("run a command that writes 300,000 bytes, with output_kib=2", "keep the first part")
+        attempt = subject.attempt("run a command that writes 300,000 bytes, with output_kib=2")
         seen = f"is_cut is {result.is_cut}, and stdout has {len(result.stdout)} characters"
         attempt.require(result.is_cut and len(result.stdout) <= 2048, seen)
         unknown: Any = {"memory_gb": 1}
@@ -114,7 +121,10 @@ def limits(subject: Subject) -> None:
 
 
 def closed(subject: Subject) -> None:
-    """After `close`, every method raises SandboxLostError; `close` may be called again; nothing is left."""
+    """After `close`, every method raises SandboxLostError; `close` may be called again; nothing is left.
+
+    Advice: end all processes and remove all files in `close`
+    """
     _require_open(subject)
     with own_temporary_folder(subject.scratch / "closed") as folder:
         before = Leftovers(folder)
@@ -130,12 +140,14 @@ def closed(subject: Subject) -> None:
             ("write a file", lambda: sandbox.write("x", "y")),
         ):
             _expect_error(f"{words} after close", call, (SandboxLostError,), subject)
-        change = "end all processes and remove all files in `close`"
-        subject.require_nothing_left(before, "close it", change)
+        before.require_none(subject.attempt("close it"))
 
 
 def time_to_live(subject: Subject) -> None:
-    """At its time to live it ends by itself: its methods raise SandboxLostError, and `lost` says why."""
+    """At its time to live it ends by itself: its methods raise SandboxLostError, and `lost` says why.
+
+    Advice: let `lost` say that its time to live is over
+    """
     if not any(setting.name == "ttl_seconds" for setting in subject.signature.settings):
         raise SkippedError("it has no setting `ttl_seconds`")
     _require_open(subject)
@@ -143,8 +155,7 @@ def time_to_live(subject: Subject) -> None:
     try:
         call = functools.partial(sandbox.exec, "sleep 300", seconds=LATE_SECONDS)
         _expect_error("run a command that takes longer than ttl_seconds=1", call, (SandboxLostError,), subject)
-        attempt = subject.attempt("look why it was lost", "let `lost` say that its time to live is over")
-        attempt.require(sandbox.lost, "`lost` is empty")
+        subject.attempt("look why it was lost").require(sandbox.lost, "`lost` is empty")
     finally:
         sandbox.close()
 
@@ -194,7 +205,7 @@ def _opened(subject: Subject) -> Iterator[Sandbox]:
 def _run(sandbox: Sandbox, command: Any, **options: Any) -> Result:
     """The result of a command. Raises FailedError if it is no Result, or if an error is raised."""
     change = "return a rollouts.sandboxes.Result: a command that fails is no exception"
-    with trying(f"run {shown(command, 60)}", change, sandbox.exec) as attempt:
+    with trying(f"run {shown(command, 60)}", sandbox.exec, change=change) as attempt:
         result = sandbox.exec(command, **{"seconds": SECONDS, **options})
     attempt.require(isinstance(result, Result), f"it returned {type(result).__name__}")
     return result

@@ -45,7 +45,7 @@ def values(subject: Subject) -> str:
     reported: list[str] = []
     for called in _each(subject):
         change = "return one value for each token; the engine masks, weighs and adds them up"
-        with trying("call it on the tokens of four rollouts", change, called.function) as attempt:
+        with trying("call it on the tokens of four rollouts", called.function, change=change) as attempt:
             found, names = called.evaluated(called.usual().with_gradient())
         reported += names
         faulty = ~found.isfinite()
@@ -107,10 +107,12 @@ def _compare(called: Called, tokens: Tokens, name: str) -> None:
 
 
 def masked(subject: Subject) -> None:
-    """Masked positions have no effect: they get no gradient, and what is there changes no other value."""
+    """Masked positions have no effect: they get no gradient, and what is there changes no other value.
+
+    Advice: leave masked positions out of sums and means: name `mask`, and write x.where(mask > 0, 0.0)
+    """
     for called in _each(subject):
-        change = "leave masked positions out of sums and means: name `mask`, and write x.where(mask > 0, 0.0)"
-        attempt = called.attempt("change the inputs at masked positions, and compute their gradients", change)
+        attempt = called.attempt("change the inputs at masked positions, and compute their gradients")
         tokens = called.usual()
         first, other = called.values(tokens), called.values(beside_mask(tokens, subject.random("mask")))
         kept = _live_values(tokens, first)
@@ -128,8 +130,10 @@ def _live_values(tokens: Tokens, found: Tensor) -> Tensor:
 
 
 def rows(subject: Subject) -> None:
-    """Values do not depend on how a batch is split into microbatches, nor on the order of its rows."""
-    change = "compute the values of a row from this row alone; to get whole rollouts or groups, name rollout_index"
+    """Values do not depend on how a batch is split into microbatches, nor on the order of its rows.
+
+    Advice: compute the values of a row from this row alone; to get whole rollouts or groups, name rollout_index
+    """
     for called in _each(subject):
         tokens = called.usual()
         own = units(tokens, called.names)
@@ -140,15 +144,17 @@ def rows(subject: Subject) -> None:
             for number, (one, other) in enumerate(zip(whole, found, strict=True)):
                 texts = [shown(each.tolist(), 60) for each in (one, other)]
                 seen = f"the values of part {number} were {texts[0]} in the whole batch, and are {texts[1]}"
-                called.attempt(f"call it on {tried}", change).require(_near(one, other), seen)
+                called.attempt(f"call it on {tried}").require(_near(one, other), seen)
 
 
 def finite(subject: Subject) -> None:
-    """Values and gradients are finite at extremes: policies far apart, certain tokens, advantages of 0."""
-    change = "limit a difference of logprobs before exp(), such as (new - old).clamp(-20, 20).exp()"
+    """Values and gradients are finite at extremes: policies far apart, certain tokens, advantages of 0.
+
+    Advice: limit a difference of logprobs before exp(), such as (new - old).clamp(-20, 20).exp();
+    torch.where does not stop a gradient that is infinite
+    """
     for called in _each(subject):
-        tried = "call it with logprobs from 0 to -100, and advantages from -1 to 5, in float32"
-        attempt = called.attempt(tried, f"{change}; torch.where does not stop a gradient that is infinite")
+        attempt = called.attempt("call it with logprobs from 0 to -100, and advantages from -1 to 5, in float32")
         tokens = extreme_tokens().with_gradient()
         if "pair_index" in called.names:
             tokens = tokens.changed(advantages=1.0 - 2.0 * (tokens.inputs["rollout_index"] % 2))
@@ -168,23 +174,28 @@ def _where(called: Called, tokens: Tokens, found: Tensor, what: str) -> str:
 
 
 def equal(subject: Subject) -> None:
-    """Equal policies cost nothing: the value is 0 where the policy is the reference."""
+    """Equal policies cost nothing: the value is 0 where the policy is the reference.
+
+    Advice: subtract the two logprobs
+    """
     for called in _each(subject):
         tokens = called.usual()
         names = [name for name in tokens.inputs if name.endswith("_logprobs") and "topk" not in name]
         found = called.values(tokens.changed(**dict.fromkeys(names, tokens.inputs["logprobs"])))
-        attempt = called.attempt("call it with a reference that equals the policy", "subtract the two logprobs")
+        attempt = called.attempt("call it with a reference that equals the policy")
         attempt.require(_near(found, found * 0), f"the values are {shown(found.tolist())}")
 
 
 def agreement(subject: Subject) -> None:
-    """Tokens on which trainer and sampler agree have one weight above 0, so that on-policy batches are trained."""
-    change = "compute the weight from old_logprobs - rollout_logprobs, which is 0 here"
+    """Tokens on which trainer and sampler agree have one weight above 0, so that on-policy batches are trained.
+
+    Advice: compute the weight from old_logprobs - rollout_logprobs, which is 0 here
+    """
     for called in _each(subject):
         tokens = called.usual()
         found = called.values(tokens.changed(rollout_logprobs=tokens.inputs["old_logprobs"]))[tokens.live]
         is_one = bool((found > 0).all()) and _near(found, found[:1].expand_as(found))
-        attempt = called.attempt("call it with equal logprobs of trainer and sampler", change)
+        attempt = called.attempt("call it with equal logprobs of trainer and sampler")
         attempt.require(is_one, f"the weights are {shown(found.tolist())}")
 
 
@@ -207,9 +218,9 @@ class Called(NamedTuple):
         """Those of them that carry a gradient."""
         return [name for name in WITH_GRADIENT if name in self.names]
 
-    def attempt(self, tried: str, change: str) -> Attempt:
+    def attempt(self, tried: str, change: str = "") -> Attempt:
         """What a check tries. Its failures have the line of the function."""
-        return Attempt(tried, change, (self.function,))
+        return Attempt(tried, self.function, change=change)
 
     def usual(self) -> Tokens:
         """Usual tokens for it."""

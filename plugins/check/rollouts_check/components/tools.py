@@ -34,8 +34,11 @@ LONG = 100_000
 
 
 def tool_definition(subject: Subject) -> str:
-    """It has a schema: each argument of the model has a name and a type, and the docstring says what it does."""
-    with trying("read the schemas of its tools", "correct the signatures", subject.component) as attempt:
+    """It has a schema: each argument of the model has a name and a type, and the docstring says what it does.
+
+    Advice: correct the signatures
+    """
+    with trying("read the schemas of its tools", subject.component) as attempt:
         if is_several := is_toolset(subject.component):
             check_toolset(Toolset(subject.found.label, subject.component, subject.settings))
             tools = tools_for(_environment(subject))
@@ -130,10 +133,12 @@ def parser_trial(subject: Subject, function: Function) -> Any:
 
 
 def plain_text(subject: Subject) -> str:
-    """It returns (calls, text). In a text without calls it finds none, and returns the text."""
-    change = "return (calls, text): a list of ToolCall, and the text without the calls, and nothing else removed"
+    """It returns (calls, text). In a text without calls it finds none, and returns the text.
+
+    Advice: return (calls, text): a list of ToolCall, and the text without the calls, and nothing else removed
+    """
     for text in PLAIN:
-        with subject.trying(f"read {shown(text, 60)}", change) as attempt:
+        with subject.trying(f"read {shown(text, 60)}") as attempt:
             calls, rest = _parser(subject).calls(text, TOOLS)
         attempt.require(not calls, f"it read {shown(calls)}", "read only what your format marks as a call")
         attempt.require(rest.split() == text.split(), f"the remaining text is {shown(rest, 80)}")
@@ -145,7 +150,7 @@ def round_trip(subject: Subject) -> None:
     parser, change = _parser(subject), "let `write` return what the parser reads"
     if parser.write is None:
         raise SkippedError("it has no `write`, which demonstrations with calls need")
-    with trying("write a call and read it", change):
+    with trying("write a call and read it", change=change):
         parser.check()
     for words, calls in CALLS.items():
         with subject.trying(f"write {words} and read them", change) as attempt:
@@ -156,14 +161,16 @@ def round_trip(subject: Subject) -> None:
 
 
 def any_text(subject: Subject) -> str:
-    """No reply makes it raise, however malformed; every beginning of a call is a reply too."""
+    """No reply makes it raise, however malformed; every beginning of a call is a reply too.
+
+    Advice: return the call with `error`, ToolCall(name, error=...), and let the model read what is wrong
+    """
     texts = dict(HOSTILE)
     if (write := _parser(subject).write) is not None:
         whole = write(CALLS["two calls"])
         texts |= {f"the first {count} characters of a call": whole[:count] for count in range(len(whole))}
     for words, text in texts.items():
-        change = "return the call with `error`, ToolCall(name, error=...), and let the model read what is wrong"
-        with subject.trying(f"read {words}: {shown(text, 40)}", change) as attempt:
+        with subject.trying(f"read {words}: {shown(text, 40)}") as attempt:
             calls, _ = _parser(subject).calls(text, TOOLS)
         change = "return calls whose names are text, and whose arguments are a dict that JSON can hold"
         for call in calls:
@@ -173,16 +180,18 @@ def any_text(subject: Subject) -> str:
 
 
 def quick(subject: Subject) -> str:
-    """Reading takes little time, also of a long or malformed reply."""
+    """Reading takes little time, also of a long or malformed reply.
+
+    Advice: search with a pattern that does not try all ways to split the text, such as (.*)*
+    """
     slowest, texts = 0.0, [("a text of many words", "word " * LONG), *HOSTILE.items()]
     for words, text in texts:
         begun = time.perf_counter()
         with contextlib.suppress(Exception):  # `any_text` reports it
             _parser(subject).calls(text, TOOLS)
         slowest = max(slowest, seconds := time.perf_counter() - begun)
-        change = "search with a pattern that does not try all ways to split the text, such as (.*)*"
         seen = f"it took {seconds:.1f} seconds for {len(text):,} characters"
-        subject.attempt(f"read {words}", change).require(seconds <= READ_SECONDS, seen)
+        subject.attempt(f"read {words}").require(seconds <= READ_SECONDS, seen)
     return f"{slowest * 1000:.0f} ms"
 
 

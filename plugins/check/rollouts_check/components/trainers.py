@@ -30,7 +30,10 @@ ALGORITHM = Algorithm(group_norm, "token_mean", (Term(reinforce),))
 
 
 def protocol(subject: Subject) -> None:
-    """The backend has every field and method of the Protocol."""
+    """The backend has every field and method of the Protocol.
+
+    Advice: add them: rollouts.training.batches.TrainingBackend
+    """
 
     async def look(backend: Any) -> list[str]:
         methods = [name for name, value in vars(TrainingBackend).items() if callable(value) and name[0] != "_"]
@@ -38,20 +41,21 @@ def protocol(subject: Subject) -> None:
         return [name for name in names if not hasattr(backend, name)]
 
     missing = _with_backend(subject, look)
-    attempt = subject.attempt("make it for the toy model", "add them: rollouts.training.batches.TrainingBackend")
-    attempt.require(not missing, f"it has no {', no '.join(missing)}")
+    subject.attempt("make it for the toy model").require(not missing, f"it has no {', no '.join(missing)}")
 
 
 def forward(subject: Subject) -> str:
-    """`forward` gives a finite logprob of 0 or less for each live token."""
+    """`forward` gives a finite logprob of 0 or less for each live token.
+
+    Advice: return one value for each token of each row: the logprob of this token
+    """
 
     async def compute(backend: Any) -> Any:
         return await backend.forward(_batch(), ("logprobs",))
 
     output = _with_backend(subject, compute)
     found, batch = output.logprobs, _batch()
-    change = "return one value for each token of each row: the logprob of this token"
-    attempt = subject.attempt("compute the logprobs of four rows", change)
+    attempt = subject.attempt("compute the logprobs of four rows")
     is_whole = found is not None and [len(row) for row in found] == [len(row.tokens) for row in batch.rows]
     attempt.require(is_whole, f"the logprobs are {shown(found)}")
     pairs = [pair for row, own in zip(batch.rows, found, strict=True) for pair in zip(own, row.loss_mask, strict=True)]
@@ -61,7 +65,10 @@ def forward(subject: Subject) -> str:
 
 
 def step(subject: Subject) -> str:
-    """An optimizer step changes the weights, counts the version, and makes rewarded tokens more likely."""
+    """An optimizer step changes the weights, counts the version, and makes rewarded tokens more likely.
+
+    Advice: correct the sign or the step
+    """
 
     async def train(backend: Any) -> tuple[int, int, float, float, dict[str, float]]:
         before, first = await _objective(backend), backend.version
@@ -69,7 +76,7 @@ def step(subject: Subject) -> str:
         return first, backend.version, before, await _objective(backend), metrics
 
     first, last, before, after, metrics = _with_backend(subject, train)
-    attempt = subject.attempt("train 5 steps on rewarded and unrewarded rollouts", "correct the sign or the step")
+    attempt = subject.attempt("train 5 steps on rewarded and unrewarded rollouts")
     change = "begin with version 0, and add 1 in each step"
     attempt.require((first, last) == (0, 5), f"the version was {first}, then {last}", change)
     attempt.require(after > before, f"the objective was {before:.4g}, then {after:.4g}")
@@ -79,7 +86,10 @@ def step(subject: Subject) -> str:
 
 
 def nothing_live(subject: Subject) -> None:
-    """A step without a trained token is skipped: weights and version stay as they are."""
+    """A step without a trained token is skipped: weights and version stay as they are.
+
+    Advice: skip the step if the denominator is 0
+    """
 
     async def train(backend: Any) -> tuple[int, bool]:
         before, empty = await _logprobs(backend), _batch()
@@ -91,13 +101,16 @@ def nothing_live(subject: Subject) -> None:
         return backend.version, await _logprobs(backend) == before
 
     version, is_same = _with_backend(subject, train)
-    attempt = subject.attempt("train a step whose masks are all 0", "skip the step if the denominator is 0")
+    attempt = subject.attempt("train a step whose masks are all 0")
     attempt.require(version == 0, f"the version is {version}")
     attempt.require(is_same, "the weights changed")
 
 
 def weights(subject: Subject) -> None:
-    """Weights that are read and loaded again give the same logprobs."""
+    """Weights that are read and loaded again give the same logprobs.
+
+    Advice: return copies of the weights, and replace the model's by name
+    """
 
     async def swap(backend: Any) -> bool:
         kept, before = await backend.get_weights(), await _logprobs(backend)
@@ -105,13 +118,15 @@ def weights(subject: Subject) -> None:
         await backend.load_weights(kept)
         return await _logprobs(backend) == before
 
-    change = "return copies of the weights, and replace the model's by name"
-    attempt = subject.attempt("get the weights, train a step, and load them", change)
+    attempt = subject.attempt("get the weights, train a step, and load them")
     attempt.require(_with_backend(subject, swap), "the logprobs differ")
 
 
 def checkpoint(subject: Subject) -> None:
-    """A saved checkpoint continues as the original: the same steps, version and state."""
+    """A saved checkpoint continues as the original: the same steps, version and state.
+
+    Advice: save weights, optimizer and counters
+    """
     path = str(subject.scratch / "checkpoint")
 
     async def begin(backend: Any) -> tuple[str, int]:
@@ -127,8 +142,7 @@ def checkpoint(subject: Subject) -> None:
 
     first, version = _with_backend(subject, begin)
     again, other_version, state = _with_backend(subject, go_on)
-    tried = "save after two steps, load into a new backend, and train two more steps"
-    attempt = subject.attempt(tried, "save weights, optimizer and counters")
+    attempt = subject.attempt("save after two steps, load into a new backend, and train two more steps")
     attempt.require(first == again, "the logprobs differ")
     attempt.require(version == other_version, f"the versions are {version}, {other_version}")
     change = "return the `state` that `save` received"
@@ -143,7 +157,7 @@ def closes(subject: Subject) -> None:
         await _train(backend, 1)
 
     _with_backend(subject, work)
-    subject.require_nothing_left(before, "train a step and close it", "end threads and processes in `close`")
+    before.require_none(subject.attempt("train a step and close it", "end threads and processes in `close`"))
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------

@@ -28,13 +28,16 @@ def reference_trial(subject: Subject, function: Function) -> Any:
 
 
 def updates(subject: Subject) -> str:
-    """It changes the reference in place, keeps it finite, and returns nothing."""
+    """It changes the reference in place, keeps it finite, and returns nothing.
+
+    Advice: write into `reference`, and return nothing
+    """
     reference, policy = _tensors(1), _tensors(2)
     shapes = [(each.shape, each.dtype) for each in reference]
     moved = 0
     for version in VERSIONS:
         before = snapshot(reference)
-        with subject.trying(f"call it at version {version}", "write into `reference`, and return nothing") as attempt:
+        with subject.trying(f"call it at version {version}") as attempt:
             returned = _apply(subject.function, reference, policy, version)
         moved += snapshot(reference) != before
         attempt.require(returned is None, f"it returned {type(returned).__name__}")
@@ -46,13 +49,15 @@ def updates(subject: Subject) -> str:
 
 
 def policy_unchanged(subject: Subject) -> None:
-    """It does not change the policy."""
+    """It does not change the policy.
+
+    Advice: change `reference` only
+    """
     policy = _tensors(2)
     before = snapshot(policy)
     for version in VERSIONS:
         _apply(subject.function, _tensors(1), policy, version)
-        attempt = subject.attempt(f"call it at version {version}", "change `reference` only")
-        attempt.require(snapshot(policy) == before, "the policy changed")
+        subject.attempt(f"call it at version {version}").require(snapshot(policy) == before, "the policy changed")
 
 
 def precisions(subject: Subject) -> None:
@@ -108,7 +113,10 @@ def steps(subject: Subject) -> None:
 
 
 def descends(subject: Subject) -> str:
-    """Steps go against the gradient: the square of the parameters falls."""
+    """Steps go against the gradient: the square of the parameters falls.
+
+    Advice: correct the sign or the size of a step
+    """
     parameters = _parameters()
     optimizer = _made(subject.function, parameters)
     before = _squares(parameters)
@@ -117,19 +125,21 @@ def descends(subject: Subject) -> str:
             each.grad = 2 * each.detach()
         optimizer.step()
     after = _squares(parameters)
-    attempt = subject.attempt("minimize the sum of the squares", "correct the sign or the size of a step")
+    attempt = subject.attempt("minimize the sum of the squares")
     attempt.require(after < before, f"it was {before:g}, and is {after:g} after 20 steps")
     return f"{before:.3g} to {after:.3g} in 20 steps with lr {LR:g}"
 
 
 def learning_rates(subject: Subject) -> None:
-    """Each group has its own rate, and a rate of 0 changes nothing: the trainer sets the rates before each step."""
+    """Each group has its own rate, and a rate of 0 changes nothing: the trainer sets the rates before each step.
+
+    Advice: give torch the groups as they are: each has `params` and `lr`
+    """
     parameters = _parameters()
     given = [{"params": [each], "lr": LR * (number + 1)} for number, each in enumerate(parameters)]
     optimizer = subject.function(given, LR)
     rates = {id(each): group["lr"] for group in optimizer.param_groups for each in group["params"]}
-    change = "give torch the groups as they are: each has `params` and `lr`"
-    attempt = subject.attempt("make it with two groups of different rates", change)
+    attempt = subject.attempt("make it with two groups of different rates")
     for number, each in enumerate(parameters, start=1):
         rate, seen = LR * number, rates.get(id(each), -1.0)
         attempt.require(abs(seen - rate) <= 1e-12, f"a group with the rate {rate:g} got {seen:g}")
@@ -159,7 +169,10 @@ def gradients(subject: Subject) -> None:
 
 
 def restored(subject: Subject) -> str:
-    """A resumed run continues with the same steps: the state is saved and loaded as in a checkpoint."""
+    """A resumed run continues with the same steps: the state is saved and loaded as in a checkpoint.
+
+    Advice: keep all state in `self.state[parameter]` or in the groups: tensors and numbers
+    """
     import torch
 
     from rollouts.training.backends.optimizer import (
@@ -184,8 +197,7 @@ def restored(subject: Subject) -> str:
     load_plain_state(second, others, plain)
     for optimizer, parameters in ((first, one), (second, other)):
         _step(optimizer, parameters, 3)
-    change = "keep all state in `self.state[parameter]` or in the groups: tensors and numbers"
-    attempt = subject.attempt("save its state after three steps, and load it into a new one", change)
+    attempt = subject.attempt("save its state after three steps, and load it into a new one")
     first_values, second_values = (snapshot([each.detach() for each in own]) for own in (one, other))
     attempt.require(first_values == second_values, "the parameters differ after three more steps")
     return counted(len(saved), "tensor")

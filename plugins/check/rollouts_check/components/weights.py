@@ -42,27 +42,35 @@ def values(subject: Subject) -> str:
 
 
 def masked(subject: Subject) -> None:
-    """Tokens with a mask of 0 have the weight 0."""
+    """Tokens with a mask of 0 have the weight 0.
+
+    Advice: multiply the weight by the mask
+    """
     found = aggregate(subject.function, ROWS)
-    attempt = subject.attempt("look at the weights of masked tokens", "multiply the weight by the mask")
+    attempt = subject.attempt("look at the weights of masked tokens")
     for number, (weights, mask) in enumerate(zip(found.weights, ROWS.masks, strict=True)):
         for place, (weight, live) in enumerate(zip(weights, mask, strict=True)):
             attempt.require(live or not weight, f"token {place} of row {number} has the weight {weight:g}")
 
 
 def nothing_live(subject: Subject) -> None:
-    """Rows without a trained token do no harm: there is no exception, and the denominator is finite."""
-    change = "a rollout without trained tokens may occur: do not divide by its number of tokens"
-    with subject.trying("call it on rows whose masks are all 0", change) as attempt:
+    """Rows without a trained token do no harm: there is no exception, and the denominator is finite.
+
+    Advice: a rollout without trained tokens may occur: do not divide by its number of tokens
+    """
+    with subject.trying("call it on rows whose masks are all 0") as attempt:
         found = aggregate(subject.function, EMPTY)
     attempt.require(math.isfinite(found.denominator), f"the denominator is {found.denominator}")
     one = ROWS._replace(masks=[ROWS.masks[0], *EMPTY.masks[1:]])
-    with subject.trying("call it on rows of which only the first one has trained tokens", change):
+    with subject.trying("call it on rows of which only the first one has trained tokens"):
         aggregate(subject.function, one)
 
 
 def order(subject: Subject) -> None:
-    """The order of the rows has no effect on their weights and on the denominator."""
+    """The order of the rows has no effect on their weights and on the denominator.
+
+    Advice: find rows by rollout_index
+    """
     first = aggregate(subject.function, ROWS)
     places = [4, 2, 0, 3, 1]
     columns = [(name, column) for name, column in ROWS._asdict().items() if name != "max_tokens"]
@@ -73,5 +81,5 @@ def order(subject: Subject) -> None:
     pairs = [pair for row, theirs in rows for pair in zip(row, theirs, strict=True)]
     seen = f"D and the weights were {first.denominator:g}, {shown(wanted, 80)}, then {again.denominator:g}, "
     seen += shown(again.weights, 80)
-    attempt = subject.attempt(f"call it on the rows in the order {places}", "find rows by rollout_index")
+    attempt = subject.attempt(f"call it on the rows in the order {places}")
     attempt.require(all(abs(one - other) <= SLACK for one, other in pairs), seen)

@@ -50,7 +50,10 @@ class Numbers:
 
 
 def connects(subject: Subject) -> str:
-    """It makes a Connector, whose `open` starts a worker that greets; `end` ends it and says how it ended."""
+    """It makes a Connector, whose `open` starts a worker that greets; `end` ends it and says how it ended.
+
+    Advice: start `worker_command(options)`, and pass its messages on
+    """
 
     async def open_and_end() -> tuple[Any, Any]:
         connection = await _open(subject)
@@ -61,7 +64,7 @@ def connects(subject: Subject) -> str:
         return greeting, words
 
     greeting, words = _in_time(open_and_end)
-    attempt = subject.attempt("open a worker and end it", "start `worker_command(options)`, and pass its messages on")
+    attempt = subject.attempt("open a worker and end it")
     is_hello = isinstance(greeting, dict) and greeting.get("type") == "hello"
     attempt.require(is_hello, f"the first message is {shown(greeting)}")
     change = "return a text that says how it ended"
@@ -70,7 +73,10 @@ def connects(subject: Subject) -> str:
 
 
 def leaves_nothing(subject: Subject) -> None:
-    """No process is left of a worker that is ended, or whose start is cancelled."""
+    """No process is left of a worker that is ended, or whose start is cancelled.
+
+    Advice: end what you started in a `finally`, also if `open` is cancelled
+    """
     before = Leftovers(subject.scratch / "none")
 
     async def start_and_cancel() -> None:
@@ -83,8 +89,7 @@ def leaves_nothing(subject: Subject) -> None:
                     await connection.end(END_SECONDS)
 
     _in_time(start_and_cancel)
-    change = "end what you started in a `finally`, also if `open` is cancelled"
-    subject.require_nothing_left(before, "cancel the start of a worker at several moments, and end others", change)
+    before.require_none(subject.attempt("cancel the start of a worker at several moments, and end others"))
 
 
 def plays(subject: Subject) -> str:
@@ -123,7 +128,7 @@ def _in_time(work: Callable[[], Awaitable[T]]) -> T:
         with trio.fail_after(START_SECONDS):
             return await work()
 
-    with trying("start a worker and end it", "let `open` and `end` return") as attempt:
+    with trying("start a worker and end it", change="let `open` and `end` return") as attempt:
         try:
             return in_trio(run)
         except trio.TooSlowError:

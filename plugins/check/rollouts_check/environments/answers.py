@@ -608,5 +608,5 @@ def _look_in_replies(subject: Subject) -> None:
 
     text = in_trio(given_away) if len(set(answers)) > 1 else ""
     tried = f"reply with {WRONG_REPLY!r}, then with the answer, in every task"
-    attempt = subject.attempt(tried, "end the episode there, or pay less for an answer that was shown", "reply")
+    attempt = subject.attempt(tried, "reply", change="end the episode there, or pay less for an answer that was shown")
     attempt.require(not text, f"`reply` shows the answer, such as {shown(text)}, and the next reply earns the reward")

@@ -30,7 +30,10 @@ from rollouts_check.report import Attempt, FailedError, Passed, SkippedError
 
 
 def definition(subject: Subject) -> str:
-    """The methods, marks and signatures of the class are those that a run accepts. The constructor leaves nothing."""
+    """The methods, marks and signatures of the class are those that a run accepts. The constructor leaves nothing.
+
+    Advice: open it in `setup`, and end it in `close`: `close` runs for objects of an episode only
+    """
     subject.kept["process"] = traces.state_of_process()
     env = subject.environment.make_checked()
     with traces.own_temporary_folder(subject.scratch / "constructor") as folder:
@@ -38,9 +41,7 @@ def definition(subject: Subject) -> str:
         for _ in range(2):
             subject.environment.make_checked()
         gc.collect()
-        change = "open it in `setup`, and end it in `close`: `close` runs for objects of an episode only"
-        attempt = subject.attempt("make two objects that play no episode", change, "__post_init__", "__init__")
-        left.require_none(attempt)
+        left.require_none(subject.attempt("make two objects that play no episode", "__post_init__", "__init__"))
     try:
         check_environment(env)
     except EnvironmentDefinitionError as error:
@@ -56,7 +57,10 @@ def at_setting(component: Any, name: str) -> str:
 
 
 def settings(subject: Subject) -> str:
-    """The settings can be written to a settings file and read back, and give an equal environment."""
+    """The settings can be written to a settings file and read back, and give an equal environment.
+
+    Advice: give every setting a default that TOML can hold: text, numbers, lists, tables with text keys
+    """
     chosen, own = subject.environment.chosen, subject.resolved.components["env"]
     whole = {"env": completed({"env": own}, {"env": [chosen]})["env"], "reward": []}
     tried = "write the settings to a TOML file, as a run does, and read them back"
@@ -69,8 +73,7 @@ def settings(subject: Subject) -> str:
         manager = PluginManager(read.source.objects.components)
         (again,) = choose(manager, {"env": read.components["env"]}, read.source)["env"]
     except ConfigError as error:
-        change = "give every setting a default that TOML can hold: text, numbers, lists, tables with text keys"
-        raise FailedError(tried, message_of(error), change) from error
+        raise FailedError(tried, message_of(error)) from error
     for name, value in chosen.settings.items():
         back = again.settings.get(name)
         if not is_secret(name) and (type(back) is not type(value) or back != value):
@@ -80,7 +83,7 @@ def settings(subject: Subject) -> str:
         one, other = (subject.environment._replace(chosen=each).make_checked() for each in (chosen, again))
         change = "do not compare by what is no setting: field(init=False, compare=False) for state of an episode"
         differ = f"two objects with these settings differ: {shown(one)} and {shown(other)}"
-        subject.attempt(tried, change).require(one == other, differ)
+        subject.attempt(tried, change=change).require(one == other, differ)
     return counted(len(chosen.settings), "setting")
 
 
@@ -94,42 +97,41 @@ IMPORT_SECONDS = 3.0
 def imports(subject: Subject) -> str:
     """The import is fast, loads no torch, opens no connection, starts nothing, and leaves signals and the working
     directory alone.
+
+    Advice: import it inside the function that needs it: an environment may run where it is not installed
     """
-    if not subject.found.is_importable:
-        raise SkippedError("the class has no name that another process can import")
-    change = "import it inside the function that needs it: an environment may run where it is not installed"
-    return check_import(subject.found, change)
+    return check_import(subject.found)
 
 
-def check_import(found: Found, change: str, *, first: Sequence[str] = ()) -> str:
+def check_import(found: Found, *, first: Sequence[str] = ()) -> str:
     """Import the component in a process of its own, and judge how long it takes, and what it imports and opens. The
-    modules `first` are imported before, and allowed. `change` says what to do about a forbidden module.
+    modules `first` are imported before, and allowed.
     """
+    if not found.is_importable:
+        raise SkippedError("it has no name that another process can import")
     forbidden = () if "torch" in first else FORBIDDEN
     for _ in range(2):  # the first import may compile
-        seen = import_in([sys.executable], found.kind, found.name, first, forbidden, sys.path)
+        seen = import_in([sys.executable], found.kind, found.name, sys.path, first=first, forbidden=forbidden)
         if seen["seconds"] < IMPORT_SECONDS:
             break
-    attempt = Attempt("import it in a process of its own", "do it where it is used, not when the module is imported")
+    attempt = Attempt("import it in a process of its own")
     for name, place in seen["modules"].items():
-        raise attempt.failed(f"it imports {name}" + (f" ({place})" if place else ""), change)
+        raise attempt.failed(f"it imports {name}" + (f" ({place})" if place else ""))
     for did, place in seen["effects"].items():
-        raise attempt.failed(did + (f" ({place})" if place else ""))
+        change = "do it where it is used, not when the module is imported"
+        raise attempt.failed(did + (f" ({place})" if place else ""), change)
     words = f"let it take less than {IMPORT_SECONDS:g} s: load data and models where they are used"
     attempt.require(seen["seconds"] < IMPORT_SECONDS, f"it took {seen['seconds']:.1f} seconds, twice", words)
     return f"{seen['seconds']:.2f} s"
 
 
 def import_in(
-    python: list[str],
-    kind: str,
-    name: str,
-    first: Sequence[str] = (),
-    forbidden: Sequence[str] = (),
-    path: list[str] | None = None,
+    python: list[str], kind: str, name: str, path: list[str] | None = None, **modules: Sequence[str]
 ) -> dict[str, Any]:
-    """What a Python saw of the import of a component: see `child`. `path` is its `sys.path`; None: its own."""
-    request = {"kind": kind, "name": name, "first": first, "forbidden": forbidden}
+    """What a Python saw of the import of a component: see `child`. `path` is its `sys.path`; None: its own. `modules`
+    are imported `first`, and `forbidden`.
+    """
+    request = {"kind": kind, "name": name, "first": (), "forbidden": (), **modules}
     found: dict[str, Any] = traces.ask_child(python, "import", request, {}, path)
     return found
 
@@ -157,10 +159,12 @@ LEFT_BY_TASKS = "drawing left something that later draws see: change no list of 
 
 
 def tasks(subject: Subject) -> str:
-    """`tasks` gives tasks for training. Each has a prompt that a model can read, and its own data."""
-    attempt = subject.attempt("read the tasks", "make new lists and mappings for each task", "tasks")
-    change = "yield at least one Task for 'train'"
-    attempt.require(subject.drawn, "tasks('train', rng) gave nothing", change)
+    """`tasks` gives tasks for training. Each has a prompt that a model can read, and its own data.
+
+    Advice: make new lists and mappings for each task
+    """
+    attempt = subject.attempt("read the tasks", "tasks")
+    attempt.require(subject.drawn, "tasks('train', rng) gave nothing", "yield at least one Task for 'train'")
     evaluated = subject.draw(DRAWN, "eval")
     for task in [*subject.drawn, *evaluated]:
         has_prompt = any(message.text.strip() for message in task.messages)
@@ -201,13 +205,15 @@ def same_seed(subject: Subject) -> str:
 
 
 def task_ids(subject: Subject) -> Passed:
-    """Two different tasks never have the same id, and evaluation tasks are not training tasks with other ids."""
+    """Two different tasks never have the same id, and evaluation tasks are not training tasks with other ids.
+
+    Advice: make the id from everything that distinguishes the task, or leave it out
+    """
     known: dict[str, Task] = {}
     prompts: dict[bytes, Task] = {}
     notes: list[str] = []
     splits = {split: subject.draw(IDS_MAX, split, seconds=IDS_SECONDS) for split in ("train", "eval")}
-    change = "make the id from everything that distinguishes the task, or leave it out"
-    attempt = subject.attempt(f"compare the first {IDS_MAX} tasks of each split", change, "tasks")
+    attempt = subject.attempt(f"compare the first {IDS_MAX} tasks of each split", "tasks")
     for task in [*splits["train"], *splits["eval"]]:
         other = prompts.setdefault(encode(task.messages), task) if task.id is None else known.setdefault(task.id, task)
         is_same, seen = encode(other) == encode(task), f"the id {task.id!r} belongs to {shown(other)} and {shown(task)}"
@@ -245,7 +251,10 @@ def _renamed(subject: Subject, train: Sequence[Task], held_out: Sequence[Task]) 
 
 
 def seeds_differ(subject: Subject) -> str:
-    """Endless tasks depend on the seed."""
+    """Endless tasks depend on the seed.
+
+    Advice: draw from the argument `rng`, or return a list
+    """
     drawn = [[encode(task) for task in subject.draw(DRAWN, purpose=f"seed {number}")] for number in range(3)]
     if drawn[0] != drawn[1] or drawn[0] != drawn[2]:
         return "3 seeds"
@@ -254,29 +263,33 @@ def seeds_differ(subject: Subject) -> str:
     is_endless = any(count >= ENDLESS or time.monotonic() - begun > ENDLESS_SECONDS for count, _ in tasks)
     if len(set(drawn[0])) < len(drawn[0]) or not is_endless:
         raise SkippedError("the tasks are the same for each seed, and they end or repeat themselves")
-    attempt = subject.attempt("draw tasks with 3 seeds", "draw from the argument `rng`, or return a list", "tasks")
+    attempt = subject.attempt("draw tasks with 3 seeds", "tasks")
     raise attempt.failed(f"the first {counted(len(drawn[0]), 'task')} are the same, and the tasks do not end")
 
 
 def random_state(subject: Subject) -> str:
-    """The global random generators are not used: not by tasks, not by an episode, not by rewards."""
+    """The global random generators are not used: not by tasks, not by an episode, not by rewards.
+
+    Advice: use the argument `rng` of `tasks`; in an episode, make a generator: random.Random(task.key)
+    """
     with traces.random_calls() as calls:
         subject.draw(DRAWN)
         first = subject.tasks[:1]
         replies = [agents.script_for(subject, task) for task in first]
         agents.play_each(subject, first, [agents.says(*script) for script in replies], turns=max(map(len, replies)))
     if calls:
-        change = "use the argument `rng` of `tasks`; in an episode, make a generator: random.Random(task.key)"
-        raise FailedError("draw tasks and play an episode", "; ".join(calls[:3]), change)
+        raise FailedError("draw tasks and play an episode", "; ".join(calls[:3]))
     return "random, numpy" if "numpy" in sys.modules else "random"
 
 
 def plain_data(subject: Subject) -> str:
-    """Tasks are plain JSON data: text, numbers, booleans, None, lists, and dicts with text keys."""
+    """Tasks are plain JSON data: text, numbers, booleans, None, lists, and dicts with text keys.
+
+    Advice: write lists for tuples, and text for other objects: task.answer of a worker is read from JSON
+    """
     for task in [*subject.drawn, *subject.draw(DRAWN, "eval")]:
         prompt = [message.content for message in task.messages]
-        change = "write lists for tuples, and text for other objects: task.answer of a worker is read from JSON"
-        attempt = subject.attempt("read the tasks", change, "tasks")
+        attempt = subject.attempt("read the tasks", "tasks")
         for name, value in (("answer", task.answer), ("info", task.info), ("prompt", prompt)):
             attempt.require(not (fault := next(_not_plain(value, f"task.{name}"), "")), fault)
     for demonstration in subject.expert:

@@ -81,7 +81,7 @@ class Trick(NamedTuple):
 
     tried: str
     agent_for: AgentFor
-    change: str
+    change: str = ""
     reply: str = ""
     is_more: bool = False
     among: Callable[[Demonstration], bool] = lambda each: True
@@ -110,7 +110,7 @@ def refuse(subject: Subject, trick: Trick) -> None:
         reward, expert = values[0]
         than = f"more than the expert's {expert:g}" if trick.is_more else "as for the expert"
         seen = f"the reward was {reward:g}, {than}, in {len(values)} of {len(pairs)} tasks"
-        raise Attempt(trick.tried, trick.change, judges(subject)).failed(seen)
+        raise Attempt(trick.tried, *judges(subject), change=trick.change).failed(seen)
 
 
 def refuse_each(subject: Subject, tricks: Iterable[Trick], seconds: float | None = None) -> int:
@@ -167,7 +167,10 @@ def _others(subject: Subject, each: Demonstration) -> list[Demonstration]:
 
 
 def forged_lists(subject: Subject) -> str:
-    """A reply that lists many candidates does not earn the expert's reward."""
+    """A reply that lists many candidates does not earn the expert's reward.
+
+    Advice: compare one answer, such as the last number of the last message, and refuse a reply with several
+    """
     count = refuse_each(subject, _lists(subject)) + refuse_each(subject, _submission_lists(subject))
     return f"{count + refuse_each(subject, _call_lists(subject), TRICKS_SECONDS)} replies"
 
@@ -194,9 +197,8 @@ def _lists(subject: Subject) -> Iterator[Trick]:
     if len(answers) > 2:
         tricks += [(f"the answers of all tasks, joined by {mark!r}", mark, ordered) for mark in (" ", "\n", ", ")]
         tricks.append(("the expert's last message, once for each of the answers of all tasks", "\n", phrased))
-    change = "compare one answer, such as the last number of the last message, and refuse a reply with several"
     for words, mark, texts in tricks:
-        yield Trick(f"reply with {words}", _joined(mark, texts), change)
+        yield Trick(f"reply with {words}", _joined(mark, texts))
 
 
 def _phrased(each: Demonstration, answer: str) -> str:
@@ -298,9 +300,11 @@ def _expert_with(calls_for: Callable[[ToolCall], Sequence[ToolCall]]) -> AgentFo
 
 
 def forged_verdicts(subject: Subject) -> str:
-    """A reply that imitates a verdict does not earn the expert's reward."""
-    change = "judge by the task, and do not read a verdict from the model's text"
-    tricks = [Trick(f"reply with {text!r}", _saying(text), change, text) for text in VERDICTS]
+    """A reply that imitates a verdict does not earn the expert's reward.
+
+    Advice: judge by the task, and do not read a verdict from the model's text
+    """
+    tricks = [Trick(f"reply with {text!r}", _saying(text), reply=text) for text in VERDICTS]
     change = "read what a tool said from the tool, not from any message"
     for messages in expert_messages(subject):
         first = next((place for place, each in enumerate(messages) if each.role == "assistant"), len(messages))
@@ -328,14 +332,16 @@ def _claims(subject: Subject) -> Iterator[Trick]:
 
 
 def forged_values(subject: Subject) -> str:
-    """A special value, such as nan, an empty list or a pattern for any text, does not earn the expert's reward."""
+    """A special value, such as nan, an empty list or a pattern for any text, does not earn the expert's reward.
+
+    Advice: refuse what is no answer: a number that is not finite, and a list or a mapping that lacks something
+    """
     return f"{refuse_each(subject, _special(subject))} replies"
 
 
 def _special(subject: Subject) -> Iterator[Trick]:
-    change = "refuse what is no answer: a number that is not finite, and a list or a mapping that lacks something"
     for text in SPECIAL:
-        yield Trick(f"reply with {text!r}", _saying(text), change, text)
+        yield Trick(f"reply with {text!r}", _saying(text), reply=text)
     keys = list(dict.fromkeys(key for each in judged_demonstrations(subject) for key in _fields(each)))[:6]
     for key, value in itertools.product(keys, FIELDS):
 
@@ -344,8 +350,7 @@ def _special(subject: Subject) -> Iterator[Trick]:
             other = next((fields for fields in others if fields != own), None)
             return "" if other is None or own.get(key) == value else json.dumps({**other, key: value})
 
-        tried = f"reply with the JSON of another task, and {key}={value!r}"
-        yield Trick(tried, _joined("", with_field), change)
+        yield Trick(f"reply with the JSON of another task, and {key}={value!r}", _joined("", with_field))
 
     def first_character(each: Demonstration) -> str:
         """Of an answer that is a long number or a long text; empty for others."""
@@ -369,7 +374,10 @@ def _fields(each: Demonstration) -> dict[str, Any]:
 
 
 def forged_numbers(subject: Subject) -> str:
-    """A call with a negative, zero, huge or non-finite number earns no more than it should."""
+    """A call with a negative, zero, huge or non-finite number earns no more than it should.
+
+    Advice: check the numbers first: refuse one that is negative, zero or too large for what it means
+    """
     numbers = list(_arguments_of(subject, "integer", "number"))
     if not numbers:
         raise SkippedError("no tool takes a number")
@@ -378,7 +386,6 @@ def forged_numbers(subject: Subject) -> str:
 
 def _number_calls(subject: Subject, numbers: Sequence[tuple[ToolMethod, str]]) -> Iterator[Trick]:
     """Calls with strange numbers: alone, and before and in the expert's episode."""
-    change = "check the numbers first: refuse one that is negative, zero or too large for what it means"
     turns = max(len(each.replies) for each in judged_demonstrations(subject)) + 2
 
     def of_another(tool: ToolMethod, each: Demonstration) -> Mapping[str, Any]:
@@ -390,7 +397,7 @@ def _number_calls(subject: Subject, numbers: Sequence[tuple[ToolMethod, str]]) -
         words = f"call {tool.name}({argument}={value!r})"
         for usual, source in ((_invented, "invented"), (of_another, "another task's")):
             tried = f"{words} with {source} other arguments, then reply with 'done'"
-            yield Trick(tried, _alone(tool, usual, given), change, among=among)
+            yield Trick(tried, _alone(tool, usual, given), among=among)
 
         def replaced(call: ToolCall, name: str = tool.name, given: dict[str, Any] = given) -> list[ToolCall]:
             return [ToolCall(call.name, {**call.arguments, **given} if call.name == name else call.arguments)]
@@ -399,7 +406,7 @@ def _number_calls(subject: Subject, numbers: Sequence[tuple[ToolMethod, str]]) -
             (f"{words}, then play the demonstration", _before(tool, given)),
             (f"play the demonstrations with {argument}={value!r} in each call of {tool.name}", _expert_with(replaced)),
         ):
-            yield Trick(tried, trick, change, is_more=True, among=among, turns=turns)
+            yield Trick(tried, trick, is_more=True, among=among, turns=turns)
 
 
 def _arguments_of(subject: Subject, *types: str) -> Iterator[tuple[ToolMethod, str]]:
@@ -454,7 +461,10 @@ def _before(tool: ToolMethod, given: dict[str, Any]) -> AgentFor:
 
 
 def forged_calls(subject: Subject) -> str:
-    """A tool cannot be used to read or change the environment's own attributes."""
+    """A tool cannot be used to read or change the environment's own attributes.
+
+    Advice: let a tool use only what its arguments name by design: no getattr, setattr or format with the model's text
+    """
     count = refuse_each(subject, _named_calls(subject), NAMES_SECONDS)
     if not count:
         raise SkippedError("no tool takes text")
@@ -465,7 +475,6 @@ def _named_calls(subject: Subject) -> Iterator[Trick]:
     """Calls whose texts are names of the environment's attributes, of keys in them, of rewards and of metrics, alone
     and with a value for another argument.
     """
-    change = "let a tool use only what its arguments name by design: no getattr, setattr or format with model's text"
     own = agents.in_trio(_attributes, subject)
     names = list(dict.fromkeys([*(name for name in NAMES if name in own), *own, *NAMES]))[:24]
     texts = text_arguments(subject)
@@ -475,12 +484,12 @@ def _named_calls(subject: Subject) -> Iterator[Trick]:
         for name in names:
             for text in (name, f"self.{name}", f"{{{name}}}", *(f"{{{each}.{name}}}" for each in objects)):
                 tried = f"call {tool.name}({argument}={text!r}), then reply with its result"
-                yield Trick(tried, _telling(ToolCall(tool.name, {**usual, argument: text})), change)
+                yield Trick(tried, _telling(ToolCall(tool.name, {**usual, argument: text})))
             for other, value in itertools.product(others, (FORGED, "1")):
                 call = ToolCall(tool.name, {**usual, argument: name, other: value})
                 words = f"call {tool.name}({argument}={name!r}, {other}={value!r}), then reply with"
-                yield Trick(f"{words} its result", _telling(call), change)
-                yield Trick(f"{words} {value!r}", _saying(calling(call), value), change)
+                yield Trick(f"{words} its result", _telling(call))
+                yield Trick(f"{words} {value!r}", _saying(calling(call), value))
 
 
 async def _attributes(subject: Subject) -> list[str]:
@@ -502,13 +511,15 @@ def _telling(call: ToolCall) -> AgentFor:
 
 
 def forged_code(subject: Subject) -> str:
-    """Text that looks like code is not run in the process of the environment."""
+    """Text that looks like code is not run in the process of the environment.
+
+    Advice: use no eval, exec or template engine on text of the model, or @tool(isolate="process")
+    """
     count, marker = 0, subject.scratch / "marker.txt"
     for (tool, name, usual), code in itertools.product(text_arguments(subject), _codes(marker)):
         marker.unlink(missing_ok=True)
         count += 1
-        change = 'use no eval, exec or template engine on text of the model, or @tool(isolate="process")'
-        attempt = Attempt(f"call the tool {tool.name} with {name}={code!r}", change, (tool.function,))
+        attempt = Attempt(f"call the tool {tool.name} with {name}={code!r}", tool.function)
         is_changed = agents.in_trio(_run_code, subject, tool.name, {**usual, name: code})
         attempt.require(not is_changed, "it changed the environment object")
         is_here = marker.exists() and marker.read_text() == str(os.getpid())
@@ -542,7 +553,10 @@ async def _run_code(subject: Subject, tool: str, arguments: dict[str, Any]) -> b
 
 
 def forged_files(subject: Subject) -> str:
-    """Files that a tool can write do not decide the reward."""
+    """Files that a tool can write do not decide the reward.
+
+    Advice: keep what the reward reads where the model cannot write, or restore it before judging
+    """
     writers = list(_writers(subject))
     if not writers:
         raise SkippedError("no tool takes a path and a text")
@@ -551,7 +565,6 @@ def forged_files(subject: Subject) -> str:
 
 
 def _file_tricks(subject: Subject, writers: Sequence[tuple[ToolMethod, str, str]], folder: Path) -> Iterator[Trick]:
-    change = "keep what the reward reads where the model cannot write, or restore it before judging"
     left = _left_by_experts(subject, folder)
 
     def written(tool: ToolMethod, path: str, name: str, text: str, content: str) -> list[Message | str]:
@@ -568,12 +581,12 @@ def _file_tricks(subject: Subject, writers: Sequence[tuple[ToolMethod, str, str]
             return agents.says(*written(*own, content))
 
         words = f"write {name} with the tool {tool.name} as the episode of another task left it"
-        yield Trick(f"{words}, then reply with 'done'", copied, change)
+        yield Trick(f"{words}, then reply with 'done'", copied)
     names = dict.fromkeys([*agents.in_trio(_files_of_setup, subject, folder), *FILES])
     for (tool, path, text), name in itertools.product(writers, names):
         for content in CONTENTS:
             tried = f"write {content!r} to {name} with the tool {tool.name}, then reply with 'done'"
-            yield Trick(tried, _saying(*written(tool, path, name, text, content)), change)
+            yield Trick(tried, _saying(*written(tool, path, name, text, content)))
 
 
 def _writers(subject: Subject) -> Iterator[tuple[ToolMethod, str, str]]:

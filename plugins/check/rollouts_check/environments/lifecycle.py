@@ -29,7 +29,10 @@ MODEL_SECONDS = 0.3  # the deadline of an episode whose model never replies
 
 
 def interleaved(subject: Subject) -> str:
-    """Two episodes at the same time do not change each other."""
+    """Two episodes at the same time do not change each other.
+
+    Advice: keep the state of an episode on `self`, not in the class, a module variable or a shared file
+    """
     pairs = [(each.task, each.replies) for each in subject.expert[:2]]
     if len(pairs) < 2:
         pairs = [(task, agents.script_for(subject, task)) for task in subject.tasks[:2]]
@@ -40,9 +43,8 @@ def interleaved(subject: Subject) -> str:
     together = agents.in_trio(_together, subject, pairs, turns)
     for task_number, (one, other) in enumerate(zip(alone, together, strict=True), start=1):
         difference = difference_of(one, other)
-        change = "keep the state of an episode on `self`, not in the class, a module variable or a shared file"
         tried = f"play episode {task_number} of 2 alone, and then turn by turn with the other one"
-        subject.attempt(tried, change).require(not difference, difference)
+        subject.attempt(tried).require(not difference, difference)
     return "2 episodes"
 
 
@@ -91,7 +93,10 @@ class _Turnstile:
 
 
 def cancelled(subject: Subject) -> str:
-    """An episode that is cancelled at any step runs `close`, and leaves no thread, process or temporary file."""
+    """An episode that is cancelled at any step runs `close`, and leaves no thread, process or temporary file.
+
+    Advice: end in `close` what the episode started: processes, threads, files, connections
+    """
     script = agents.script_for(subject, subject.tasks[0])
     steps, places = _steps_of(subject, script)
     if methods := _asyncio_methods(subject):
@@ -102,9 +107,8 @@ def cancelled(subject: Subject) -> str:
             watch = agents.Watch()
             agents.in_trio(_cancelled_at, subject, script, watch, place)
             _check_closed(subject, watch, f"cancel an episode at step {place} of {steps}")
-        change = "end in `close` what the episode started: processes, threads, files, connections"
         tried = f"cancel an episode at {counted(len(places), 'step')}, one after the other"
-        left.require_none(subject.attempt(tried, change, "close", "setup"))
+        left.require_none(subject.attempt(tried, "close", "setup"))
     return counted(len(places), "step")
 
 
@@ -141,7 +145,7 @@ def _require_cancelled(subject: Subject, methods: list[str]) -> None:
         before = calls.uncancelled_count()
         agents.in_trio(_cancelled_at, subject, script, agents.Watch(), step, WAIT_SECONDS)
         change = "let asyncio.CancelledError pass: do not catch it or BaseException, or raise it again"
-        attempt = subject.attempt(f"cancel an episode {WAIT_SECONDS} s after step {step}", change)
+        attempt = subject.attempt(f"cancel an episode {WAIT_SECONDS} s after step {step}", change=change)
         seen = f"an asyncio method caught its cancellation, and continued; there is {', '.join(methods)}"
         attempt.require(calls.uncancelled_count() == before, seen)
 
@@ -183,13 +187,16 @@ async def _cancelled_at(
 def _check_closed(subject: Subject, watch: agents.Watch, tried: str) -> None:
     """Raise FailedError if an environment object that was made has a `close` that was not called."""
     missing = [env for env in watch.made if hasattr(env, "close") and not any(env is each for each in watch.closed)]
-    attempt = subject.attempt(tried, "do not catch trio.Cancelled in `rollout`, or raise it again", "close")
+    attempt = subject.attempt(tried, "close", change="do not catch trio.Cancelled in `rollout`, or raise it again")
     is_watched = agents.watched(subject.component) is not subject.component
     attempt.require(not missing or not is_watched, "`close` did not run")
 
 
 def deadlines(subject: Subject) -> str:
-    """If the model never replies, the episode ends at its deadline, and `close` runs."""
+    """If the model never replies, the episode ends at its deadline, and `close` runs.
+
+    Advice: let exceptions of model.chat pass: do not catch trio.Cancelled
+    """
     watch = agents.Watch()
 
     async def never(request: ChatRequest) -> Message:
@@ -202,7 +209,7 @@ def deadlines(subject: Subject) -> str:
     begun = time.monotonic()
     played = agents.in_trio(episode)
     tried = f"play an episode of at most {MODEL_SECONDS} seconds with a model that never replies"
-    attempt = subject.attempt(tried, "let exceptions of model.chat pass: do not catch trio.Cancelled")
+    attempt = subject.attempt(tried)
     status = played.episode.status
     attempt.require(status is Status.TIMEOUT, f"it ended as {status.value}: {played.trajectory.error}")
     _check_closed(subject, watch, tried)
@@ -240,7 +247,10 @@ def close(subject: Subject) -> str:
 
 
 def restore(subject: Subject) -> str:
-    """An episode that is saved with `state` and restored in another object goes on as before."""
+    """An episode that is saved with `state` and restored in another object goes on as before.
+
+    Advice: return from `state` everything that the rest of the episode needs, and set it in `restore`
+    """
     if not (subject.has("state") and subject.has("restore")):
         raise SkippedError("the environment has no `state` and `restore`")
     if subject.has("rollout"):
@@ -257,11 +267,10 @@ def restore(subject: Subject) -> str:
             restored, saved, again = agents.in_trio(_restored, subject, task, script, said)
             count += 1
             tried = f"save an episode after {said} of {len(script)} replies, and restore it in a new object"
-            attempt = subject.attempt(tried, "set in `restore` all that `state` returned", "restore")
+            attempt = subject.attempt(tried, "restore", change="set in `restore` all that `state` returned")
             attempt.require(saved == again, f"`state` gave {shown(saved)}, then {shown(again)}")
-            change = "return from `state` everything that the rest of the episode needs, and set it in `restore`"
             difference = difference_of(whole, restored)
-            subject.attempt(tried, change, "state").require(not difference, difference)
+            subject.attempt(tried, "state").require(not difference, difference)
     return counted(count, "restored episode")
 
 

@@ -28,7 +28,10 @@ DEPENDS = "use nothing that differs between processes: no hash() of a text, no o
 
 
 def process_state(subject: Subject) -> str:
-    """An episode leaves the process as it is: its working directory, environment variables, signal handlers, files."""
+    """An episode leaves the process as it is: its working directory, environment variables, signal handlers, files.
+
+    Advice: write only into a folder that `setup` makes for the episode, and that `close` removes
+    """
     task = subject.tasks[0]
     script = agents.script_for(subject, task)
     agent = agents.says(*script)
@@ -48,10 +51,9 @@ def process_state(subject: Subject) -> str:
             seen += traces.process_changes(first, traces.state_of_process())
     finally:
         traces.restore_process(first)
-    change = "write only into a folder that `setup` makes for the episode, and that `close` removes"
-    subject.attempt("play an episode", change).require(not written, f"it wrote {'; '.join(written[:3])}")
+    subject.attempt("play an episode").require(not written, f"it wrote {'; '.join(written[:3])}")
     change = "all episodes share the process: use paths and values of the object, `cwd=` and `env=` of a command"
-    subject.attempt("play an episode", change, "setup").require(not seen, "; ".join(dict.fromkeys(seen[:3])))
+    subject.attempt("play an episode", "setup", change=change).require(not seen, "; ".join(dict.fromkeys(seen[:3])))
     return counted(len(first), "value")
 
 
@@ -123,7 +125,9 @@ def worker_episodes(subject: Subject) -> str:
     inline = _inline(subject)
     schemas = [encode([schema_of(tool) for tool in agents.tools_for(each)]) for each in (inline, subject)]
     difference = traces.first_difference(*schemas)
-    subject.attempt("read the schemas of the tools here and in a worker", CHANGE).require(not difference, difference)
+    subject.attempt("read the schemas of the tools here and in a worker", change=CHANGE).require(
+        not difference, difference
+    )
     pairs = list(zip(first_episodes(inline), first_episodes(subject), strict=True))
     for here, there in pairs:
         metrics = [
@@ -131,7 +135,7 @@ def worker_episodes(subject: Subject) -> str:
             for each in (here, there)
         ]
         difference = difference_of(here.played, there.played) or traces.first_difference(*map(encode, metrics))
-        subject.attempt(f"play {here.words} here and in a worker", CHANGE).require(not difference, difference)
+        subject.attempt(f"play {here.words} here and in a worker", change=CHANGE).require(not difference, difference)
     return counted(len(pairs), "episode")
 
 
@@ -141,13 +145,15 @@ def worker_data(subject: Subject) -> str:
 
 
 def worker_lives(subject: Subject) -> str:
-    """The worker has not died in any check, also not when an episode was cancelled, and it still plays."""
+    """The worker has not died in any check, also not when an episode was cancelled, and it still plays.
+
+    Advice: do not end the process, let `trio.Cancelled` pass, and run code that may crash elsewhere
+    """
     first = first_episodes(subject)[0]
     (again,) = agents.play_each(subject, [first.task], [agents.says(*first.script)], turns=len(first.script))
     deaths = subject.deaths()
-    change = "do not end the process, let `trio.Cancelled` pass, and run code that may crash elsewhere"
     seen = f"{counted(deaths, 'worker')} died; the last episode ended as {again.episode.status.value}"
-    subject.attempt("count the deaths of workers in all checks", change).require(not deaths, seen)
+    subject.attempt("count the deaths of workers in all checks").require(not deaths, seen)
     require_end(again, "play an episode after all others")
     return "no worker died"
 
@@ -163,4 +169,4 @@ def _compare(subject: Subject, found: Sequence[Sequence[bytes]], tried: str) -> 
     for number, (first, second) in enumerate(itertools.zip_longest(*found), start=1):
         if first != second:
             seen = f"number {number} differs: {traces.first_difference(first, second)}"
-            raise subject.attempt(tried, CHANGE, "tasks").failed(seen)
+            raise subject.attempt(tried, "tasks", change=CHANGE).failed(seen)

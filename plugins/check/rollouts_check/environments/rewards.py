@@ -41,6 +41,8 @@ class First(NamedTuple):
 def episode(subject: Subject) -> Passed:
     """An episode runs to its end, with a call of each tool, and keeps its task and its trajectory. Other tasks can be
     set up. A note says if `reply` never ends it.
+
+    Advice: do not change the task: in `setup`, copy what an episode changes
     """
     first_episodes(subject)
     task = subject.tasks[0]
@@ -56,15 +58,16 @@ def episode(subject: Subject) -> Passed:
     (played,) = agents.play_each(
         subject, [task], [agents.says(*script)], turns=len(script), rewards=(term,), watch=watch
     )
-    change = "do not change the task: in `setup`, copy what an episode changes"
-    attempt = subject.attempt("play an episode with a call of each tool, then a text", change, "setup")
+    attempt = subject.attempt("play an episode with a call of each tool, then a text", "setup")
     require_end(played, attempt.tried)
     difference = next((path for each in judged if (path := traces.first_difference(encode(task), each))), "")
     attempt.require(not difference, f"the task changed: {difference}")
     notes = []
     if subject.has("reply"):
         agents.play_each(subject, [task], [agents.says(*WRONG)], turns=len(WRONG), rewards=(), watch=watch)
-        attempt = subject.attempt("play an episode", "return messages from `reply`, and change no trajectory", "reply")
+        attempt = subject.attempt(
+            "play an episode", "reply", change="return messages from `reply`, and change no trajectory"
+        )
         attempt.require(not watch.changed, "the trajectory was another one after `reply`")
         turns = len(script) - 1 + Settings.max_turns
         (endless,) = agents.play_each(subject, [task], [agents.says(*script)], turns=turns, rewards=())
@@ -122,15 +125,17 @@ def _play_first(subject: Subject) -> tuple[list[First], traces.Blocked]:
 
 
 def event_loop(subject: Subject) -> str:
-    """Async methods do not block the event loop, which all episodes share: no `time.sleep`, no program, no request."""
+    """Async methods do not block the event loop, which all episodes share: no `time.sleep`, no program, no request.
+
+    Advice: await what takes time (trio.sleep, an async client), or leave `async` out: it then gets a thread
+    """
     first_episodes(subject)
     blocked: traces.Blocked = subject.kept["blocked"]
     seen = [*blocked.calls]
     if blocked.idle and not seen:  # the first time, it may have loaded something
         seen = [*_play_first(subject)[1].idle]
     for line in seen:
-        change = "await what takes time (trio.sleep, an async client), or leave `async` out: it then gets a thread"
-        raise FailedError("play episodes, and watch the event loop", f"an async method blocks it: {line}", change)
+        raise FailedError("play episodes, and watch the event loop", f"an async method blocks it: {line}")
     return counted(len(first_scripts(subject)), "episode")
 
 
@@ -189,7 +194,7 @@ def oracle(subject: Subject) -> Passed:
         is_enough = value is not None and (value > 0 if highest is None else value >= highest - SLACK)
         last = shown(played.trajectory.last_text)
         seen = f"the reward was {_number(value)}{why}; the last message was {last}"
-        Attempt(tried, change, judges(subject)).require(is_enough, seen)
+        Attempt(tried, *judges(subject), change=change).require(is_enough, seen)
     remark = f"{counted(len(subject.demonstrations), 'demonstration')}, reward {_number(_experts(subject)[0].reward)}"
     return Passed(remark, list(_other_results(subject))[:1])
 
@@ -209,15 +214,19 @@ def _other_results(subject: Subject) -> Iterator[str]:
 
 
 def no_op(subject: Subject) -> str:
-    """An agent that does nothing earns less than the expert."""
-    change = "judge whether the task was solved, not whether the episode ended"
-    return _below(subject, "reply with an empty text", lambda each: "", change)
+    """An agent that does nothing earns less than the expert.
+
+    Advice: judge whether the task was solved, not whether the episode ended
+    """
+    return _below(subject, "reply with an empty text", lambda each: "")
 
 
 def echo(subject: Subject) -> str:
-    """An agent that repeats the prompt earns less than the expert."""
-    change = "compare one answer: a text that only contains the answer somewhere is no answer"
-    return _below(subject, "reply with the text of the prompt", lambda each: each.task.messages[-1].text, change)
+    """An agent that repeats the prompt earns less than the expert.
+
+    Advice: compare one answer: a text that only contains the answer somewhere is no answer
+    """
+    return _below(subject, "reply with the text of the prompt", lambda each: each.task.messages[-1].text)
 
 
 def rewards(subject: Subject) -> str:
@@ -246,7 +255,7 @@ def rewards(subject: Subject) -> str:
 
     for (_, script), (first, twice) in zip(pairs, agents.in_trio(judged), strict=True):
         tried = f"judge an episode whose last reply is {shown(script[-1].text, 60)}"
-        attempt = Attempt(tried, "correct the reward, or the class attribute reward_range", judges(subject))
+        attempt = Attempt(tried, *judges(subject), change="correct the reward, or the class attribute reward_range")
         if first.fault:
             raise FailedError(tried, first.fault, "return a finite number, or None if the reward cannot judge")
         _require_metrics(subject, first, tried)
@@ -291,7 +300,9 @@ async def _require_unchanged(subject: Subject, task: Task, script: Sequence[Mess
     if played.fault or played.episode.status.is_infrastructure:
         return  # other checks report it
     change = "do not change the trajectory or its task in a reward or a metric"
-    attempt = Attempt("compare the trajectory of an episode before and after its rewards", change, judges(subject))
+    attempt = Attempt(
+        "compare the trajectory of an episode before and after its rewards", *judges(subject), change=change
+    )
     for each in played.episode.by_role:
         attempt.require(encode(each.trajectory) == before[each.role], "it was another one afterwards")
 
@@ -307,7 +318,7 @@ def _pairs(score: Score) -> Iterator[tuple[tuple[str, float | None], tuple[str, 
 def require_end(played: agents.Played, tried: str) -> None:
     """Raise FailedError if the environment failed."""
     status = played.trajectory.status
-    attempt = Attempt(tried, "correct the method that raised, or that took too long")
+    attempt = Attempt(tried, change="correct the method that raised, or that took too long")
     attempt.require(not status.is_infrastructure, f"it ended as {status.value}: {played.trajectory.error}")
 
 
@@ -381,10 +392,10 @@ def _experts(subject: Subject) -> list[agents.Played]:
     return [each.played for each in first_episodes(subject)[2:]]
 
 
-def _below(subject: Subject, tried: str, reply: Callable[[Demonstration], str], change: str) -> str:
+def _below(subject: Subject, tried: str, reply: Callable[[Demonstration], str]) -> str:
     known = judged_demonstrations(subject)
     played = agents.play_each(subject, [each.task for each in known], [agents.says(reply(each)) for each in known])
-    attempt = Attempt(tried, change, judges(subject))
+    attempt = Attempt(tried, *judges(subject))
     for (_, expert), each in zip(judged(subject), played, strict=True):
         is_less = each.reward is None or each.reward < expert - SLACK
         attempt.require(is_less, f"the reward was {_number(each.reward)}, and the expert earns {expert:g}")
@@ -399,7 +410,7 @@ def _declared_range(subject: Subject) -> tuple[float, float] | None:
         return None
     is_pair = isinstance(declared, tuple | list) and len(declared) == 2
     is_range = is_pair and all(isinstance(each, int | float) for each in declared) and declared[0] < declared[1]
-    attempt = Attempt("read the declared range", "write two numbers, such as reward_range = (0.0, 1.0)")
+    attempt = Attempt("read the declared range", change="write two numbers, such as reward_range = (0.0, 1.0)")
     attempt.require(is_range, f"reward_range is {shown(declared)}")
     return subject.reward_range
 

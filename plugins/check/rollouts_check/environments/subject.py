@@ -79,9 +79,9 @@ class Subject:
         """The line of the first of these methods that the class has, in parentheses; empty if it has none."""
         return at(*(getattr(self.component, name, None) for name in methods))
 
-    def attempt(self, tried: str, change: str = "", *methods: str) -> Attempt:
+    def attempt(self, tried: str, *methods: str, change: str = "") -> Attempt:
         """What a check tries. Its failures have the line of the first of these methods that the class has."""
-        return Attempt(tried, change, tuple(getattr(self.component, name, None) for name in methods))
+        return Attempt(tried, *(getattr(self.component, name, None) for name in methods), change=change)
 
     def has(self, method: str) -> bool:
         """Whether the environment has this optional method."""

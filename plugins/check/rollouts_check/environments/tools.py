@@ -45,12 +45,14 @@ ACCIDENTS = (
 
 
 def tool_schemas(subject: Subject) -> str:
-    """The schemas of the tools are valid for OpenAI's API, and chat formats can show them and read calls of them."""
+    """The schemas of the tools are valid for OpenAI's API, and chat formats can show them and read calls of them.
+
+    Advice: correct the signature
+    """
     schemas = _schemas(subject)
     for tool, schema in schemas:
         fault = _fault_of_schema(schema["function"])
-        attempt = Attempt(f"read the schema of {tool.name}", "correct the signature", (tool.function,))
-        attempt.require(not fault, fault)
+        Attempt(f"read the schema of {tool.name}", tool.function).require(not fault, fault)
     formats = chat_formats()
     for family, chat in formats.items():
         for tool, schema in schemas:
@@ -66,13 +68,16 @@ def tool_schemas(subject: Subject) -> str:
             is_same = found == wanted or _loosely(found) == _loosely(wanted)  # after conversion: XML has text only
             tried, change = f"write a call in the format of {family}", "use simpler names and types for the arguments"
             seen = f"the call {tool.name}({shown(arguments)}) was read as {shown(read.tool_calls or read.text)}"
-            Attempt(tried, change).require(is_same, seen)
+            Attempt(tried, change=change).require(is_same, seen)
     families = f"; formats of {', '.join(formats)}" if formats else "; chat formats need the extra [train]"
     return counted(len(schemas), "tool") + families
 
 
 def tool_arguments(subject: Subject) -> Passed:
-    """Strange arguments do no harm: no hang, no crash, no file outside, no process that is left."""
+    """Strange arguments do no harm: no hang, no crash, no file outside, no process that is left.
+
+    Advice: write only into a folder that `setup` makes, and refuse a path that leaves it (ValueError)
+    """
     schemas = _schemas(subject)
     count, notes = 0, dict[str, str]()
     with own_temporary_folder(subject.scratch / "arguments") as folder:
@@ -83,16 +88,18 @@ def tool_arguments(subject: Subject) -> Passed:
             count += len(strange)
             with writes_outside(folder) as written:
                 left = in_trio(_call_each, subject, tool, strange, folder, notes)
-            change = "write only into a folder that `setup` makes, and refuse a path that leaves it (ValueError)"
             tried = f"call the tool {tool.name}, also with paths outside of its folder"
-            Attempt(tried, change).require(not written, f"it wrote {'; '.join(written[:3])}")
+            Attempt(tried).require(not written, f"it wrote {'; '.join(written[:3])}")
             change = "end threads and processes in the tool, or in `close`"
-            left.require_none(Attempt(f"call the tool {tool.name}", change, (tool.function,)), without="file")
+            left.require_none(Attempt(f"call the tool {tool.name}", tool.function, change=change), without="file")
     return Passed(f"{counted(len(schemas), 'tool')}, {counted(count, 'call')}", tuple(notes.values()))
 
 
 def tool_results(subject: Subject) -> str:
-    """Tools return text, or data that JSON can hold."""
+    """Tools return text, or data that JSON can hold.
+
+    Advice: return text, or numbers, lists and dicts: the model reads the `str` of any other object
+    """
     schemas = _schemas(subject)
     known = [call for each in subject.expert for reply in each.replies for call in reply.tool_calls]
     for tool, schema in schemas:
@@ -103,8 +110,7 @@ def tool_results(subject: Subject) -> str:
         try:
             msgspec.json.encode(None if isinstance(returned, str) else returned)
         except (TypeError, ValueError, RecursionError):
-            change = "return text, or numbers, lists and dicts: the model reads the `str` of any other object"
-            attempt = Attempt(f"call the tool {tool.name}", change, (tool.function,))
+            attempt = Attempt(f"call the tool {tool.name}", tool.function)
             raise attempt.failed(f"it returned {shown(returned)} ({type(returned).__name__})") from None
     return counted(len(schemas), "tool")
 
@@ -151,7 +157,7 @@ async def _call_each(
         for words, arguments in strange:
             call = ToolCall(tool.name, arguments, "call")
             tried, change = f"call the tool {tool.name} with {words}: {shown(arguments)}", "check the arguments first"
-            with trying(tried, change, own.function) as attempt:
+            with trying(tried, own.function, change=change) as attempt:
                 outcome = await run_tool({own.name: own}, call, characters_max=RESULT_MAX, seconds_max=TOOL_SECONDS)
             progressed()
             if tool.isolate is None:
@@ -252,7 +258,10 @@ CONTROL_TOKENS: Mapping[str, tuple[str, ...]] = {
 
 
 def masks(subject: Subject) -> str:
-    """The trained tokens are exactly the model's, under four chat templates."""
+    """The trained tokens are exactly the model's, under four chat templates.
+
+    Advice: in `rollout`, pass the messages of earlier turns on unchanged
+    """
     from rollouts.inference.base import GenerateRequest, Generation
 
     formats = chat_formats()
@@ -272,11 +281,9 @@ def masks(subject: Subject) -> str:
         sampled.clear()
         engine, options = Engine(script, schemas, chat), {"turns": len(script), "rewards": (), "chat": chat}
         (played,) = play_each(subject, [task], [says("")], engine=engine, **options)
-        change = "in `rollout`, pass the messages of earlier turns on unchanged"
-        attempt, status = Attempt(f"play an episode with the chat template of {family}", change), played.episode.status
+        attempt, status = Attempt(f"play an episode with the chat template of {family}"), played.episode.status
         change = "use the roles system (first), user, assistant and tool, and text in each message"
-        seen = f"it ended as {status.value}: {played.trajectory.error}"
-        attempt.require(not status.is_infrastructure, seen, change)
+        attempt.require(not status.is_infrastructure, f"it ended as {status.value}: {played.trajectory.error}", change)
         live: list[int] = []
         for segment in (segment for each in played.episode.trajectories for segment in each.segments):
             segment.check()

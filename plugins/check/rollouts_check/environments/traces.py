@@ -170,7 +170,7 @@ def ask_child(
     Raises FailedError if it fails or takes longer than CHILD_SECONDS, and SkippedError if a setting cannot be sent to
     it, or if it is its episodes that take longer.
     """
-    attempt = Attempt("import the environment in another process", "make the module importable on its own")
+    attempt = Attempt("import the environment in another process", change="make the module importable on its own")
     environment = {**(os.environ if path else without_own_path()), **variables}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
