@@ -21,18 +21,8 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from rollouts.author_code import (
-    CORE,
-    INSTALLED,
-    STANDARD_LIBRARY,
-    Place,
-    authors_code,
-    is_file,
-    message_of,
-    place_of,
-    place_of_function,
-    printable,
-)
+from rollouts import author_code
+from rollouts.author_code import Place, authors_code, message_of, place_of, place_of_function, printable
 from rollouts.errors import RolloutsError, counted, leaves_of, words_of
 from rollouts.version import __version__
 
@@ -69,8 +59,9 @@ def place_of_frame(frame: FrameType | None, *, is_own: bool = False, until: str 
     begins with `until` comes first. `is_own`: installed packages do not count.
     """
     while frame is not None and not (file := frame.f_code.co_filename).startswith(until):
-        is_installed = is_own and any(part in file for part in INSTALLED)
-        if is_file(file) and not file.startswith((*CORE, STANDARD_LIBRARY)) and not is_installed:
+        is_ours = file.startswith((*author_code.CORE, author_code.STANDARD_LIBRARY))
+        is_installed = is_own and any(part in file for part in author_code.INSTALLED)
+        if author_code.is_file(file) and not is_ours and not is_installed:
             return Place(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
         frame = frame.f_back
     return None

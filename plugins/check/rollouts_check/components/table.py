@@ -44,10 +44,8 @@ def _family(
     needs = ["definition"] if before != PACKAGED else []
     checks = list(before)
     for group in ([first], early.split(), others):
-        added = [
-            Check(getattr(home, name, None) or getattr(common, name), (*needs, *ALSO_NEEDS.get(name, ())))
-            for name in group
-        ]
+        functions = [(name, getattr(home, name, None) or getattr(common, name)) for name in group]
+        added = [Check(function, (*needs, *ALSO_NEEDS.get(name, ()))) for name, function in functions]
         checks, needs = checks + added, needs + [check.name for check in added]
     return Family(tuple(checks), getattr(home, trial) if trial else None)
 

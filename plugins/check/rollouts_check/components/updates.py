@@ -152,16 +152,15 @@ def learning_rates(subject: Subject) -> None:
 
 
 def gradients(subject: Subject) -> None:
-    """Parameters without a gradient stay as they are, and a gradient of 0 keeps all parameters finite."""
+    """Parameters without a gradient stay as they are, and a gradient of 0 keeps all parameters finite.
+
+    Advice: skip it: if parameter.grad is None
+    """
     parameters = _parameters()
     optimizer = _made(subject.function, parameters)
     before = snapshot(parameters[1].detach())
     parameters[0].grad = parameters[0].detach() * 0
-    tried, change = (
-        "take a step where one gradient is None and the other one is 0",
-        "skip it: if parameter.grad is None",
-    )
-    with subject.trying(tried, change) as attempt:
+    with subject.trying("take a step where one gradient is None and the other one is 0") as attempt:
         optimizer.step()
     attempt.require(snapshot(parameters[1].detach()) == before, "the parameter without a gradient changed")
     is_finite = bool(parameters[0].isfinite().all())
@@ -175,26 +174,21 @@ def restored(subject: Subject) -> str:
     """
     import torch
 
-    from rollouts.training.backends.optimizer import (
-        group_values,
-        load_plain_state,
-        optimizer_tensors,
-        plain_optimizer_state,
-    )
+    from rollouts.training.backends import optimizer as states
 
     one, other = _parameters(), _parameters()
     first, second = _made(subject.function, one), _made(subject.function, other)
-    made = group_values(first)
+    made = states.group_values(first)
     _step(first, one, 3)
     names, others = ({each: f"p{number}" for number, each in enumerate(own)} for own in (one, other))
-    saved = {key: value.clone() for key, value in optimizer_tensors(first, names).items()}
-    plain = plain_optimizer_state(first, names, made)
+    saved = {key: value.clone() for key, value in states.optimizer_tensors(first, names).items()}
+    plain = states.plain_optimizer_state(first, names, made)
     with torch.no_grad():
         for ours, theirs in zip(one, other, strict=True):
             theirs.copy_(ours)
-    for key, tensor in optimizer_tensors(second, others, saved).items():
+    for key, tensor in states.optimizer_tensors(second, others, saved).items():
         tensor.copy_(saved[key])
-    load_plain_state(second, others, plain)
+    states.load_plain_state(second, others, plain)
     for optimizer, parameters in ((first, one), (second, other)):
         _step(optimizer, parameters, 3)
     attempt = subject.attempt("save its state after three steps, and load it into a new one")

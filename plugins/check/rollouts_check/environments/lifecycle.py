@@ -13,14 +13,14 @@ import trio
 from rollouts.author_code import shown
 from rollouts.env import calls
 from rollouts.env.methods import plain_state
-from rollouts.errors import counted, words_of
+from rollouts.errors import counted
 from rollouts.inference.chatting import ChatRequest
 from rollouts.inference.suspend import EMPTY, SuspendableEngine, SuspendedEpisode
 from rollouts.types import Message, Status, Task
 from rollouts_check.environments import agents, traces
 from rollouts_check.environments.rewards import WRONG, difference_of
 from rollouts_check.environments.subject import Subject
-from rollouts_check.report import FailedError, SkippedError, at
+from rollouts_check.report import FailedError, SkippedError, at, trying
 
 NEVER = 10**9  # a step that no episode has
 CANCELLED_MAX = 24  # places at which an episode is cancelled
@@ -235,14 +235,11 @@ def close(subject: Subject) -> str:
         (twice, "call `close` again after an episode", nothing),
         (early, "call `close` without `setup`", value),
     ):
-        try:
-            agents.in_trio(function)
-        except FailedError:
-            raise
-        except Exception as error:  # the author's code may raise anything
-            late = f"it took longer than 10 seconds{subject.at('close')}"
-            seen = late if isinstance(error, calls.CallTimeoutError) else words_of(error)
-            raise FailedError(tried, seen, change) from error
+        with trying(tried, subject.component.close, change=change) as attempt:
+            try:
+                agents.in_trio(function)
+            except calls.CallTimeoutError:
+                raise attempt.failed("it took longer than 10 seconds") from None
     return "twice, and without setup"
 
 

@@ -202,11 +202,9 @@ def oracle(subject: Subject) -> Passed:
 def _other_results(subject: Subject) -> Iterator[str]:
     """Notes on demonstrations that show another result of a tool than the real one."""
     for each, played in zip(subject.demonstrations, _experts(subject), strict=True):
-        claimed, real = (
-            [message.text for message in messages if message.role == "tool"]
-            for messages in (each.messages, played.trajectory.messages)
-        )
-        for one, other in zip(claimed, real, strict=False):
+        both = (each.messages, played.trajectory.messages)
+        results = [[message.text for message in messages if message.role == "tool"] for messages in both]
+        for one, other in zip(*results, strict=False):
             if one != other:
                 words = f"a demonstration shows the result {shown(one)}, and the tool gave {shown(other)}"
                 advice = f"a model that learns from it expects the wrong result{subject.at('demonstrations')}"
