@@ -76,6 +76,20 @@ def test_checks_that_need_a_failed_one_are_skipped():
     assert "-red)" in report.badge() and "mend it" in "\n".join(results[1].lines())
 
 
+def test_a_failure_that_does_not_say_what_to_change_has_the_advice_of_its_check():
+    def advised(subject):
+        """It fails.
+
+        Advice: mend
+            it
+        """
+        raise FailedError("try it", "it broke")
+
+    check = Check(advised)
+    (result,) = run_checks((check,), None)
+    assert check.doc == "It fails." and result.change == "mend it"
+
+
 def test_a_needed_check_runs_although_it_was_not_chosen():
     table = (Check(ill), Check(well, ("ill",)))
     (result,) = run_checks(table, None, only=["well"])

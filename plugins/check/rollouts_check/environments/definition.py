@@ -216,9 +216,10 @@ def task_ids(subject: Subject) -> Passed:
     attempt = subject.attempt(f"compare the first {IDS_MAX} tasks of each split", "tasks")
     for task in [*splits["train"], *splits["eval"]]:
         other = prompts.setdefault(encode(task.messages), task) if task.id is None else known.setdefault(task.id, task)
-        is_same, seen = encode(other) == encode(task), f"the id {task.id!r} belongs to {shown(other)} and {shown(task)}"
-        attempt.require(is_same or task.id is None, seen)
-        if not is_same and not notes:
+        if encode(other) == encode(task):
+            continue
+        attempt.require(task.id is None, f"the id {task.id!r} belongs to {shown(other)} and to {shown(task)}")
+        if not notes:
             why = f"two tasks without ids have the prompt {shown(task.key)} and differ{subject.at('tasks')}"
             notes.append(f"{why}; a run takes them for one task: give them ids")
     if note := _renamed(subject, splits["train"], splits["eval"]):
