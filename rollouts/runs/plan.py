@@ -596,7 +596,7 @@ def _unused(plan: Plan, used_elsewhere: Sequence[str] = ()) -> list[str]:
         if before and all(_same(parts[key], before[key]) for key in _OF_STAGE):
             notes.append(f"{place}it changes nothing; write other settings, or leave it out")
         before = parts
-    return [*notes, *_unused_settings(plan), *_dropping_all(plan)]
+    return [*notes, *_unused_settings(plan)]
 
 
 def _is_named(key: str, component: Chosen) -> bool:
@@ -660,22 +660,6 @@ def _reference(plan: Plan, component: Chosen) -> str:
     return "" if "ref_logprobs" in plan.asked else "nothing names `ref_logprobs`; --kl rk3_loss would"
 
 
-def _filter(plan: Plan, component: Chosen) -> str:
-    has_one = plan.settings.samples and plan.settings.samples_per_prompt == 1
-    keeps = has_one and checks.decisions_on_groups_of_one(component.component, component.settings) == {True}
-    return "it keeps every group of one rollout; type --samples-per-prompt 8" if keeps else ""
-
-
-def _dropping_all(plan: Plan) -> Iterator[str]:
-    """A warning for each filter that drops every group, because groups have one rollout."""
-    for each in plan.filters if plan.settings.samples and plan.settings.samples_per_prompt == 1 else ():
-        if checks.decisions_on_groups_of_one(each.function, each.settings) == {False}:
-            yield (
-                f"warning: the filter {each.name} drops every group of one rollout, so nothing is trained; type "
-                "--samples-per-prompt 8, or --filter none"
-            )
-
-
 def _eval_inference(plan: Plan, component: Chosen) -> str:
     lacks = "--eval-every 10" if not plan.settings.eval_every else "" if plan.evaluates else "--eval-tasks 64"
     return f"it is for evaluations between steps; type {lacks}" if lacks else ""
@@ -695,8 +679,7 @@ _OF_RUN: Mapping[str, Callable[[Plan, Chosen], str]] = {
     "reference": _reference,
     "inference": _if_played,
     "eval_inference": _eval_inference,
-    "filter": _filter,
-    **dict.fromkeys(("data", "training", "optimizer", "logger"), _always),
+    **dict.fromkeys(("data", "filter", "training", "optimizer", "logger"), _always),
 }
 
 # --- components of one stage ----------------------------------------------------------------------------------------
@@ -737,35 +720,13 @@ def _correction(plan: Plan, algorithm: Algorithm) -> str:
     return ""
 
 
-def _mix(plan: Plan, algorithm: Algorithm) -> str:
-    if unread := _if_rewarded(plan, algorithm):
-        return unread
-    weights = [
-        [own.weight * term.weight for own in rewards_of(env.chosen.component)]
-        if term.function is None
-        else [term.weight]
-        for env in plan.environments
-        for term in plan.rewards
-    ]
-    has_one = len(plan.rewards) == 1 and all(len(own) == 1 for own in weights)
-    keeps = has_one and all(checks.keeps_one_reward(algorithm.mix, weight) for (weight,) in weights)
-    return "there is one reward, which it leaves as it is; add another --reward, or leave it out" if keeps else ""
-
-
-def _select(plan: Plan, algorithm: Algorithm) -> str:
-    size = plan.settings.samples_per_prompt
-    keeps = plan.settings.samples and checks.selects_all(algorithm.select, size)
-    return f"it keeps all rollouts of a group of {size}; type a larger --samples-per-prompt" if keeps else ""
-
-
 _OF_STAGE: Mapping[str, Callable[[Plan, Algorithm], str]] = {
     "advantage": _advantage,
     "kl": _kl,
     "correction": _correction,
-    "mix": _mix,
+    "mix": _if_rewarded,
     "shaping": _if_rewarded,
-    "select": _select,
-    **dict.fromkeys(("loss", "aggregation", "pairs"), _always),  # pairs: refused if the loss compares none
+    **dict.fromkeys(("loss", "aggregation", "select", "pairs"), _always),  # pairs: refused if the loss compares none
 }
 
 # --- settings -------------------------------------------------------------------------------------------------------
