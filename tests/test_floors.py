@@ -63,7 +63,7 @@ TOP_LEVEL = {
     "rollouts.inference.suspend": "trio",
     "rollouts.models.futures": "trio",
     "rollouts.models.lora": "torch",
-    "rollouts.runs": "click outcome rich trio",
+    "rollouts.runs": "outcome rich trio",
     "rollouts.training.algorithms.logprobs": "torch",  # it defines a torch.autograd.Function
     "rollouts.training.backends": "numpy torch",
     "rollouts.training.rollout_gen": "trio",

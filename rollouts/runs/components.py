@@ -63,6 +63,16 @@ _EXAMPLES = {
 }
 
 
+_WITHOUT_COMPONENT = {
+    ("reward", "env"): "the environment's own rewards",
+    **{("tool_parser", name): f"--tool-parser {AUTO}" for name in ("", AUTO)},
+}
+"""The names that mean no component, and what they mean in errors."""
+
+_OF_LOSS = {**dict.fromkeys(OWN_KEYS, ""), "shaping": OWN, "filter": OWN, "correction": AUTO}
+"""The name, by key, that means the algorithm's own part."""
+
+
 class RemoteEnvironments(Protocol):
     """Which environments run in workers, and the classes in their place; see `rollouts.runs.workers`."""
 
@@ -272,15 +282,9 @@ def read_component(
     parts may be meant; None for the loss itself. Raises UserError.
     """
     kind, name = COMPONENT_KINDS[key], component.name
-    if key == "reward" and name == "env":
-        return ReadComponent(None, Signature((), ()), None, "the environment's own rewards")
-    if key == "tool_parser" and name in ("", AUTO):
-        return ReadComponent(None, Signature((), ()), None, f"--tool-parser {AUTO}")
-    if loss is not None and key == "correction" and name == AUTO:
-        # The algorithm's own correction if it has one; else the default one, which applies if another engine samples.
-        own, label = loss.component.correction or truncated, "--correction auto"
-        return ReadComponent(own, check_signature(own, kind, label), None, label)
-    if loss is not None and ((key in OWN_KEYS and not name) or (key in ("shaping", "filter") and name == OWN)):
+    if label := _WITHOUT_COMPONENT.get((key, name)):
+        return ReadComponent(None, Signature((), ()), None, label)
+    if loss is not None and name == _OF_LOSS.get(key):
         label = f"the {KIND_WORDS[kind]} of {loss.name}"
         return ReadComponent(*_own_part(key, component, loss, label, source, path), None, label)
     if key == "kl":
@@ -429,6 +433,8 @@ def _own_functions(algorithm: Algorithm, key: str) -> tuple[Any, ...]:
         return (aggregation_function(algorithm.aggregation),)
     if key in ("shaping", "filter"):
         return algorithm.shaping if key == "shaping" else algorithm.filters
+    if key == "correction":  # without its own, the default one, which applies if another engine samples
+        return (algorithm.correction or truncated,)
     part = getattr(algorithm, key)
     return () if part is None else (part.function if isinstance(part, KL) else part,)
 

@@ -20,16 +20,16 @@ from rollouts.models.loading import adapters_beneath, load_config, remote_code
 from rollouts.models.revisions import pinned
 from rollouts.plugins.loading import INSTALL_TORCH, absent_packages
 from rollouts.plugins.signature import read_signature
-from rollouts.runs.components import Chosen, chosen_sampler, takes_rows
-from rollouts.runs.environments import chosen_tasks, demonstrations, few_held_out_notes, task_buffer
+from rollouts.runs.components import Chosen, takes_rows
+from rollouts.runs.environments import chosen_tasks, few_held_out_notes
 from rollouts.runs.folder import check_out
 from rollouts.runs.held_objects import ranks_of
 from rollouts.runs.jobs.saving import size_words
+from rollouts.runs.jobs.sources import check_data
 from rollouts.runs.manifest import known_revisions
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.rehearsal import rehearse
 from rollouts.runs.resume import run_to_resume
-from rollouts.runs.saved import open_runs
 from rollouts.runs.workers import worker_pools
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, is_reward_placed
 from rollouts.training.batches import AuxiliaryModels
@@ -109,12 +109,7 @@ def describe(plan: Plan, absent: Sequence[str] = ()) -> Described:
         check_out(settings.out)
     held_out = plan.eval_tasks()
     chosen = len(chosen_tasks(settings.tasks, held_out))
-    if settings.from_run:
-        open_runs(settings, held_out)
-    elif settings.mode == "rl":
-        task_buffer(plan.environments, held_out, settings.prompts_per_step, chosen_sampler(plan.chosen))
-    elif trains and not takes_rows(settings.mode, plan.chosen):
-        next(demonstrations(plan.environments, held_out, settings.prompts_per_step))
+    check_data(plan, held_out)
     is_partial = bool(absent) and not plan.is_chat
     tried, of_data = rehearse(plan, held_out, without_model=is_partial)
     lines = [

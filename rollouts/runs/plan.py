@@ -57,12 +57,12 @@ from rollouts.runs.environments import PlannedEnvironment, held_out_tasks, plan_
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
 from rollouts.runs.opponents import PlannedOpponent, plan_lora_roles, plan_opponents
-from rollouts.runs.session import model_words
+from rollouts.runs.session import EngineSpec, model_words
 from rollouts.runs.workers import Workers, refuse_env_of_rewards, with_sandboxes
 from rollouts.training.algorithms import checks
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, active_terms, function_label, needs, requests
 from rollouts.training.algorithms.checks import CRITIC_NAMES, TEACHER_NAMES
-from rollouts.training.batches import AuxiliaryModels, TrainingBackend
+from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.rollout_gen.groups import NamedFilter
 from rollouts.types import Task
 
@@ -215,6 +215,13 @@ class Plan(NamedTuple):
         (chosen,) = self.chosen[key]
         return chosen
 
+    @property
+    def engine(self) -> EngineSpec:
+        """What the run gives to its engines, without the training backend and the folder."""
+        settings = self.settings
+        sampling = settings.seed, settings.temperature, settings.concurrency
+        return EngineSpec(settings.model, *sampling, settings.lora_rank, self.lora_roles)
+
     def training_arguments(self) -> dict[str, Any]:
         """The arguments that the factory of a training backend may name, except `config`."""
         settings = self.settings
@@ -230,25 +237,6 @@ class Plan(NamedTuple):
             "auxiliary_models": self.auxiliary_models,
             "companions": self.auxiliary_models,
             "make_optimizer": self.make_optimizer,
-        }
-
-    def inference_arguments(
-        self, training: TrainingBackend | None, folder: str, *, pinned: bool = False
-    ) -> dict[str, Any]:
-        """The arguments that the factory of an engine may name. `training` is None if there is no training backend.
-        `pinned`: for an engine of `--eval-inference`.
-        """
-        settings = self.settings
-        return {
-            "model": settings.model,
-            "training": training,
-            "seed": settings.seed,
-            "temperature": settings.temperature,
-            "folder": folder,
-            "concurrency": settings.concurrency,
-            "lora_rank": settings.lora_rank,
-            "lora_roles": self.lora_roles,
-            "pinned": pinned,
         }
 
     def eval_tasks(self) -> list[Task]:
@@ -393,7 +381,7 @@ def _run_checks(plan: Plan, may_be_absent: bool) -> None:
         training = plan.one("training")
         run_check(training.component, plan.training_arguments(), training.settings)
     for inference in (plan.one("inference"), *plan.chosen.get("eval_inference", ())):
-        run_check(inference.component, plan.inference_arguments(None, ""), inference.settings)
+        run_check(inference.component, plan.engine._asdict(), inference.settings)
     for reward in plan.chosen["reward"]:
         if reward.component is not None:  # not the environment's own rewards
             run_check(reward.component, {}, reward.settings)

@@ -255,13 +255,29 @@ def chat_notes(chat: ChatFormat) -> list[str]:
     return [] if is_usual else report.words()
 
 
+class EngineSpec(NamedTuple):
+    """What the factory of an engine may name, by these names. `training` is None if there is no training backend.
+    `pinned`: for an engine of `--eval-inference`.
+    """
+
+    model: str
+    seed: int
+    temperature: float
+    concurrency: int
+    lora_rank: int = 0
+    lora_roles: Sequence[str] = ()
+    training: TrainingBackend | None = None
+    folder: str = ""
+    pinned: bool = False
+
+
 def make_inference(
-    chosen: Chosen, available: Mapping[str, Any], environments: Sequence[PlannedEnvironment], *, must_train: bool
+    chosen: Chosen, spec: EngineSpec, environments: Sequence[PlannedEnvironment], *, must_train: bool
 ) -> InferenceBackend:
     """The engine, not entered. It is checked if it has a `check`. Raises UserError if it cannot be used; with
     `must_train`, also if its replies cannot be trained on.
     """
-    engine = check_engine(make_component("inference backend", chosen, available), chosen.name)
+    engine = check_engine(make_component("inference backend", chosen, spec._asdict()), chosen.name)
     if must_train and not engine.capabilities.trainable:
         raise ConfigError(
             f"--inference {chosen.name}: it returns no token ids with logprobs, so it is good for evaluation only; "
@@ -269,7 +285,7 @@ def make_inference(
         )
     if engine.capabilities.checks and engine.capabilities.chats:
         tools = [schema for env in environments for schema in env.schemas()]
-        trio.run(cast(CanChat, engine).check, tools, available["temperature"])
+        trio.run(cast(CanChat, engine).check, tools, spec.temperature)
     elif engine.capabilities.checks:
         trio.run(cast(CanCheck, engine).check)
     return engine

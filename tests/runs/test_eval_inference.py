@@ -162,13 +162,13 @@ def test_a_checkpoint_stays_until_its_evaluation_has_ended(counts, monkeypatch):
     """The best of all is the first one that is evaluated, and three newer ones are saved before this is known."""
     from rollouts.runs.jobs import evaluating
 
-    plain = evaluating.HeldOutTasks.play
+    plain = evaluating.HeldOutTasks.measure
 
     async def play(self, when, done, inference, **settings):
         found = await plain(self, when, done, inference, **settings)
         return found | {"reward_mean": 9.0 if done == 4 else 0.0}
 
-    monkeypatch.setattr(evaluating.HeldOutTasks, "play", play)
+    monkeypatch.setattr(evaluating.HeldOutTasks, "measure", play)
     seen = []
 
     def on_step(report):

@@ -16,7 +16,7 @@ import pytest
 import rollouts
 from rollouts.cli import main
 from rollouts.errors import ConfigError
-from rollouts.runs.played import PLAYED
+from rollouts.runs.jobs.evaluate import PLAYED
 
 TASKS, SAMPLES = 24, 2
 SUMS = '''\

@@ -61,23 +61,6 @@ class Teacher:
             yield [Message("user", "Say it."), Message("assistant", self.word)]
 
 
-class NeedsTool:
-    def tasks(self, split, rng):
-        return [f"What is {number} * 3?" for number in range(100)]
-
-    def demonstrations(self, split, rng):
-        return [[Message("user", "What is 7 * 7?"), Message("assistant", "49")]]
-
-    @tool
-    def calculator(self, formula: str) -> str:
-        """Evaluate an arithmetic expression."""
-        return formula
-
-    @reward
-    def never(self):
-        return 0.0
-
-
 class NoDemonstrations:
     def tasks(self, split, rng):
         return [str(n) for n in range(100)]
@@ -260,15 +243,6 @@ def test_the_command_announces_both_phases(capsys):
     following = [line for line in out.splitlines() if line.startswith("next: ")]
     assert following == ["next: rollouts chat out, rollouts eval out, rollouts export out models/out"]
     assert out.splitlines()[-1] == following[0]
-
-
-def test_a_supervised_phase_that_was_too_short_gets_a_note(capsys):
-    own = flags(**SMALL | {"env": "./parts.py:NeedsTool", "max_tokens": 64, "logger": "jsonl"})
-    assert main(["run", *own, "--sft.steps", "0"]) == 0
-    out = capsys.readouterr().out
-    note = "note: after the supervised phase the sampled reward is 0.000, and reinforcement needs about 0.1"
-    assert out.index("writing to out/rl") < out.index(note) < out.index("step 1/2"), "before the first step"
-    assert out.count(note) == 1 and "train longer: --sft.steps 300" in out
 
 
 def test_a_dry_run_describes_both(here, capsys):
@@ -492,7 +466,6 @@ def test_a_second_phase_that_cannot_begin_says_how_to_go_on(here, monkeypatch):
 
     def refuse(plan, *arguments, **settings):
         if plan.settings.mode == "rl":
-            assert "train longer on demonstrations first (--sft.steps 300 " in settings["advice"]
             raise ConfigError("no")
         return train(plan, *arguments, **settings)
 

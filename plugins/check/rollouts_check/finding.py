@@ -18,7 +18,7 @@ from rollouts.errors import BrokenPluginError, ConfigError, UnknownComponentErro
 from rollouts.plugins.index import ANY_KIND, HOOKS, KINDS, ComponentRef, find_in_file, scan
 from rollouts.plugins.loading import import_cause, load_component
 from rollouts.plugins.manager import PluginManager
-from rollouts.runs.any_kind import find_of_any_kind
+from rollouts_check.any_kind import find_of_any_kind
 from rollouts_check.packages import Found, Package
 
 GROUPS = {f"rollouts.{kind}": kind for kind in KINDS} | {"rollouts": HOOKS}

@@ -71,9 +71,9 @@ def _show(name: str, kind: str | None) -> int:
     from rollouts.plugins.index import KIND_WORDS
     from rollouts.plugins.loading import stated_version
     from rollouts.plugins.manager import PluginManager
-    from rollouts.runs.any_kind import find_of_any_kind
     from rollouts.runs.components import signed
     from rollouts.training.algorithms.algorithm import Algorithm
+    from rollouts_check.any_kind import find_of_any_kind
     from rollouts_check.descriptions import find_definition
 
     manager = PluginManager()

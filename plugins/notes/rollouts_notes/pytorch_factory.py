@@ -129,7 +129,7 @@ def create_fsdp_backend(
     from rollouts.config.files import NOWHERE
     from rollouts.config.objects import take_objects
     from rollouts.config.resolving import resolve
-    from rollouts.runs.jobs.evaluating import make_training
+    from rollouts.runs.jobs.train import make_training
     from rollouts.runs.plan import make_plan
 
     given = {"model": model, "loss": algorithm, "lr": lr, "steps": num_steps, "seed": seed, "lora_rank": lora_rank}

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.chat.format import ChatFormat
 from rollouts.inference.base import InferenceBackend
-from rollouts.runs.components import chosen_sampler
-from rollouts.runs.environments import HeldOutPrompts, few_held_out_notes, task_buffer
+from rollouts.runs.components import chosen_sampler, takes_rows
+from rollouts.runs.environments import HeldOutPrompts, demonstrations, few_held_out_notes, task_buffer
 from rollouts.runs.plan import Plan
 from rollouts.training.algorithms.algorithm import Algorithm, stage_at
 from rollouts.training.datasets.buffer import DataBuffer
@@ -59,8 +59,7 @@ def run_data(
         notes = [*saved.notes(settings, chat.tokenizer), *notes]
         return RunData(held_out, positions_buffer(len(saved.places), settings.seed), notes, saved)
     if settings.mode == "rl":
-        buffer = task_buffer(plan.environments, held_out, settings.prompts_per_step, chosen_sampler(plan.chosen))
-        return RunData(held_out, buffer, notes)
+        return RunData(held_out, _tasks(plan, held_out), notes)
     from rollouts.runs.jobs.chat_data import training_rows
 
     rows = training_rows(plan, [*held_out, *also_held_out], chat, watch)
@@ -69,6 +68,24 @@ def run_data(
     notes += [f"{shared} {words}: demonstrations('train', rng) must not return any"] if shared else []
     notes = [*rows.notes, *notes]
     return RunData(held_out, DataBuffer([]), notes, None, rows.samples, rows.held_out, rows.patience)
+
+
+def check_data(plan: Plan, held_out: Sequence[Task]) -> None:
+    """Raise UserError if a run without these tasks has nothing to train on. Rows of `--data` are not read."""
+    settings = plan.settings
+    if settings.from_run:
+        from rollouts.runs.saved import open_runs
+
+        open_runs(settings, held_out)
+    elif settings.mode == "rl":
+        _tasks(plan, held_out)
+    elif settings.mode == "sft" and not takes_rows(settings.mode, plan.chosen):
+        next(demonstrations(plan.environments, held_out, settings.prompts_per_step))
+
+
+def _tasks(plan: Plan, held_out: Sequence[Task]) -> DataBuffer:
+    sampler = chosen_sampler(plan.chosen)
+    return task_buffer(plan.environments, held_out, plan.settings.prompts_per_step, sampler)
 
 
 def group_source(
