@@ -1,8 +1,7 @@
 """From the name of a component to its function: finds, imports and checks it, and reads its settings.
 
-A component that was not named may be the algorithm's own (`OWN_KEYS`, and the word `algorithm` of `shaping` and
-`filter`): its settings are then those of the algorithm's function. Not here: what is composed of components
-(`algorithms`, `plan`).
+A component that was not named may be the algorithm's own (`OF_LOSS`): its settings are then those of the algorithm's
+function. Not here: what is composed of components (`algorithms`, `plan`).
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ _WITHOUT_COMPONENT = {
 }
 """The names that mean no component, and what they mean in errors."""
 
-_OF_LOSS = {**dict.fromkeys(OWN_KEYS, ""), "shaping": OWN, "filter": OWN, "correction": AUTO}
+OF_LOSS = {**dict.fromkeys(OWN_KEYS, ""), "shaping": OWN, "filter": OWN, "correction": AUTO}
 """The name, by key, that means the algorithm's own part."""
 
 
@@ -284,7 +283,7 @@ def read_component(
     kind, name = COMPONENT_KINDS[key], component.name
     if label := _WITHOUT_COMPONENT.get((key, name)):
         return ReadComponent(None, Signature((), ()), None, label)
-    if loss is not None and name == _OF_LOSS.get(key):
+    if loss is not None and name == OF_LOSS.get(key):
         label = f"the {KIND_WORDS[kind]} of {loss.name}"
         return ReadComponent(*_own_part(key, component, loss, label, source, path), None, label)
     if key == "kl":
