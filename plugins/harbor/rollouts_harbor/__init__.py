@@ -19,9 +19,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from rollouts import Message, Score, Task, reward, tool
+from rollouts.env import tool_use
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import Sandbox
-from rollouts.types import ToolCall
 from rollouts_harbor.folders import TaskFolder, read_folders
 from rollouts_harbor.places import SOLUTION, Place, prepared
 
@@ -77,15 +77,10 @@ class Harbor:
             files = shared[task.info["split"]][task.info["folder"]].solution()
             if files is None:
                 continue
-            turns = [(ToolCall("write_file", {"path": path, "text": text}), "written") for path, text in files.items()]
-            turns.append((ToolCall("shell", {"command": SOLVE}), "0"))
             messages = [*task.messages]
-            for number, (call, answer) in enumerate(turns):
-                call = ToolCall(call.name, call.arguments, id=f"call_{number}")
-                messages += [
-                    Message("assistant", "", tool_calls=[call]),
-                    Message("tool", answer, tool_call_id=call.id, name=call.name),
-                ]
+            for number, (path, text) in enumerate(files.items()):
+                messages += tool_use("write_file", {"path": path, "text": text}, "written", number)
+            messages += tool_use("shell", {"command": SOLVE}, "0", len(files))
             yield [*messages, Message("assistant", "Done.")]
 
     def setup(self, task: Task, sandbox: Sandbox, shared: Mapping[str, Mapping[str, TaskFolder]]) -> None:
