@@ -10,14 +10,11 @@ import httpx
 import trio
 
 from rollouts.errors import ServiceLostError
+from rollouts_openenv.service import RefusedError
 
 SESSION_HEADER, KEY_HEADER = "X-Session-ID", "X-API-Key"
 PING_SECONDS = 60.0  # the server ends a session that is silent for 15 minutes
 TRIES = 3  # of a call whose stream breaks off; it continues the same call
-
-
-class FailedCallError(Exception):
-    """The server says that a call of a tool failed."""
 
 
 class Session:
@@ -52,20 +49,20 @@ class Session:
         return tools
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The output of a tool: `blocks`, `reward`, `finished`. Raises FailedCallError."""
+        """The output of a tool: `blocks`, `reward`, `finished`. Raises RefusedError."""
         body = {"name": tool, "input": dict(arguments)}
         with trio.move_on_after(self._seconds) as deadline:
             answer = await self._continued(f"/{self._env}/call", body)
         if deadline.cancelled_caught:
             raise self._lost(f"it answered nothing for {self._seconds:g} seconds")
         if "error" in answer:
-            raise FailedCallError(answer["error"] or "the tool failed")
+            raise RefusedError(answer["error"] or "the tool failed")
         try:
             found = json.loads(answer["end"])
         except ValueError:
             found = None
         if isinstance(found, dict) and found.get("ok") is False:
-            raise FailedCallError(str(found.get("error")))
+            raise RefusedError(str(found.get("error")))
         output = found.get("output") if isinstance(found, dict) else None
         if not isinstance(output, dict) or not isinstance(output.get("finished", False), bool):
             raise self._lost(f"it answered {answer['end'][:200]!r}, which is no output of a tool")
