@@ -58,6 +58,11 @@ def about(name: str) -> str:
     return " ".join(said.split()).rstrip(".") or name
 
 
+def abouts() -> dict[str, str]:
+    """The names of all data sets, with what they are."""
+    return {name: about(name) for name in data_set_names()}
+
+
 def config_of(name: str, given: Mapping[str, Any], level: int | None, place: str = "--env.config") -> Any:
     """Upstream's config of a data set, checked. Raises ConfigError."""
     _, config_class = factory().DATASETS[name]
