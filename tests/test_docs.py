@@ -616,7 +616,7 @@ def test_the_documented_demonstrations_are_judged(tmp_path, monkeypatch, capsys)
     """The command below them composes, and the demonstrations earn 1, replayed with the real tools."""
     blocks = blocks_of(ROOT / "docs" / "environments.md")
     (cafe,) = (block.text for block in blocks if "class Cafe" in block.text)
-    (method,) = (block.text for block in blocks if block.text.startswith("from rollouts import Message, ToolCall\n"))
+    (method,) = (block.text for block in blocks if block.text.startswith("from rollouts import Message\nfrom"))
     imported, body = method.split("\n\n\n")
     (tmp_path / "cafe.py").write_text(f"{imported}\n{cafe}\n{textwrap.indent(body, ' ' * 4)}")
     (command,) = (each for block in blocks for each in commands_of(block) if "./cafe.py:Cafe" in each)

@@ -401,11 +401,8 @@ def _document(title: str, body: str) -> str:
 
 def _field(field: Field, values: dict[str, str]) -> str:
     """A field in HTML. Its visible label is left out of the accessibility tree, which has its name already."""
-    value, label, named = (
-        values.get(field.name, ""),
-        html.escape(field.label),
-        f'aria-label="{html.escape(field.label)}"',
-    )
+    value, label = values.get(field.name, ""), html.escape(field.label)
+    named = f'aria-label="{label}"'
     shown = f"<span aria-hidden=true>{label}</span>"
     if field.kind == "text":
         return f'<div>{shown} <input name={field.name} {named} value="{html.escape(value)}"></div>'

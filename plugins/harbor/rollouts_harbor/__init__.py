@@ -53,13 +53,11 @@ class Harbor:
 
     def shared(self) -> Mapping[str, Mapping[str, TaskFolder]]:
         """The tasks of each split, by their ids. Raises ConfigError."""
-        train = read_folders("--env.path", self.path, self.system, skips=self.unserved == "skip")
-        if not self.eval_path:
-            return {"train": train, "eval": train}
-        return {
-            "train": train,
-            "eval": read_folders("--env.eval-path", self.eval_path, self.system, skips=self.unserved == "skip"),
-        }
+        skips = self.unserved == "skip"
+        train = held_out = read_folders("--env.path", self.path, self.system, skips=skips)
+        if self.eval_path:
+            held_out = read_folders("--env.eval-path", self.eval_path, self.system, skips=skips)
+        return {"train": train, "eval": held_out}
 
     def tasks(self, split: str, rng: random.Random, shared: Mapping[str, Mapping[str, TaskFolder]]) -> Sequence[Task]:
         """A task for each folder."""

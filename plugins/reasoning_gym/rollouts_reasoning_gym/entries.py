@@ -25,9 +25,7 @@ import msgspec
 
 from rollouts.errors import ConfigError, in_lines, suggestion
 
-HASHED = {
-    *("codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"),
-}
+HASHED = {"codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 """Data sets whose entries depend on the order of a set of texts, so on Python's hash seed."""
 
 ORACLES = {"graph_color": "possible_answer", "propositional_logic": "example_answer"}
