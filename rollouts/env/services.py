@@ -89,5 +89,5 @@ def _tool_of_server(name: str, given: Mapping[str, Any], ask: Callable[..., Awai
     async def called(**arguments: Any) -> str:
         return await ask(arguments)
 
-    schema = next((found for key in SCHEMAS if (found := given.get(key))), {})
+    schema: Mapping[str, Any] = next((found for key in SCHEMAS if (found := given.get(key))), {})
     return Tool(name, called, str(given.get("description") or ""), plain_schema(schema), seconds + TOOL_SECONDS)
