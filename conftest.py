@@ -91,6 +91,29 @@ def forked_checks():
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def metadata_read_once():
+    """The entry points of a package that has not changed are read once. A process reads those of all packages when
+    sys.path changes, which it does with each test whose components are in a file.
+    """
+    from rollouts.plugins import index
+
+    plain, found = index._read_refs, {}
+
+    def read_refs(distribution):
+        folder = getattr(distribution, "_path", None)
+        if not isinstance(folder, Path):
+            return plain(distribution)
+        key = (folder, *index._stamps([f"{folder}/{name}" for name in index._METADATA]).values())
+        if key not in found:
+            found[key] = list(plain(distribution))
+        return iter(found[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "_read_refs", read_refs)
+        yield
+
+
 @pytest.fixture
 def forked_ranks(monkeypatch):
     """The ranks of distributed training start as forks, which saves each of them five seconds of imports."""

@@ -85,7 +85,7 @@ def counts(monkeypatch):
 def run(out, counts, **settings):
     given = SMALL | settings
     counts.trained, counts.total = 0, given["steps"] * given["prompts_per_step"] * given["samples_per_prompt"]
-    counts.waits = "eval_inference" in settings
+    counts.waits = "eval_inference" in settings and "stop_when" not in settings
     return rollouts.run(out=out, **given)
 
 
@@ -106,7 +106,7 @@ def evaluated(folder, done):
     [
         pytest.param({}, marks=pytest.mark.nightly, id="full"),
         pytest.param({"lora_rank": 2}, id="lora"),
-        pytest.param({"mode": "rl", "staleness": 1}, id="ahead"),
+        pytest.param({"mode": "rl", "staleness": 1}, marks=pytest.mark.nightly, id="ahead"),
     ],
 )
 def test_the_numbers_are_those_of_the_step_while_training_goes_on(own, counts):
@@ -209,7 +209,6 @@ def test_a_kill_within_an_evaluation(counts, capsys):
     assert [step for step, line in enumerate(lines_of("second")) if "eval/reward_mean" in line] == [0, 4]
 
 
-@pytest.mark.slow
 def test_a_rule_to_stop_sees_it(counts):
     done = run("out", counts, eval_inference="hf", steps=40, stop_when=["eval/reward_mean >= 0"], eval_every=4)
     assert done["status"] == "done" and done["steps"] < 40 and done["stopped"]["by"] == "stop_when"

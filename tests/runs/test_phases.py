@@ -92,9 +92,9 @@ SMALL = {
     "mode": "sft+rl",
     "steps": 2,
     "prompts_per_step": 2,
-    "samples_per_prompt": 4,
-    "eval_tasks": 8,
-    "max_tokens": 24,
+    "samples_per_prompt": 2,
+    "eval_tasks": 2,
+    "max_tokens": 16,
     "logger": ["jsonl", "./parts.py:Stop"],
     "out": "out",
 }
@@ -225,7 +225,7 @@ def test_lora_begins_with_the_merged_model(here):
     assert greedy[0]["after"]["greedy_mean"] == greedy[1]["before"]["greedy_mean"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_adapter_after_full_training_and_the_other_way(here):
     run(steps=1, lora_rank=2, sft={"steps": 1, "lora_rank": 0})
     assert (here / "out/sft/checkpoints/step_000001/model.safetensors").exists()
@@ -372,22 +372,14 @@ def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_moved_goes_on(here):
-    stopped("rl 1", lora_rank=2)
-    (here / "out").rename(here / "elsewhere")
-    assert main(["resume", "elsewhere"]) == 0
-    run(checkpoint_every=1, sft={"steps": 3}, lora_rank=2, out="whole")
-    assert lines_of("elsewhere/rl") == lines_of("whole/rl")
-
-
-@pytest.mark.slow
-def test_a_copy_of_a_run_goes_on(here):
-    """Its model is the checkpoint of its own first phase, though that of the first run is there still."""
+def test_a_copy_and_a_run_that_was_moved_go_on(here):
+    """The model of a copy is the checkpoint of its own first phase, though that of the first run is there still."""
     stopped("rl 1", lora_rank=2)
     shutil.copytree("out", "copy")
     assert main(["resume", "copy"]) == 0
-    assert main(["resume", "out"]) == 0
-    assert lines_of("copy/rl") == lines_of("out/rl")
+    (here / "out").rename(here / "elsewhere")
+    assert main(["resume", "elsewhere"]) == 0
+    assert lines_of("copy/rl") == lines_of("elsewhere/rl")
 
 
 def test_another_first_phase_is_another_model(here, capsys):
@@ -433,7 +425,7 @@ def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["sft", "rl", "between"])
+@pytest.mark.parametrize("phase", ["sft", pytest.param("rl", marks=pytest.mark.nightly), "between"])
 def test_resume_auto_falls_back_in_either_phase(phase, capsys):
     """Also where the first is over, with a checkpoint that is damaged, and the second has not begun with it."""
     steps = "3"
