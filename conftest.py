@@ -5,6 +5,7 @@ also from the processes that tests start: tests compare with models on the CPU, 
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
@@ -93,10 +94,12 @@ def forked_checks():
 
 @pytest.fixture(scope="session", autouse=True)
 def metadata_read_once():
-    """The entry points of a package that has not changed are read once. A process reads those of all packages when
-    sys.path changes, which it does with each test whose components are in a file.
+    """The entry points of a package that has not changed are read once, and the versions that a manifest names. A
+    process reads those of all packages when sys.path changes, which it does with each test whose components are in a
+    file.
     """
     from rollouts.plugins import index
+    from rollouts.runs import manifest
 
     plain, found = index._read_refs, {}
 
@@ -111,6 +114,7 @@ def metadata_read_once():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index, "_read_refs", read_refs)
+        patch.setattr(manifest, "_version", functools.cache(manifest._version))
         yield
 
 

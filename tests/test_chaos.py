@@ -263,7 +263,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("prompts", [80, pytest.param(PROMPTS, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("prompts", [40, pytest.param(PROMPTS, marks=pytest.mark.nightly)])
 def test_a_step_with_a_server_in_chaos(prompts: int) -> None:
     """A server in another process, with a connection for each request: one answer in five is none, or half of one; and
     one call in five of the environment fails too.

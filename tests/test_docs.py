@@ -27,6 +27,7 @@ from rollouts.config.settings import SFT
 from rollouts.plugins import KINDS, VOCABULARY, hookspecs
 from rollouts.plugins.index import installed_components
 from rollouts.plugins.signature import check_signature
+from rollouts.runs.plan import make_plan
 from rollouts.training.algorithms import Algorithm, recipes
 from rollouts.training.algorithms.aggregation import AGGREGATIONS, Masks, aggregate
 from rollouts.training.algorithms.algorithm import (
@@ -436,10 +437,12 @@ COMPOSED = [
 
 @pytest.mark.parametrize(("page", "command"), COMPOSED)
 def test_commands_compose(page, command, tmp_path, monkeypatch, capsys):
-    """Not only read: found, told its settings, checked. No model loads."""
+    """Not only read: found, told its settings, checked. No model loads. A component of a file on the page is called."""
     monkeypatch.chdir(tmp_path)
     for name, text in files_of(page).items():
         (tmp_path / name).write_text(text)
+    if not any(name in command for name in files_of(page)):
+        monkeypatch.setattr("rollouts.runs.dry_run.dry_run", lambda resolved, *more: str(make_plan(resolved)))
     argv = [word for word in shlex.split(command)[1:] if word != "--dry-run"]
     assert main([*argv, "--dry-run"]) == 0, capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == sorted(files_of(page))

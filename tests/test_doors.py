@@ -1,4 +1,4 @@
-"""The packages beside `rollouts`: each way to install the distribution has them, and training works without them."""
+"""The packages beside `rollouts`: each way to install the distribution has them. test_main_job.py trains without."""
 
 from __future__ import annotations
 
@@ -78,6 +78,7 @@ def test_an_editable_install_knows_all_folders(tmp_path):
     assert wheel.read(pth).decode().split() == list(map(str, HOMES.values()))
 
 
+@pytest.mark.slow
 def test_an_editable_install_of_before_finds_what_is_new(tmp_path):
     """Its path has only the folder of the clone, and its metadata name the plugin of pytest as before."""
     makes_a_package_and_checks(ROOT, tmp_path)
@@ -113,15 +114,7 @@ def core(tmp_path):
     return tmp_path / "core"
 
 
-@pytest.mark.slow
-def test_the_main_job_runs_without_them(core, tmp_path):
-    small = ["--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--eval-tasks", "4"]
-    done = command(core, "run", "--env", "calculator", "--loss", "grpo", *small, "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "summary.json").is_file()
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", [OUTSIDE[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in OUTSIDE[1:])])
 def test_a_command_of_a_missing_package_says_what_to_install(name, core):
     done = command(core, name, "--help")
     package = COMMANDS[name][0].partition(".")[0]
@@ -134,8 +127,8 @@ def test_a_command_of_a_missing_package_says_what_to_install(name, core):
     "line",
     [
         "import rollouts.primitives",
-        "from rollouts.training import run_rl_training",
-        "import rollouts.training.rl_losses",
+        pytest.param("from rollouts.training import run_rl_training", marks=pytest.mark.nightly),
+        pytest.param("import rollouts.training.rl_losses", marks=pytest.mark.nightly),
         "from rollouts.training.types import RLTrainingConfig",
     ],
 )

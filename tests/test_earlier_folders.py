@@ -53,7 +53,7 @@ def check(row: dict[str, float], wanted: dict[str, float], folder: str) -> None:
     assert {name: row[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-7)
 
 
-@pytest.mark.parametrize("folder", ["full", "adapter", "sft", "both"])
+@pytest.mark.parametrize("folder", ["full", "adapter", pytest.param("sft", marks=pytest.mark.slow), "both"])
 def test_it_resumes_with_the_numbers_of_then(runs, folder):
     assert main(["resume", folder, "--steps", "3"]) == 0
     name = "both/rl" if folder == "both" else folder
@@ -69,13 +69,15 @@ def test_it_resumes_with_the_numbers_of_then(runs, folder):
             assert expected.items() <= summary["evaluation"][when].items()
 
 
-@pytest.mark.parametrize("folder", ["full", "adapter"])
+@pytest.mark.parametrize("folder", ["full", pytest.param("adapter", marks=pytest.mark.nightly)])
 def test_its_settings_file_runs_again_with_the_numbers_of_then(runs, folder):
     assert main(["run", f"{folder}/config.toml", "--out", "again"]) == 0
     check(metrics(runs / "again")[0], EXPECTED[folder]["first"], folder)
 
 
-@pytest.mark.parametrize("folder", ["full", "adapter", "sft", "both"])
+@pytest.mark.parametrize(
+    "folder", ["adapter", "both", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("full", "sft"))]
+)
 def test_its_model_is_evaluated_and_exported(runs, folder, capsys):
     name = "both/rl" if folder == "both" else folder
     assert main(["eval", "--env", "calculator", "--eval-tasks", "4", "--model", name, "--out", "found"]) == 0

@@ -84,7 +84,7 @@ def test_arguments_are_converted_there_and_results_are_json():
     assert failure == "bad_arguments" and "argument 'point' of add" in text
 
 
-@pytest.mark.parametrize("name", ["spin", "deaf", pytest.param("hold_the_gil", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("name", ["spin", *(pytest.param(name, marks=NIGHTLY) for name in ("deaf", "hold_the_gil"))])
 def test_the_deadline_kills_whatever_it_does(name):
     earlier = set(psutil.Process().children())  # of other tests
 

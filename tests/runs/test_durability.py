@@ -47,7 +47,7 @@ class Stop:
 '''
 
 FASTEST = ["--env", "calculator", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--eval-tasks", "0",
-           "--max-tokens", "16", "--logger", "jsonl", "--logger", "./parts.py:Stop"]  # fmt: skip
+           "--max-tokens", "8", "--logger", "jsonl", "--logger", "./parts.py:Stop"]  # fmt: skip
 SFT = ["run", "--mode", "sft", *FASTEST]
 
 

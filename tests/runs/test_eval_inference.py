@@ -100,13 +100,13 @@ def evaluated(folder, done):
             for line in map(json.loads, lines)]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "own",
     [
-        pytest.param({}, marks=pytest.mark.nightly, id="full"),
+        pytest.param({}, id="full"),
         pytest.param({"lora_rank": 2}, id="lora"),
-        pytest.param({"mode": "rl", "staleness": 1}, marks=pytest.mark.nightly, id="ahead"),
+        pytest.param({"mode": "rl", "staleness": 1}, id="ahead"),
     ],
 )
 def test_the_numbers_are_those_of_the_step_while_training_goes_on(own, counts):
@@ -147,8 +147,8 @@ def test_a_server_gets_the_weights_of_the_step(counts):
             assert one["eval/greedy_mean"] == other["eval/greedy_mean"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("keep", [pytest.param(0, marks=pytest.mark.nightly), 1])
+@pytest.mark.nightly
+@pytest.mark.parametrize("keep", [0, 1])
 def test_its_result_ranks_the_checkpoint_of_its_step(keep, counts):
     rank = {"keep_best": "eval/reward_mean", "keep_checkpoints": keep}
     one, other = run("waits", counts, **rank), run("out", counts, eval_inference="hf", **rank)

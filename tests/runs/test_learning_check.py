@@ -162,12 +162,8 @@ def run(arguments, capsys, code=0):
     return capsys.readouterr().out.splitlines(), json.loads(Path("r/summary.json").read_text()).get("warnings", [])
 
 
-IN_CI = (PRODUCTS, "--env ./parts.py:Refusing --prompts-per-step 8")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [pytest.param(each, marks=[] if each in IN_CI else [pytest.mark.nightly]) for each in CAUSES]
+    "arguments", [pytest.param(each, marks=[] if each == PRODUCTS else [pytest.mark.nightly]) for each in CAUSES]
 )
 def test_the_cause_is_named_within_ten_steps_and_at_the_end(arguments, capsys):
     lines, warnings = run(arguments, capsys)
@@ -181,7 +177,10 @@ def test_the_cause_is_named_within_ten_steps_and_at_the_end(arguments, capsys):
     assert [f"warning: {words}" for words in warnings] == [line for line in lines if line.startswith("warning: ")]
 
 
-@pytest.mark.parametrize("arguments", ["--env calculator --prompts-per-step 2", "--env ./parts.py:Moves"])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param("--env calculator --prompts-per-step 2", marks=pytest.mark.nightly), "--env ./parts.py:Moves"],
+)
 def test_a_run_that_learns_has_no_such_note(arguments, capsys):
     lines, warnings = run(arguments, capsys)
     assert not warnings and not any(line.startswith(("note: nothing", "note: the tool")) for line in lines)

@@ -337,7 +337,18 @@ def stopped(at, **settings):
     return str(caught.value)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(0, marks=pytest.mark.nightly), 2], ids=["full", "lora"])
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A run with one supervised step and a checkpoint after each step."""
+    folder = tmp_path_factory.mktemp("short")
+    (folder / "parts.py").write_text(PARTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(checkpoint_every=1, sft={"steps": 1})
+    return folder / "out"
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["full", "lora"])
 def unbroken(request, tmp_path_factory):
     """A LoRA rank, and a run with it that nothing stopped."""
     folder = tmp_path_factory.mktemp("unbroken")
@@ -348,10 +359,8 @@ def unbroken(request, tmp_path_factory):
     return request.param, folder / "whole"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "at", [*(pytest.param(at, marks=pytest.mark.nightly) for at in ("sft 0", "rl 0")), "sft 2", "rl 1"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("at", ["sft 0", "rl 0", "sft 2", "rl 1"])
 def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
     rank, whole = unbroken
     message = stopped(at, lora_rank=rank)
@@ -396,9 +405,9 @@ def test_another_first_phase_is_another_model(here, capsys):
     assert "was written by a run of the model" in error and "copy/sft/checkpoints/step_000004" in error
 
 
-def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys):
+def test_a_second_phase_that_is_killed_as_it_goes_back(here, short, monkeypatch, capsys):
     """Then the whole is not finished either."""
-    run(checkpoint_every=1, sft={"steps": 1})
+    shutil.copytree(short, "out")
     before = lines_of("out/rl")
 
     class Killed(BaseException):
@@ -425,7 +434,9 @@ def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["sft", pytest.param("rl", marks=pytest.mark.nightly), "between"])
+@pytest.mark.parametrize(
+    "phase", ["between", *(pytest.param(phase, marks=pytest.mark.nightly) for phase in ("sft", "rl"))]
+)
 def test_resume_auto_falls_back_in_either_phase(phase, capsys):
     """Also where the first is over, with a checkpoint that is damaged, and the second has not begun with it."""
     steps = "3"
@@ -447,33 +458,30 @@ def test_resume_auto_falls_back_in_either_phase(phase, capsys):
     assert summary_of("out")["status"] == "done"
 
 
-def test_it_is_made_longer(here):
-    run(sft={"steps": 1})
+def test_it_is_made_longer(short):
+    shutil.copytree(short, "out")
     assert main(["resume", "out", "--steps", "3"]) == 0
     assert (summary_of("out/sft")["steps"], summary_of("out/rl")["steps"]) == (1, 3)
     assert "steps = 3\n" in Path("out/config.toml").read_text()
 
 
-def test_it_goes_back_to_a_checkpoint(here):
-    run(checkpoint_every=1, sft={"steps": 1})
+def test_it_goes_back_to_a_checkpoint(short):
+    shutil.copytree(short, "out")
     before = lines_of("out/rl")
     assert main(["resume", "out", "--checkpoint", "step_000001"]) == 0
     assert summary_of("out/rl")["resumed_from"] == 1 and lines_of("out/rl") == before
     assert "resumed_from" not in summary_of("out/sft")
 
 
-def test_resume_auto(here, capsys):
-    stopped("rl 0")
-    command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "3")
-    assert summary_of("out")["status"] == "done"
-    assert "writing to out/sft" not in capsys.readouterr().out
-
-
-def test_the_phase_that_is_over_stays_as_it_was(here, capsys):
+def test_resume_auto_leaves_the_phase_that_is_over_as_it_was(here, capsys):
     stopped("rl 0")
     command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "4", code=2)
     assert "sft.steps: 3 -> 4" in capsys.readouterr().err
+    command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "3")
+    assert summary_of("out")["status"] == "done"
+    assert "writing to out/sft" not in capsys.readouterr().out
     shutil.rmtree(here / "out" / "rl")
+    (here / "out" / "summary.json").unlink()
     command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "4")
     assert summary_of("out/sft")["steps"] == 4 and summary_of("out")["status"] == "done"
 
@@ -498,8 +506,8 @@ def test_a_second_phase_that_cannot_begin_says_how_to_go_on(here, monkeypatch):
     assert summary_of("out")["status"] == "done"
 
 
-def test_a_resume_that_a_logger_refuses_changes_nothing(here):
-    run()
+def test_a_resume_that_a_logger_refuses_changes_nothing(here, short):
+    shutil.copytree(short, "out")
     before = {path: path.read_bytes() for path in here.glob("out/**/*") if path.is_file() and path.name != ".lock"}
     assert main(["resume", "out", "--steps", "3", "--logger.Stop.refuses", "true"]) == 2
     after = {path: path.read_bytes() for path in here.glob("out/**/*") if path.is_file() and path.name != ".lock"}

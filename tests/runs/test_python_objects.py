@@ -32,7 +32,7 @@ from rollouts.training.algorithms.recipes import GRPO
 
 Calculator = pytest.importorskip("rollouts_calculator").Calculator
 
-TINY = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 16, "eval_tasks": 0, "quiet": True}
+TINY = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 8, "eval_tasks": 0, "quiet": True}
 
 MODULE = """\
 def flat(trajectory, *, height: float = 1.0) -> float:

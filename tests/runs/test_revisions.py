@@ -61,6 +61,7 @@ def test_all_parts_of_a_model_have_one_commit_within_a_run(hub):
         load_config(f"{NAME}@v9")
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_and_repeated_with_its_commit(hub):
     rollouts.run(model=NAME, out="first", **SMALL)
     assert known("first") == {NAME: OLD}

@@ -257,6 +257,7 @@ def test_the_loss_sees_the_stored_logprobs(here, capsys):
     assert line["mismatch/weight_mean"] > 1.2, "a correction weighs tokens of other weights"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_next_groups(here, capsys):
     whole = train(capsys, "--prompts-per-step", "3", "--loss", "dpo", "--steps", "3", "--checkpoint-every", "1")
     assert main(["resume", "trained", "--checkpoint", "step_000001"]) == 0, capsys.readouterr().err

@@ -83,9 +83,11 @@ def test_the_evaluation_of_the_last_step_is_not_played_again(capsys, monkeypatch
 @pytest.mark.parametrize(
     "more",
     [
-        ["--checkpoint-every", "1"],
         ["--mode", "sft"],
-        *(pytest.param(each, marks=pytest.mark.nightly) for each in ([], ["--staleness", "1"])),
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in ([], ["--staleness", "1"], ["--checkpoint-every", "1"])
+        ),
     ],
 )
 def test_hours_that_are_over_end_it_after_a_step_and_resume_continues(more, capsys):
@@ -98,6 +100,7 @@ def test_hours_that_are_over_end_it_after_a_step_and_resume_continues(more, caps
     assert (last["steps"], "stopped" in last) == (3, False) and steps_logged() == [0, 1, 2]
 
 
+@pytest.mark.nightly
 def test_a_stopped_and_resumed_run_is_the_unbroken_one(capsys):
     def values():
         lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]

@@ -168,7 +168,11 @@ def test_the_doctor_lists_what_lacks_torch_apart_from_faults(without_torch):
 
 
 @pytest.mark.parametrize(
-    "name", ["group_norm", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("grpo", "rk3_loss"))]
+    "name",
+    [
+        pytest.param("group_norm", marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("grpo", "rk3_loss")),
+    ],
 )
 def test_checks_that_need_torch_are_left_out_by_name(without_torch, name):
     done = without_torch("check", name)

@@ -108,12 +108,13 @@ ONLINE = {
 }
 
 
-USUAL = ("dpo", "grpo", "ppo", "reinforce_pp")
-"""One of each kind: with pairs, of a group, with a critic, of the whole batch. Each loss has its formula's own test."""
-
-
 @pytest.mark.parametrize(
-    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.nightly) for name in sorted(ONLINE)]
+    "name",
+    [
+        *("dpo", "grpo"),
+        pytest.param("ppo", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted(ONLINE.keys() - {"dpo", "grpo", "ppo"})),
+    ],
 )
 def test_the_best_arm_is_found(tiny, name):
     algorithm, auxiliary_models = ONLINE[name]
@@ -143,6 +144,7 @@ def test_a_student_comes_to_its_teacher_without_rewards(tiny, tmp_path):
     assert start == before and after > taught - 0.1
 
 
+@pytest.mark.nightly
 def test_controls_do_not_find_it(tiny):
     """Rewards the wrong way round, and a reference that holds the policy with all its weight."""
     model = tiny.qwen3(vocab=ARMS)

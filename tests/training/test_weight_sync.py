@@ -222,7 +222,9 @@ FAULTS = [
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        pytest.param(fault, words, id=name, marks=[pytest.mark.nightly] * (name in ("flip", "nan", "raw")))
+        pytest.param(
+            fault, words, id=name, marks=[pytest.mark.nightly] * (name in ("flip", "nan", "old", "raw", "stale"))
+        )
         for fault, words in FAULTS
         for name in fault
     ],
