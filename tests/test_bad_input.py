@@ -307,7 +307,7 @@ def test_a_reward_that_returns_nan(capsys, parts):
     ],
 )
 def test_in_the_middle(capsys, parts, arguments, words):
-    error = refuse(capsys, 1, *RUN, *SMALL, "--steps", "3", *arguments)
+    error = refuse(capsys, 1, *RUN, *SMALL, "--eval-tasks", "0", "--steps", "3", *arguments)
     for word in words:
         assert word in error, error
     assert summary_of(parts / "out")["status"] == "failed"
@@ -412,7 +412,7 @@ def test_control_c_while_a_reward_works(parts):
     assert summary_of(parts / "out")["status"] == "interrupted"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_kill(parts):
     process = start("out", "--steps", "100000")
     try:

@@ -61,6 +61,7 @@ def makes_a_package_and_checks(first, folder):
     assert "keeps the contract" in checked.stdout
 
 
+@pytest.mark.slow
 def test_a_wheel_has_all_packages(tmp_path):
     """So do a git URL and an sdist, of which pip makes the wheel."""
     wheel = zipfile.ZipFile(built("build_wheel", tmp_path))

@@ -323,6 +323,7 @@ CALCULATOR = ["--env", "calculator", "--env.digits", "1", "--eval-tasks", "3", "
 SHORT = ["--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--lora-rank", "2", "--lr", "0.01"]
 
 
+@pytest.mark.slow
 def test_a_run_s_last_evaluation_is_repeated_with_its_checkpoint(here):
     assert main(["run", *CALCULATOR, *SHORT, "--out", "trained"]) == 0
     after = summary_of(here / "trained")["evaluation"]["after"]

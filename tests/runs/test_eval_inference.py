@@ -130,7 +130,7 @@ def test_the_numbers_are_those_of_the_step_while_training_goes_on(own, counts):
         assert found["reward_mean"] == pytest.approx(lines[done - 1]["eval/reward_mean"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_gets_the_weights_of_the_step(counts):
     small = {"eval_tasks": 2, "max_tokens": 6, "steps": 3}
     run("waits", counts, **small)

@@ -215,6 +215,7 @@ def test_reinforcement_begins_with_the_checkpoint(here):
     assert resolve(load_file("out/rl/config.toml")[0]).settings.lr == 3e-4, "that of tiny, written down"
 
 
+@pytest.mark.slow
 def test_lora_begins_with_the_merged_model(here):
     run(steps=0, lora_rank=2, sft={"steps": 3, "prompts_per_step": 8, "lr": 1e-2})
     one, two = here / "out/sft/checkpoints/step_000003", here / "out/rl/checkpoints/step_000000"

@@ -112,8 +112,7 @@ ONLINE = {
     "name",
     [
         *("dpo", "grpo"),
-        pytest.param("ppo", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted(ONLINE.keys() - {"dpo", "grpo", "ppo"})),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted(ONLINE.keys() - {"dpo", "grpo"})),
     ],
 )
 def test_the_best_arm_is_found(tiny, name):
@@ -128,7 +127,7 @@ def test_several_optimizer_steps_a_batch(tiny):
     assert after > before + 0.2 and after > 0.85, (before, after)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_student_comes_to_its_teacher_without_rewards(tiny, tmp_path):
     before, taught, teacher = train(tiny.qwen3(vocab=ARMS), GRPO, steps=20)
     assert taught > before + 0.2
