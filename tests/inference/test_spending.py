@@ -300,10 +300,9 @@ def test_equal_requests_are_asked_once(tmp_path, monkeypatch, capsys):
         assert summary_of("two")["spent"]["cache_hits"] == 48 and summary_of("one")["spent"]["cache_hits"] == 0
         for name in ("reward_mean", "tokens", "episodes", "turns_mean"):
             assert summary_of("one")[name] == summary_of("two")[name]
-        for number, change in enumerate([["--seed", "1"], ["--inference.body.top-p", "0.5"]]):
-            before = bill.requests
-            assert main(flags(bill, *own, *change, "--out", f"other{number}")) == 0
-            assert bill.requests > before + 1 and summary_of(f"other{number}")["spent"]["cache_hits"] == 0, change
+        before = bill.requests
+        assert main(flags(bill, *own, "--inference.body.top-p", "0.5", "--out", "other")) == 0
+        assert bill.requests > before + 1 and summary_of("other")["spent"]["cache_hits"] == 0
     content = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     assert b"sk-very-secret" not in content
 

@@ -20,11 +20,9 @@ def sandbox() -> Iterator[Sandbox]:
     opened.close()
 
 
-QUICK = ["definition", "tasks", "demonstrations", "same-seed", "random-state", "tool-results", "episode", "rewards"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("only", [QUICK, pytest.param([], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "only", [["settings", "episode"], pytest.param([], marks=pytest.mark.nightly)], ids=["quick", "all"]
+)
 def test_the_contract(only: list[str]) -> None:
     """The other checks run hundreds of programs."""
     check_environment_class(Python, tests=1, tasks=1, only=only, skip=["wheel", "imports", "forged-calls"])
