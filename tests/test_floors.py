@@ -51,7 +51,6 @@ TOP_LEVEL = {
     "rollouts.cli": "click",
     "rollouts.env.background": "trio",
     "rollouts.env.calls": "trio",
-    "rollouts.env.clashes": "packaging",
     "rollouts.env.installing": "packaging",
     "rollouts.env.processes": "trio",
     "rollouts.env.shared": "trio",
@@ -68,7 +67,7 @@ TOP_LEVEL = {
     "rollouts.training.backends": "numpy torch",
     "rollouts.training.rollout_gen": "trio",
     "rollouts.training.weights": "torch trio",
-    "rollouts_check": "click outcome pytest trio",
+    "rollouts_check": "click outcome packaging pytest trio",
     "rollouts_notes": "torch trio",
     "rollouts_view": "click trio",
 }

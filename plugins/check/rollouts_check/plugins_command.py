@@ -108,8 +108,8 @@ def _doctor() -> int:
     Environments whose packages clash are problems too. Not a problem, but listed: a component that needs an extra that
     is not installed, and a clash of an environment that has a virtual environment of its own.
     """
-    from rollouts.env.clashes import find_clashes
     from rollouts.plugins.manager import PluginManager
+    from rollouts_check.clashes import find_clashes
 
     manager = PluginManager()
     faults, lacking = manager.doctor()
