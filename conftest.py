@@ -5,6 +5,7 @@ also from the processes that tests start: tests compare with models on the CPU, 
 
 from __future__ import annotations
 
+import compileall
 import gc
 import os
 import shutil
@@ -28,7 +29,8 @@ sys.path.append(str(Path(__file__).parent / "tests"))  # for `import forks`
 pytest_plugins = ["cpu_budget", "pytester"]
 
 
-PACKAGE = Path(__file__).parent / "rollouts"
+ROOT = Path(__file__).parent
+PACKAGE = ROOT / "rollouts"
 _freeze = gc.freeze
 IMPORTS = 100  # so many modules are worth excluding
 
@@ -54,6 +56,13 @@ def forget_modules_of_tests(request, tmp_path_factory):
     # A component named by its file adds that file's folder: one of the package would make its vllm.py a library `vllm`.
     added = (written, str(PACKAGE))
     sys.path[:] = [folder for folder in sys.path if folder in path or not folder.startswith(added)]
+
+
+def pytest_configure(config):
+    """The packages have bytecode, or each process that a test starts compiles them: half of what its imports take."""
+    if not hasattr(config, "workerinput"):
+        for folder in ("rollouts", "environments", "plugins"):
+            compileall.compile_dir(ROOT / folder, quiet=2)
 
 
 def pytest_collection_finish():

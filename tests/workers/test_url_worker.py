@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import forks
 import msgspec
 import pytest
 import trio
@@ -62,19 +63,19 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def serve(tmp_path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+def serve(tmp_path) -> Iterator[Callable[..., tuple[Any, str]]]:
     """serve(name, *flags) -> the server's process, and its URL."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Any] = []
     readers: list[threading.Thread] = []
 
     def drain(stream: IO[str]) -> None:
         with stream:
             stream.read()
 
-    def start(name: str, *flags: str) -> tuple[subprocess.Popen[str], str]:
+    def start(name: str, *flags: str) -> tuple[Any, str]:
         port = () if "--port" in flags else ("--port", "0")
         command = [sys.executable, "-m", "rollouts", "env", "serve", name, *port, *flags]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+        process = forks.popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
         started.append(process)
         assert process.stdout is not None
         line = process.stdout.readline()
