@@ -187,7 +187,6 @@ def test_another_package_may_make_environments_of_it(links, empty, tmp_path, mon
         find_installed("pack/no-env")
 
 
-@pytest.mark.slow
 def test_a_failed_installation_leaves_the_earlier_one(links, envs, capsys, tmp_path):
     before = all_installed()
     kept = tmp_path / "kept.lock"

@@ -119,7 +119,6 @@ def test_a_worker_that_does_not_end_a_cancelled_call_is_killed(monkeypatch):
         trio.run(main)
 
 
-@pytest.mark.slow
 def test_memory_has_a_limit():
     with environment("Hostile-memory", memory_gib=2.0) as env:
 

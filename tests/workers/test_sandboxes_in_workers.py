@@ -86,7 +86,6 @@ def test_the_numbers_are_those_of_a_run_without_worker(given):
     assert {episode["status"] for episode in episodes_of(apart)} == {"completed"}
 
 
-@pytest.mark.slow
 def test_a_lost_sandbox_is_no_reward_of_0():
     _, apart = both({"name": BOXED, "kind": "lost"}, mode="eval", eval_tasks=3, retries=0, max_failures=20)
     episodes = episodes_of(apart)

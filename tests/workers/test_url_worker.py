@@ -180,7 +180,6 @@ def test_the_numbers_are_those_of_a_run_without_worker_also_on_a_slow_network(se
     assert not any(b"a-long-secret-token" in text for text in written)
 
 
-@pytest.mark.slow
 def test_what_a_server_refuses(serve, monkeypatch):
     Path("token").write_text("right")
     _, url = serve("calculator", "--token-file", "token", "--count", "1")
@@ -302,7 +301,6 @@ def test_a_server_opens_the_sandbox_that_it_was_started_with(serve):
     assert logged("url") == logged("inline") and len(logged("url")) == 1
 
 
-@pytest.mark.slow
 def test_a_server_that_vanishes_loses_only_its_episodes(serve):
     server, url = serve("calculator")
     port = url.rpartition(":")[2]

@@ -199,15 +199,14 @@ def expert_of(order: dict[str, str], env: BrowserForm) -> list[tuple[str, dict[s
 
 def has_everything(order: dict[str, str]) -> bool:
     form = make_form(order)
-    return "card" in order and len(form.pages) == 2 and bool(form.rule)
+    kinds = {field.kind for page in form.pages for field in page}
+    return "card" in order and len(form.pages) == 2 and bool(form.rule) and kinds == {"text", "select", "radio", "box"}
 
 
 @needs_chromium
 def test_an_expert_submits_the_order_and_a_wrong_value_is_seen(loop: Loop) -> None:
-    orders = [*itertools.islice(filter(has_everything, ORDERS), 3), PLAIN]
-    kinds = {field.kind for order in orders for page in make_form(order).pages for field in page}
-    assert kinds == {"text", "select", "radio", "box"}
-    for order in orders:
+    long = next(filter(has_everything, ORDERS))
+    for order in (PLAIN, long):
         with loop.opened(order) as env:
             calls = expert_of(order, env)
             results = loop.play(env, calls)
@@ -215,10 +214,9 @@ def test_an_expert_submits_the_order_and_a_wrong_value_is_seen(loop: Loop) -> No
             score = loop.run(env.ordered())
             assert (score.value, score.parts) == (1.0, {"submitted": 1.0, "fields": 1.0})
             assert env.refusals() == sum("alert" in each for each in results) == bool(env.site.form.rule)
-    order = orders[0]
-    with loop.opened(order) as env:
-        for name, arguments in expert_of(order, env):
-            is_card = arguments.get("text") == order["card"]
+    with loop.opened(long) as env:
+        for name, arguments in expert_of(long, env):
+            is_card = arguments.get("text") == long["card"]
             loop.play(env, [(name, arguments | {"text": "Good bye"} if is_card else arguments)])
         score = loop.run(env.ordered())
         count = len(env.wanted)
@@ -324,7 +322,7 @@ def test_contexts_are_apart_and_closed(loop: Loop) -> None:
         await env.close()
         await env.close()
 
-    for seconds in (0.0, 0.01, 0.05, 60.0):
+    for seconds in (0.01, 60.0):
         loop.run(cancelled(BrowserForm(), seconds))
         assert loop.contexts() == 0
 

@@ -57,7 +57,6 @@ def test_every_solution_is_right_and_no_other_one_is(sandbox: Sandbox) -> None:
     ],
     ids=["empty", "text", "float", "exit", "verdict", "os exit", "loop", "prints"],
 )
-@pytest.mark.slow
 def test_a_program_that_is_wrong(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr("rollouts_python.SECONDS", 2.0)
     value, share = score(sandbox, "double", program)

@@ -124,7 +124,7 @@ def test_over_stdio():
     check_server(MCP(server=STDIO))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @lost_streams
 def test_over_http():
     with http_server() as found:

@@ -105,7 +105,7 @@ print(json.dumps([client.get_experiment(first.info.experiment_id).name, first.da
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_library_takes_its_variables(tmp_path):
     """The experiment by its id, tags of the run, the load of the machine, and a run that someone else began."""
     variables = {"TRACKING_URI": f"file://{tmp_path}/store", "ALLOW_FILE_STORE": "true",

@@ -166,7 +166,7 @@ def test_a_check_that_hangs_dies_or_takes_all_memory_is_no_verdict(tmp_path, mon
     assert alive == (4, "")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_math_works_beside_threads():
     """math-verify's own timeouts need the main thread; here it runs while threads are busy, and many at a time."""
 

@@ -74,6 +74,7 @@ def test_health(opened, make):
     page.wait_for_selector("text=step_000000, line 1")
 
 
+@pytest.mark.nightly
 def test_a_damaged_run(opened, recorded, make):
     opened.expected = "the server responded with a status of 400"
     file = recorded / "trajectories" / "step_000000.jsonl"
