@@ -117,6 +117,7 @@ def test_a_tool_a_tool_parser_and_an_optimizer_in_one_run(rollouts, pip_install,
     assert {(kind, name, "acme-parts") for kind, name in kinds.items()} <= listed
 
 
+@pytest.mark.nightly
 def test_two_distributions_with_one_name(rollouts, acme, pip_install):
     twin = pip_install("acme_twin")
     done = rollouts("run", "--env", "acme_env", "--dry-run", path=(acme, twin))
@@ -127,6 +128,7 @@ def test_two_distributions_with_one_name(rollouts, acme, pip_install):
     assert done.returncode == 1 and "acme-twin/acme_env" in done.stdout
 
 
+@pytest.mark.nightly
 def test_a_package_that_does_not_import(rollouts, acme, pip_install, tmp_path):
     broken = pip_install("acme_broken")
     done = rollouts("run", "--env", "acme_broken", "--dry-run", path=(acme, broken))
@@ -167,6 +169,7 @@ def test_a_loss_from_the_documentation_is_the_core_s(rollouts, pip_install, tmp_
     assert any("policy/weight_max" in line for line in own)
 
 
+@pytest.mark.nightly
 def test_an_environment_of_another_contract_version_is_refused_before_it_is_imported(rollouts, acme, pip_install):
     done = rollouts("plugins", "show", "acme_env", path=(acme,))
     assert done.returncode == 0 and re.search(r"^  contract +1$", done.stdout, re.MULTILINE), done.stdout + done.stderr
