@@ -255,7 +255,6 @@ class Killer(threading.Thread):
                     self.killed += 1
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_while_workers_are_killed():
     killer = Killer(2)
     killer.start()

@@ -167,7 +167,6 @@ def results(episode) -> list[str]:
     return [message.text for message in episode.trajectory.messages if message.role == "tool"]
 
 
-@pytest.mark.slow
 def test_each_episode_has_a_session_of_its_own():
     remembers = [called("remember", text="a"), called("calculator", expression="1 + 1")]
     kit = {"server": STDIO, "only": ["remember"]}

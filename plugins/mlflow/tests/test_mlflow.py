@@ -60,7 +60,6 @@ def python(code, *arguments, **environment):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_a_run_is_written_and_continued(tmp_path):
     """And a server that does not answer is one error."""
     with socket.create_server(("127.0.0.1", 0)) as listener:

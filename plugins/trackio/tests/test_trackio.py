@@ -48,7 +48,6 @@ def python(code, *arguments, **environment):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_a_local_run_is_written_and_continued(tmp_path):
     kept = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
     said = python(RUN, str(tmp_path / "run-7"), **kept)

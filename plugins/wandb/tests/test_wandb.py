@@ -51,7 +51,6 @@ def python(code, *arguments, **environment):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_an_offline_run_is_in_the_run_folder(tmp_path):
     folder = tmp_path / "run-7"
     folder.mkdir()
