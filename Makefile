@@ -1,4 +1,4 @@
-.PHONY: run test nightly test-templates test-adapters test-clients test-engines lint docs site
+.PHONY: run test test-slow nightly test-templates test-adapters test-clients test-engines lint docs site
 
 ADAPTERS ?= $(HOME)/.cache/rollouts/adapters
 PYTHON_3_12 ?= python3.12
@@ -9,7 +9,10 @@ run:  ## the main job: an agent learns to use a tool
 test:
 	pytest
 
-nightly:  ## the tests with every case of each sweep, and 300 examples of each property
+test-slow:  ## whole ways through the product, whose parts have tests in `make test`; a stage of CI
+	pytest -m "slow and not engines and not adapters and not nightly"
+
+nightly:  ## all of these, with every case of each sweep, and 300 examples of each property
 	pytest -m "not engines and not adapters" --hypothesis-profile nightly
 
 test-templates:  ## supervised rows and rollouts of 300 chat templates whose true spans are known

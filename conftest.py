@@ -5,6 +5,8 @@ also from the processes that tests start: tests compare with models on the CPU, 
 
 from __future__ import annotations
 
+import compileall
+import functools
 import gc
 import os
 import shutil
@@ -17,6 +19,8 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, settings
 
+from rollouts.doors import HOMES
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""  # of NVIDIA, and of AMD
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # tests look at folders that they import files from
@@ -28,7 +32,8 @@ sys.path.append(str(Path(__file__).parent / "tests"))  # for `import forks`
 pytest_plugins = ["cpu_budget", "pytester"]
 
 
-PACKAGE = Path(__file__).parent / "rollouts"
+ROOT = Path(__file__).parent
+PACKAGES = [str(home / package) for package, home in HOMES.items()]
 _freeze = gc.freeze
 IMPORTS = 100  # so many modules are worth excluding
 
@@ -51,9 +56,16 @@ def forget_modules_of_tests(request, tmp_path_factory):
     for name in set(sys.modules) - modules:
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(written):
             del sys.modules[name]
-    # A component named by its file adds that file's folder: one of the package would make its vllm.py a library `vllm`.
-    added = (written, str(PACKAGE))
+    # A component named by its file adds that file's folder: one of ours would make its vllm.py a library `vllm`.
+    added = (written, *PACKAGES)
     sys.path[:] = [folder for folder in sys.path if folder in path or not folder.startswith(added)]
+
+
+def pytest_configure(config):
+    """The packages have bytecode, or each process that a test starts compiles them: half of what its imports take."""
+    if not hasattr(config, "workerinput"):
+        for folder in ("rollouts", "environments", "plugins"):
+            compileall.compile_dir(ROOT / folder, quiet=2)
 
 
 def pytest_collection_finish():
@@ -88,6 +100,32 @@ def forked_checks():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(traces, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": hash_seeds.popen}))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def metadata_read_once():
+    """The entry points of a package that has not changed are read once, and the versions that a manifest names. A
+    process reads those of all packages when sys.path changes, which it does with each test whose components are in a
+    file.
+    """
+    from rollouts.plugins import index
+    from rollouts.runs import manifest
+
+    plain, found = index._read_refs, {}
+
+    def read_refs(distribution):
+        folder = getattr(distribution, "_path", None)
+        if not isinstance(folder, Path):
+            return plain(distribution)
+        key = (folder, *index._stamps([f"{folder}/{name}" for name in index._METADATA]).values())
+        if key not in found:
+            found[key] = list(plain(distribution))
+        return iter(found[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "_read_refs", read_refs)
+        patch.setattr(manifest, "_version", functools.cache(manifest._version))
         yield
 
 

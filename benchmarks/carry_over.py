@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import trio
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.inference.base import Capabilities, GenerateRequest, Generation, InferenceBackend, VersionSpan
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.pool import Job
-from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Episode, Score, Segment, Status, Trajectory
 
 PROMPTS, MEMBERS = 16, 8

@@ -40,6 +40,8 @@ from datasets import Dataset
 from random_model import save_random_qwen3
 from rollouts_calculator import Calculator
 from rollouts_calculator import evaluate as evaluate_expression
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 from transformers import AutoTokenizer, Qwen3ForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.chat_template_utils import qwen3_template
@@ -51,14 +53,14 @@ from rollouts.env.mixing import env_term
 from rollouts.inference.base import InferenceBackend
 from rollouts.inference.embedded.hf import HFInference, create_hf_inference
 from rollouts.models.loading import TINY_PATH
+from rollouts.training.algorithms.algorithm import Stage
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.loops.rl import StepReport, train_rl
+from rollouts.training.loops.rl import Callbacks, StepReport, train_rl
 from rollouts.training.loops.rl_batch import RLSettings
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
 from rollouts.training.rollout_gen.pool import Job
-from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Episode, Status, Task
 
 PROMPTS, MEMBERS = 8, 8
@@ -142,12 +144,11 @@ class Ours:
                 clock.read()
                 await train_rl(
                     self.backend,
-                    self.buffer,
                     self.manager,
-                    [self.inference],
                     RLSettings(count),
-                    algorithm=GRPO,
-                    on_step=on_step,
+                    stages=[Stage(0, "main", GRPO)],
+                    syncing=WeightSyncManager([self.inference]),
+                    callbacks=Callbacks(on_step=on_step),
                 )
 
         trio.run(run)

@@ -22,16 +22,18 @@ from typing import Any
 
 import trio
 from carry_over import MEMBERS, PROMPTS, SleepingEngine, play
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.inference.base import WeightUpdate
 from rollouts.models.futures import TorchThread
+from rollouts.training.algorithms.algorithm import Stage
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.batches import StepResult, TrainBatch
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl import train_rl
 from rollouts.training.loops.rl_batch import RLSettings
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.weights.sync import WeightSyncManager
 
 
 class VersionedEngine(SleepingEngine):
@@ -72,7 +74,8 @@ async def measure(staleness: int, factor: float, options: argparse.Namespace) ->
     manager = AsyncRolloutManager(buffer, config, play=play, inference=engine)  # type: ignore[arg-type]
     loop = RLSettings(options.steps + 1, staleness=staleness)
     async with manager:
-        history = await train_rl(trainer, buffer, manager, [engine], loop, algorithm=GRPO)  # type: ignore
+        stages, syncing = [Stage(0, "main", GRPO)], WeightSyncManager([engine])  # type: ignore
+        history = await train_rl(trainer, manager, loop, stages=stages, syncing=syncing)  # type: ignore
     trainer.thread.close()
     lines = history[1:]
     step, generate = (statistics.fmean(line[f"time/{name}"] for line in lines) for name in ("step", "generate"))

@@ -216,15 +216,15 @@ def _rollouts(
     url: str, concurrency: int, count: int, steps: int, mark: Callable[[], None], make_env: Any = None
 ) -> None:
     import trio
+    from rollouts_servers.checks import ServerSetup
+    from rollouts_servers.server import Server
+    from rollouts_servers.vllm import VLLM
 
     from rollouts.agent.episode import run_episode
     from rollouts.agent.model import EpisodeLimits
     from rollouts.chat.format import load_chat_format
     from rollouts.env.mixing import env_term
     from rollouts.inference.base import InferenceBackend
-    from rollouts.inference.servers.checks import ServerSetup
-    from rollouts.inference.servers.server import Server
-    from rollouts.inference.servers.vllm import VLLM
     from rollouts.models.loading import load_tokenizer
     from rollouts.training.rollout_gen.pool import Job, run_episodes
     from rollouts.types import Episode
@@ -379,11 +379,11 @@ async def _bare_on_trio(workers: int, count: int, posts: Sequence[Post]) -> None
 
 def _engine(url: str, concurrency: int, count: int, steps: int, mark: Callable[[], None]) -> None:
     import trio
+    from rollouts_servers.checks import ServerSetup
+    from rollouts_servers.server import Server
+    from rollouts_servers.vllm import VLLM
 
     from rollouts.inference.base import GenerateRequest
-    from rollouts.inference.servers.checks import ServerSetup
-    from rollouts.inference.servers.server import Server
-    from rollouts.inference.servers.vllm import VLLM
 
     async def work(engine: Server, worker: int, workers: int, size: int) -> None:
         """Like `_bare`, with requests instead of bodies."""
@@ -416,8 +416,7 @@ def _engine(url: str, concurrency: int, count: int, steps: int, mark: Callable[[
 
 def _client(url: str, concurrency: int, count: int, steps: int, mark: Callable[[], None]) -> None:
     import trio
-
-    from rollouts.inference.servers.http import HTTPClient
+    from rollouts_servers.http import HTTPClient
 
     async def run() -> None:
         async with HTTPClient(url, connections_max=concurrency) as client:

@@ -24,7 +24,7 @@ if sys.platform == "win32":
 
 from typing import TYPE_CHECKING, Any
 
-from rollouts.lazy import lazy_face
+from rollouts.lazy import lazy_face, moved_modules
 from rollouts.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     CalculatorEnvironment: type[Any]
 
 _load, __dir__ = lazy_face(__name__)
+moved_modules({f"{__name__}.inference.servers": "rollouts_servers"})
 
 
 def __getattr__(name: str) -> Any:

@@ -23,7 +23,7 @@ def _home_of(package: str) -> Path:
     return in_clone if (in_clone / package).is_dir() else ROOT
 
 
-BESIDE = ("rollouts_check", "rollouts_notes", "rollouts_view")
+BESIDE = ("rollouts_check", "rollouts_notes", "rollouts_servers", "rollouts_view")
 HOMES = {"rollouts": ROOT} | {package: _home_of(package) for package in BESIDE}
 """Each package of this distribution, and the folder that holds it."""
 
@@ -35,8 +35,8 @@ class MissingPackageError(ImportError):
 def open_module(name: str) -> ModuleType:
     """Import a module, of this distribution or of another. Raises MissingPackageError for one of this distribution."""
     package = name.partition(".")[0]
-    if package not in sys.modules and package in HOMES and str(HOMES[package]) not in sys.path:
-        sys.path.insert(0, str(HOMES[package]))
+    if package not in sys.modules and package in HOMES:  # it may import another one
+        sys.path[:0] = [home for home in dict.fromkeys(map(str, HOMES.values())) if home not in sys.path]
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

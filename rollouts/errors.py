@@ -27,6 +27,7 @@
         ├── WorkersLostError      the workers of an environment die again and again
         ├── BudgetSpentError      the next request to an API could exceed a limit of dollars or tokens
         └── InferenceError        an engine failed; in an episode this becomes Status.INFERENCE_ERROR
+            └── EngineRequestError    a request to a server got no usable reply
 
 Each message says what was given, what was expected, and what to type next. A failed rollout is not an exception: it is
 recorded as a `Status`. Errors of tools become messages to the model.
@@ -38,7 +39,7 @@ import codecs
 import contextlib
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from rollouts.author_code import Place, message_of, place_of, printable
 
@@ -188,6 +189,10 @@ class InferenceError(RunError):
     def __init__(self, message: str = "", *, is_transient: bool = True) -> None:
         super().__init__(message)
         self.is_transient = is_transient
+
+
+class EngineRequestError(InferenceError):
+    """A request to a server got no usable reply."""
 
 
 class RemoteError(Exception):
@@ -341,6 +346,22 @@ def suggestion(given: str, known: Iterable[str], spelled: Callable[[str], str] =
     """
     near = near_misses(given, known)
     return f"did you mean: {', '.join(map(spelled, near))}?" if near else ""
+
+
+def check_known(given: Iterable[str], known: Collection[str], unknown: str, has: str) -> None:
+    """Raise ConfigError for the first name that is not known: `unknown` with the name after it, near misses, and `has`
+    with the names that are known.
+
+    >>> check_known(["digts"], ["digits"], "there is no setting --env.", "settings")
+    Traceback (most recent call last):
+    rollouts.errors.ConfigError: there is no setting --env.digts
+    did you mean: digits?
+    settings: digits
+    """
+    for name in given:
+        if name not in known:
+            listed = f"{has}: {', '.join(known) or 'none'}"
+            raise ConfigError(in_lines(f"{unknown}{name}", suggestion(name, known), listed))
 
 
 def where_not_utf8(path: str, lines: Iterable[bytes] = ()) -> str:

@@ -31,6 +31,8 @@ import trio
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from agent_fakes import FakeChat, FakeEngine
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
@@ -49,8 +51,7 @@ from rollouts.training.algorithms.algorithm import as_algorithm
 from rollouts.training.algorithms.calls import call_author, check_per_rollout
 from rollouts.training.algorithms.objective import evaluate_objective
 from rollouts.training.rollout_gen.groups import NamedFilter, group_scorer
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-from rollouts.training.rollout_gen.steps import RolloutConfig, rollout_metrics
+from rollouts.training.rollout_gen.steps import rollout_metrics
 from rollouts.types import Message, Score, Task, ToolCall, Trajectory
 
 __all__ = ["SURFACE", "Case", "cases", "play"]

@@ -35,7 +35,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 STORE = Path(__file__).with_suffix(".jsonl")
-CODE = ("rollouts", "plugins/check/rollouts_check", "plugins/view/rollouts_view", "plugins/notes/rollouts_notes")
+CODE = ("rollouts", *(f"plugins/{name}/rollouts_{name}" for name in ("check", "view", "notes", "servers")))
 TESTS = ("tests", "plugins")
 HEAVY = "torch transformers peft datasets trio httpx msgspec click rich numpy".split()
 LEAST = 0.97

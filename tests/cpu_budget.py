@@ -1,5 +1,5 @@
 """A test without the mark `slow` may use two seconds of CPU, with its processes. One that uses twice as much fails: the
-CPU of one test varies that much.
+CPU of one test varies that much. Tests marked `slow` are a stage of their own: `make test-slow`.
 
 CPU is counted, and not time, since machines are busy. Not counted are fixtures that several tests share, the first
 imports of a large package, and what `excluded` surrounds. `make nightly` has no budget.

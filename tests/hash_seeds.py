@@ -2,7 +2,7 @@
 
 A fork saves the half second in which a new interpreter imports the check, and differs from one in nothing that the
 check is about: it has its own memory, its server's hash seed, a session of its own and the working directory of the
-moment. What watches the import itself gets a new interpreter.
+moment. What watches the import itself gets a new interpreter. The servers have imported no torch, which `run` is for.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ import os
 import select
 import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["popen", "servers"]
+__all__ = ["popen", "run", "servers"]
 
 SERVE = """
 import gc, json, os, sys
@@ -34,7 +36,7 @@ for line in sys.stdin:
         os.environ.clear()
         os.environ.update(request["variables"])
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(os.open(request["output"], os.O_WRONLY), 1)
         os.dup2(os.open(request["errors"], os.O_WRONLY), 2)
         sys.argv = ["-c", *request["words"]]
         code = 1
@@ -50,6 +52,7 @@ for line in sys.stdin:
 
             traceback.print_exc()
         finally:
+            sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
     print(pid, flush=True)
@@ -63,14 +66,30 @@ def popen(command: list[str], *, env: dict[str, str], stdout: int, stderr: Any, 
     """As the check uses subprocess.Popen."""
     if sys.platform != "linux" or command[:2] != [sys.executable, "-c"] or '"forbidden":' in command[3]:
         return subprocess.Popen(command, env=env, stdout=stdout, stderr=stderr, start_new_session=start_new_session)
-    seed = env.get("PYTHONHASHSEED", "random")
+    server = _server(env.get("PYTHONHASHSEED", "random"))
+    return _Fork(server, command[2], command[3:], env, os.getcwd(), errors=f"/proc/{os.getpid()}/fd/{stderr.fileno()}")
+
+
+def run(command: Sequence[str], *, cwd: str | os.PathLike[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    """subprocess.run of `python -c CODE …` with its output as text, in a process that has not imported torch."""
+    if sys.platform != "linux":
+        return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout)
+    assert list(command[:2]) == [sys.executable, "-c"], command
+    with tempfile.NamedTemporaryFile() as output, tempfile.NamedTemporaryFile() as errors:
+        files = {"output": output.name, "errors": errors.name}
+        fork = _Fork(_server("random"), command[2], list(command[3:]), dict(os.environ), os.fspath(cwd), **files)
+        code = fork.wait(timeout)
+        return subprocess.CompletedProcess(command, code, output.read().decode(), errors.read().decode())
+
+
+def _server(seed: str) -> subprocess.Popen[bytes]:
     if seed not in _servers:
         variables = {**os.environ, "PYTHONHASHSEED": seed}
         _servers[seed] = subprocess.Popen(
             [sys.executable, "-c", SERVE], env=variables, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
         atexit.register(_end, _servers[seed])
-    return _Fork(_servers[seed], command[2], command[3:], env, f"/proc/{os.getpid()}/fd/{stderr.fileno()}")
+    return _servers[seed]
 
 
 def servers() -> list[int]:
@@ -85,10 +104,17 @@ def _end(server: subprocess.Popen[bytes]) -> None:
 
 class _Fork:
     def __init__(
-        self, server: subprocess.Popen[bytes], code: str, words: list[str], env: dict[str, str], errors: str
+        self,
+        server: subprocess.Popen[bytes],
+        code: str,
+        words: list[str],
+        env: dict[str, str],
+        folder: str,
+        output: str = os.devnull,
+        errors: str = os.devnull,
     ) -> None:
         assert server.stdin is not None and server.stdout is not None, "it was started with pipes"
-        request = {"code": code, "words": words, "variables": env, "errors": errors, "folder": os.getcwd()}
+        request = {"code": code, "words": words, "variables": env, "folder": folder, "output": output, "errors": errors}
         server.stdin.write(json.dumps(request).encode() + b"\n")
         self._answers = server.stdout
         self.pid = int(self._line())

@@ -51,8 +51,9 @@ class Terminal:
         not see a Ctrl-C that arrives just before it begins to wait for a key.
         """
         self.type(typing)
+        patience = 3.0 if typing == "\x03" else 15.0
         while words.encode() not in self._seen:
-            data = self._read(15.0)
+            data = self._read(patience)
             assert data != b"", self._seen
             if data is None:
                 self.type(typing)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import trio
+from rollouts_notes.rows import RolloutConfig
+from rollouts_notes.user_functions import generate_group, reward_group, sample_group
 
 from rollouts.cli import main
 from rollouts.error_log import ErrorLog
@@ -16,8 +18,6 @@ from rollouts.errors import InferenceError
 from rollouts.plugins import hookimpl
 from rollouts.plugins.loading import import_file
 from rollouts.plugins.manager import PluginManager
-from rollouts.training.rollout_gen.steps import RolloutConfig
-from rollouts.training.rollout_gen.user_functions import generate_group, reward_group, sample_group
 from rollouts.types import Sample, Status, Task
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -137,7 +137,7 @@ def reward_fn(sample): return empty["reward_fn"]
 def rollouts_run_start(folder): return empty["hook"]
 """
 
-SMALL = ["--steps", "1", "--prompts-per-step", "1", "--samples-per-prompt", "2", "--max-tokens", "16", "--out", "out"]
+SMALL = ["--steps", "1", "--prompts-per-step", "1", "--samples-per-prompt", "2", "--max-tokens", "8", "--out", "out"]
 
 
 @pytest.fixture(autouse=True)
@@ -187,7 +187,16 @@ KINDS = [
 ]
 
 
-@pytest.mark.parametrize(("key", "code", "arguments"), KINDS, ids=[kind for kind, *_ in KINDS])
+OTHERS_OF_THE_ALGORITHM = ("kl", "aggregation", "shaping", "selector", "pairing", "correction")
+
+
+@pytest.mark.parametrize(
+    ("key", "code", "arguments"),
+    [
+        pytest.param(*row, id=row[0], marks=[pytest.mark.nightly] if row[0] in OTHERS_OF_THE_ALGORITHM else [])
+        for row in KINDS
+    ],
+)
 def test_the_message_has_the_line(key, code, arguments, broken, capsys):
     envs = "\n".join(f'[[env]]\nalias = "{alias}"\nname = "./broken.py:Base"' for alias in "ab")
     (broken / "curriculum.toml").write_text(f'{envs}\nweight = {{ name = "./broken.py:curriculum" }}\n')

@@ -17,7 +17,7 @@ from rollouts.env import tool
 sys.path.insert(0, str(Path(__file__).parent))
 from agent_fakes import FakeChat, FakeEngine, Quiz, play
 
-RUN = ["--steps", "1", "--prompts-per-step", "1", "--samples-per-prompt", "2", "--max-tokens", "16"]
+RUN = ["--steps", "1", "--prompts-per-step", "1", "--samples-per-prompt", "2", "--max-tokens", "8"]
 RUN += ["--eval-tasks", "1"]
 
 PARTS = '''\

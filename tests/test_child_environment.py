@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import trio
+from rollouts_servers.process import ServerCommand, ServerProcess
 
 from rollouts.cli import main
 from rollouts.env.processes import call_isolated
 from rollouts.errors import ConfigError
-from rollouts.inference.servers.process import ServerCommand, ServerProcess
 
 TOOL = """
 import json, os

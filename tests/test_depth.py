@@ -26,6 +26,7 @@ LIMITS = {"optimizer step": 12, "forward pass": 23, "generate request": 24, "new
 """Frames at most. Each is 60 % of what it was before the rooms were rebuilt."""
 
 SMALL = "--env calculator --loss grpo --steps 1 --prompts-per-step 2 --samples-per-prompt 2 --eval-tasks 0".split()
+SMALL += ["--max-tokens", "8"]
 
 
 class _Root(trio.abc.Instrument):

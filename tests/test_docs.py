@@ -27,6 +27,7 @@ from rollouts.config.settings import SFT
 from rollouts.plugins import KINDS, VOCABULARY, hookspecs
 from rollouts.plugins.index import installed_components
 from rollouts.plugins.signature import check_signature
+from rollouts.runs.plan import make_plan
 from rollouts.training.algorithms import Algorithm, recipes
 from rollouts.training.algorithms.aggregation import AGGREGATIONS, Masks, aggregate
 from rollouts.training.algorithms.algorithm import (
@@ -436,10 +437,12 @@ COMPOSED = [
 
 @pytest.mark.parametrize(("page", "command"), COMPOSED)
 def test_commands_compose(page, command, tmp_path, monkeypatch, capsys):
-    """Not only read: found, told its settings, checked. No model loads."""
+    """Not only read: found, told its settings, checked. No model loads. A component of a file on the page is called."""
     monkeypatch.chdir(tmp_path)
     for name, text in files_of(page).items():
         (tmp_path / name).write_text(text)
+    if not any(name in command for name in files_of(page)):
+        monkeypatch.setattr("rollouts.runs.dry_run.dry_run", lambda resolved, *more: str(make_plan(resolved)))
     argv = [word for word in shlex.split(command)[1:] if word != "--dry-run"]
     assert main([*argv, "--dry-run"]) == 0, capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == sorted(files_of(page))
@@ -616,7 +619,7 @@ def test_the_documented_demonstrations_are_judged(tmp_path, monkeypatch, capsys)
     """The command below them composes, and the demonstrations earn 1, replayed with the real tools."""
     blocks = blocks_of(ROOT / "docs" / "environments.md")
     (cafe,) = (block.text for block in blocks if "class Cafe" in block.text)
-    (method,) = (block.text for block in blocks if block.text.startswith("from rollouts import Message, ToolCall\n"))
+    (method,) = (block.text for block in blocks if block.text.startswith("from rollouts import Message\nfrom"))
     imported, body = method.split("\n\n\n")
     (tmp_path / "cafe.py").write_text(f"{imported}\n{cafe}\n{textwrap.indent(body, ' ' * 4)}")
     (command,) = (each for block in blocks for each in commands_of(block) if "./cafe.py:Cafe" in each)

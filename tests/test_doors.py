@@ -1,4 +1,4 @@
-"""The packages beside `rollouts`: each way to install the distribution has them, and training works without them."""
+"""The packages beside `rollouts`: each way to install the distribution has them. test_main_job.py trains without."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 import rollouts.primitives.types
 import rollouts_check
 import rollouts_notes.primitives.types
+import rollouts_servers.spending
 
 import rollouts.check
+import rollouts.spending
 from rollouts.cli.app import COMMANDS
 from rollouts.doors import HOMES
 from rollouts.env.installing import base_wheel
@@ -61,6 +63,7 @@ def makes_a_package_and_checks(first, folder):
     assert "keeps the contract" in checked.stdout
 
 
+@pytest.mark.slow
 def test_a_wheel_has_all_packages(tmp_path):
     """So do a git URL and an sdist, of which pip makes the wheel."""
     wheel = zipfile.ZipFile(built("build_wheel", tmp_path))
@@ -78,6 +81,7 @@ def test_an_editable_install_knows_all_folders(tmp_path):
     assert wheel.read(pth).decode().split() == list(map(str, HOMES.values()))
 
 
+@pytest.mark.slow
 def test_an_editable_install_of_before_finds_what_is_new(tmp_path):
     """Its path has only the folder of the clone, and its metadata name the plugin of pytest as before."""
     makes_a_package_and_checks(ROOT, tmp_path)
@@ -96,6 +100,10 @@ def test_a_module_is_the_same_by_its_earlier_name():
     assert importlib.import_module("rollouts.training.rl_losses") is importlib.import_module(
         "rollouts_notes.pytorch_factory"
     )
+    for name in ("", ".options", ".vllm"):
+        servers = importlib.import_module(f"rollouts.inference.servers{name}")
+        assert servers is importlib.import_module(f"rollouts_servers{name}")
+    assert rollouts.spending is rollouts_servers.spending
     with pytest.raises(ModuleNotFoundError, match=r"rollouts\.primitives\.no_such_module"):
         importlib.import_module("rollouts.primitives.no_such_module")
 
@@ -113,15 +121,7 @@ def core(tmp_path):
     return tmp_path / "core"
 
 
-@pytest.mark.slow
-def test_the_main_job_runs_without_them(core, tmp_path):
-    small = ["--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--eval-tasks", "4"]
-    done = command(core, "run", "--env", "calculator", "--loss", "grpo", *small, "--out", tmp_path / "run")
-    assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "summary.json").is_file()
-
-
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("name", [OUTSIDE[0], *(pytest.param(each, marks=pytest.mark.nightly) for each in OUTSIDE[1:])])
 def test_a_command_of_a_missing_package_says_what_to_install(name, core):
     done = command(core, name, "--help")
     package = COMMANDS[name][0].partition(".")[0]
@@ -130,17 +130,28 @@ def test_a_command_of_a_missing_package_says_what_to_install(name, core):
     assert "type: pip install --force-reinstall rollouts-rl" in done.stderr
 
 
+@pytest.mark.parametrize("name", ["vllm", "openai"])
+def test_an_engine_of_a_missing_package_says_what_to_install(name, core):
+    done = command(core, "eval", "--env", "calculator", "--inference", name)
+    assert (done.returncode, done.stdout) == (2, "")
+    missing = "the package rollouts_servers of rollouts-rl is missing type: pip install --force-reinstall rollouts-rl"
+    assert missing in done.stderr
+
+
 @pytest.mark.parametrize(
-    "line",
+    ("line", "package"),
     [
-        "import rollouts.primitives",
-        "from rollouts.training import run_rl_training",
-        "import rollouts.training.rl_losses",
-        "from rollouts.training.types import RLTrainingConfig",
+        ("import rollouts.primitives", "rollouts_notes"),
+        pytest.param("from rollouts.training import run_rl_training", "rollouts_notes", marks=pytest.mark.nightly),
+        pytest.param("import rollouts.training.rl_losses", "rollouts_notes", marks=pytest.mark.nightly),
+        ("from rollouts.training.types import RLTrainingConfig", "rollouts_notes"),
+        ("from rollouts.inference.servers.vllm import VLLM", "rollouts_servers"),
+        pytest.param("from rollouts.providers import create_vllm_inference", "rollouts_servers", marks=pytest.mark.nightly),
+        ("from rollouts.spending import SpendingStore", "rollouts_servers"),
     ],
 )
-def test_a_name_of_a_missing_package_says_what_to_install(line, core):
+def test_a_name_of_a_missing_package_says_what_to_install(line, package, core):
     done = python(core, f"from rollouts.training.types import Sample, TrainBatch\n{line}")
     assert done.returncode == 1
-    assert "MissingPackageError: the package rollouts_notes of rollouts-rl is missing\n" in done.stderr
+    assert f"MissingPackageError: the package {package} of rollouts-rl is missing\n" in done.stderr
     assert "type: pip install --force-reinstall rollouts-rl" in done.stderr

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import tarfile
 from pathlib import Path
 
@@ -28,10 +29,17 @@ EARLIER = Path(__file__).parent / "earlier"
 EXPECTED = json.loads((EARLIER / "expected.json").read_text())
 
 
-@pytest.fixture
-def runs(tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def extracted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("extracted")
     with tarfile.open(EARLIER / "runs.tar.xz") as archive:
-        archive.extractall(tmp_path, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4
+        archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # from 3.11.4
+    return folder
+
+
+@pytest.fixture
+def runs(extracted, tmp_path, monkeypatch):
+    shutil.copytree(extracted, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -53,7 +61,9 @@ def check(row: dict[str, float], wanted: dict[str, float], folder: str) -> None:
     assert {name: row[name] for name in wanted} == pytest.approx(wanted, rel=1e-4, abs=1e-7)
 
 
-@pytest.mark.parametrize("folder", ["full", "adapter", "sft", "both"])
+@pytest.mark.parametrize(
+    "folder", ["full", "both", *(pytest.param(each, marks=pytest.mark.slow) for each in ("adapter", "sft"))]
+)
 def test_it_resumes_with_the_numbers_of_then(runs, folder):
     assert main(["resume", folder, "--steps", "3"]) == 0
     name = "both/rl" if folder == "both" else folder
@@ -69,13 +79,15 @@ def test_it_resumes_with_the_numbers_of_then(runs, folder):
             assert expected.items() <= summary["evaluation"][when].items()
 
 
-@pytest.mark.parametrize("folder", ["full", "adapter"])
+@pytest.mark.parametrize("folder", ["full", pytest.param("adapter", marks=pytest.mark.nightly)])
 def test_its_settings_file_runs_again_with_the_numbers_of_then(runs, folder):
     assert main(["run", f"{folder}/config.toml", "--out", "again"]) == 0
     check(metrics(runs / "again")[0], EXPECTED[folder]["first"], folder)
 
 
-@pytest.mark.parametrize("folder", ["full", "adapter", "sft", "both"])
+@pytest.mark.parametrize(
+    "folder", ["adapter", "both", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("full", "sft"))]
+)
 def test_its_model_is_evaluated_and_exported(runs, folder, capsys):
     name = "both/rl" if folder == "both" else folder
     assert main(["eval", "--env", "calculator", "--eval-tasks", "4", "--model", name, "--out", "found"]) == 0

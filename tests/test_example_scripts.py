@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import math
 import re
 import runpy
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import trio
+
+import rollouts
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LINES_MAX = 80
+SMALL = {"prompts_per_step": 4, "samples_per_prompt": 4, "max_tokens": 32}
+"""What an example that calls `rollouts.run` does not set itself; it evaluates at most eight tasks."""
 THE_LOOP_ON_ONE_PAGE = "grpo_by_hand.py"  # docs/a-run-in-one-page.md says how long it is
 
 
@@ -38,9 +45,15 @@ def shown_by(path: Path) -> str:
 def run(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[Any, list[str]]]:
     """run(name, steps=2) -> what `main` returned, and the lines that it printed."""
 
+    plain = rollouts.run
+
+    def run_small(**settings: Any) -> dict[str, Any]:
+        return plain(**SMALL | settings | {"eval_tasks": min(settings.get("eval_tasks", 8), 8)})
+
     def run_example(name: str, **sizes: Any) -> tuple[Any, list[str]]:
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, "path", [*sys.path])
+        monkeypatch.setattr(rollouts, "run", run_small)
         path = ROOT / "examples" / f"{name}.py"
         main = runpy.run_path(str(path))["main"]
         returned = trio.run(main, *sizes.values()) if inspect.iscoroutinefunction(main) else main(**sizes)
@@ -51,13 +64,11 @@ def run(tmp_path, monkeypatch, capsys) -> Callable[..., tuple[Any, list[str]]]:
     return run_example
 
 
-@pytest.mark.slow
 def test_run_sft(run):
     history, lines = run("run_sft", steps=21)
     assert history[-1]["loss"] < history[0]["loss"] / 2 and "Step 20: " in lines[5]
 
 
-@pytest.mark.slow
 def test_run_rl(run):
     history, lines = run("run_rl", steps=2)
     assert [metrics["step"] for metrics in history] == [0, 1] and lines[-2] == "Total steps: 2"
@@ -69,19 +80,16 @@ def test_own_environment(run):
     assert summary["evaluation"]["before"]["parts"].keys() == {"correct"}
 
 
-@pytest.mark.slow
 def test_own_loss(run):
     _, lines = run("own_loss", steps=2)
     assert len(lines) == 2 and not lines[0].endswith(" 0.00")  # the second minibatch has another policy
 
 
-@pytest.mark.slow
 def test_vector_rewards(run):
     summary, _ = run("vector_rewards", steps=1)
     assert summary["evaluation"]["after"]["parts"].keys() == {"correct", "brevity", "used_tool"}
 
 
-@pytest.mark.slow
 def test_algorithm_switching(run):
     _, lines = run("algorithm_switching", steps=3)
     assert [line.split("reward")[0].split(maxsplit=2)[2].strip() for line in lines] == ["grpo + KL", "grpo", "cispo"]
@@ -129,8 +137,21 @@ def test_offline_rft(run):
     assert lines[0].startswith("sampled 128 rollouts")
 
 
-@pytest.mark.slow
-def test_evaluate_an_api(run):
+def test_evaluate_an_api(run, monkeypatch):
+    """Its server is a fork. Other commands, such as those that name the machine, are started as ever."""
+    plain = subprocess.Popen
+
+    @contextlib.contextmanager
+    def fork(command, **settings):
+        process = forks.popen(command, **settings)
+        yield process
+        process.stdout.close()
+        process.wait(60)
+
+    def start(command, *more, **settings):
+        return fork(command, **settings) if "serve" in command else plain(command, *more, **settings)
+
+    monkeypatch.setattr(subprocess, "Popen", start)
     summary, _ = run("evaluate_an_api", tasks=4)
     assert summary["episodes"] == summary["judged"] == 16 and summary["url"].startswith("http://127.0.0.1:")
 

@@ -13,12 +13,22 @@ ROOT = Path(__file__).parents[1]
 BY_HAND = ROOT / "examples" / "grpo_by_hand.py"
 
 
-@pytest.mark.slow
+def by_hand(capsys, steps, tasks):
+    """The score on so many tasks after a run by hand, and the reward of each step."""
+    score = trio.run(runpy.run_path(str(BY_HAND))["main"], steps, 0, tasks)
+    lines = capsys.readouterr().out.splitlines()
+    return score, [float(line.split()[3]) for line in lines if line.startswith("step")]
+
+
+def test_a_run_by_hand(capsys):
+    score, rewards = by_hand(capsys, 2, 4)
+    assert len(rewards) == 2 and all(0 <= value <= 1 for value in (score, *rewards))
+
+
+@pytest.mark.nightly
 def test_a_run_by_hand_learns(capsys):
     """Twelve steps take the calculator agent from hardly ever to mostly."""
-    main = runpy.run_path(str(BY_HAND))["main"]
-    score = trio.run(main, 12, 0, 16)
-    rewards = [float(line.split()[3]) for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    score, rewards = by_hand(capsys, 12, 16)
     assert rewards[0] < 0.3 < 0.6 < rewards[-1]
     assert score > 0.5
 

@@ -17,11 +17,10 @@ import forks
 import pytest
 
 import rollouts
-
-pytestmark = pytest.mark.slow
+from rollouts.doors import HOMES
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-SHORT = {"prompts_per_step": 4, "samples_per_prompt": 4, "eval_tasks": 8, "steps": 3}
+SHORT = {"prompts_per_step": 4, "samples_per_prompt": 4, "eval_tasks": 4, "steps": 3, "max_tokens": 24}
 LEARNING = ["--steps", 24]  # enough to learn; the controls get as many
 TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency")
 
@@ -29,8 +28,10 @@ MODULES_MAX = 170
 """The modules of rollouts that a run with one process and one engine loads: those that it calls, the faces of their
 packages, and the parts of the other algorithms. Servers, workers, data, exports and displays are for other runs.
 """
-NAMED = """\
+CORE_ALONE = f"""\
 import sys
+
+sys.path[:] = ["core", *(folder for folder in sys.path if folder not in {[*map(str, HOMES.values())]})]
 from rollouts.cli import main
 
 code = main(sys.argv[1:])
@@ -78,8 +79,10 @@ def here(tmp_path, monkeypatch):
 
 
 def command(*arguments, name="run", is_fork=True):
-    """Run the command on one thread; returns its standard output. A new interpreter writes modules.txt."""
-    words = [sys.executable, *(["-m", "rollouts"] if is_fork else ["-c", NAMED]), name, *map(str, arguments)]
+    """Run the command on one thread; returns its standard output. A new interpreter has the core alone, and writes
+    modules.txt.
+    """
+    words = [sys.executable, *(["-m", "rollouts"] if is_fork else ["-c", CORE_ALONE]), name, *map(str, arguments)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     if is_fork:
         done = forks.run(words, timeout=240, env=environment)
@@ -156,6 +159,7 @@ def test_lora_learns(here):
     assert after >= before + 0.2
 
 
+@pytest.mark.nightly
 def test_supervised_training(here):
     arguments = ["--env", "calculator", "--out", "out", "--steps", 40, "--lr", "1e-3", "--eval-tasks", 64]
     command(*arguments, name="sft")
@@ -169,19 +173,22 @@ def test_supervised_training(here):
 # --- one seed, one result -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_one_seed_is_one_result(here):
     """More evaluation tasks than live episodes too: the batches of the engine depend on counts only. One run has a hash
-    seed of its own.
+    seed of its own, and no package beside `rollouts`.
     """
-    size = ["--env", "calculator", "--steps", 3, "--prompts-per-step", 4, "--eval-tasks", 40, "--max-tokens", 32]
+    (here / "core").mkdir()
+    (here / "core" / "rollouts").symlink_to(HOMES["rollouts"] / "rollouts", target_is_directory=True)
+    size = ["--env", "calculator", "--steps", 2, "--prompts-per-step", 4, "--eval-tasks", 30, "--max-tokens", 24]
     size += ["--concurrency", 24]
     command(*size, "--seed", 3, "--out", "a", "--display", "none", is_fork=False)
     loaded = sorted((here / "modules.txt").read_text().split())
     assert len(loaded) <= MODULES_MAX, f"move what this run does not call out of its way: {loaded}"
     command(*size, "--seed", 3, "--out", "b")
-    command(*size, "--seed", 4, "--out", "c", "--eval-tasks", 8)
+    command(*size, "--seed", 4, "--out", "c", "--eval-tasks", 0)
     command(here / "a" / "config.toml", "--out", "d")
-    assert len(lines_of("a")) == 3
+    assert len(lines_of("a")) == 2
     assert untimed("a") == untimed("b") == untimed("d") != untimed("c")
     assert lines_of("a") != lines_of("b"), "the control: times differ"
     strip = {"metrics"}  # latencies
@@ -197,7 +204,7 @@ def test_held_out_tasks_are_never_trained(here):
     from rollouts.config.resolving import resolve
     from rollouts.runs.plan import make_plan
 
-    settings = {"env": {"name": "calculator", "digits": 1}, **SHORT, "eval_tasks": 60, "steps": 6}
+    settings = {"env": {"name": "calculator", "digits": 1}, **SHORT, "eval_tasks": 60, "steps": 4, "max_tokens": 8}
     rollouts.run(**settings, out="out")
     held_out = {task.prompt for task in make_plan(resolve(settings)).eval_tasks()}
     trained = {record["task"]["prompt"] for record in records_of("out")}
@@ -212,7 +219,7 @@ def test_held_out_tasks_are_never_trained(here):
 def folder(tmp_path_factory):
     """A run that several tests read."""
     out = tmp_path_factory.mktemp("run") / "out"
-    summary = rollouts.run(env="calculator", **SHORT, filter=["nonzero_std"], max_tokens=24, out=str(out))
+    summary = rollouts.run(env="calculator", **SHORT, filter=["nonzero_std"], out=str(out))
     assert summary == summary_of(out) | {"wall_seconds": summary["wall_seconds"]}
     return out
 
@@ -283,7 +290,7 @@ def test_the_checkpoint_loads_in_transformers(folder):
 
 def test_a_checkpoint_is_a_model_to_start_from(folder):
     path = folder / summary_of(folder)["checkpoint"]
-    again = rollouts.run(env="calculator", model=str(path), **SHORT | {"steps": 0}, max_tokens=24, out="again")
+    again = rollouts.run(env="calculator", model=str(path), **SHORT | {"steps": 0}, out="again")
     assert rewards(again)[0] == rewards(again)[1] == rewards(summary_of(folder))[1]
 
 
@@ -298,6 +305,7 @@ def test_checkpoints_and_evaluations_on_the_way(here):
     assert found == [evaluated, evaluated, [], evaluated], "before, on the way, and after"
 
 
+@pytest.mark.slow
 def test_the_environment_prompts(here):
     rows = [{"prompt": f"Say {number}.", "answer": number, "id": number} for number in range(40)]
     (here / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -343,7 +351,7 @@ def test_dr_grpo_divides_by_the_longest_reply_allowed(here, monkeypatch):
 
     monkeypatch.setattr(aggregation, "dr_grpo", watched)
     settings = SHORT | {"steps": 1, "eval_tasks": 0}
-    summary = rollouts.run(env="calculator", **settings, aggregation="dr_grpo", max_tokens=24, out="out")
+    summary = rollouts.run(env="calculator", **settings, aggregation="dr_grpo", out="out")
     assert summary["status"] == "done" and seen[-1] == 24  # before that it was tried on invented numbers
     assert lines_of("out")[0]["optim/skipped"] == 0.0
 

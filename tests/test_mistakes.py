@@ -20,7 +20,7 @@ import pytest
 from rollouts.cli import main
 from rollouts.env.advice import EnvironmentWarning
 
-SMALL = "--steps 1 --prompts-per-step 2 --samples-per-prompt 2 --eval-tasks 2 --max-tokens 16 --out out"
+SMALL = "--steps 1 --prompts-per-step 2 --samples-per-prompt 2 --eval-tasks 2 --max-tokens 8 --out out"
 CALC = f"run --env calculator {SMALL}"
 DICE = f"run --env ./e.py:Dice {SMALL}"
 PROMPTS = f"run --data rows.jsonl --reward ./r.py:good {SMALL}"

@@ -13,6 +13,7 @@ import msgspec
 from rollouts.author_code import printable, shown
 from rollouts.bounds import bounded_call
 from rollouts.chat.shown import SHAPES_MAX, check_extension, shapes
+from rollouts.doors import HOMES
 from rollouts.encoding import DEPTH_MAX, plain_json
 from rollouts.error_log import report
 from rollouts.errors import InferenceError, ModelError, RolloutsError, leaves_of
@@ -133,9 +134,8 @@ async def generate_with(generate: Callable[[Any], Awaitable[Any]], request: Any,
     try:
         return await generate(request)
     except Exception as error:
-        name = type(engine).__qualname__
-        is_ours = type(engine).__module__.startswith("rollouts.")
-        if is_ours or all(isinstance(leaf, RolloutsError) for leaf in leaves_of(error)):
+        name, package = type(engine).__qualname__, type(engine).__module__.partition(".")[0]
+        if package in HOMES or all(isinstance(leaf, RolloutsError) for leaf in leaves_of(error)):
             raise
         raise InferenceError(f"the inference backend {name} raised {report(error, f'the engine {name}')}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -122,21 +122,14 @@ def _parent_of(resolved: Resolved, word: str) -> Path:
 
 def _command_line(file: str | None, options: dict[str, Any], dotted: Tree) -> list[str]:
     """The command line for these settings, without the folder of a run."""
+    from rollouts.runs.earlier_run import flattened
+
     arguments = [file] if file else []
     for name, value in options.items():
         if name not in ("out", "resume") and value is not None:
             values = value if isinstance(value, tuple) else (value,)
             arguments += [f"--{name.replace('_', '-')}={text}" for text in values]
-    return arguments + [f"--{name}={text}" for name, text in _flattened(dotted)]
-
-
-def _flattened(tree: Tree, path: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in tree.items():
-        place = f"{path}{name.replace('_', '-')}"
-        if isinstance(value, dict):
-            yield from _flattened(value, f"{place}.")
-        else:
-            yield place, value.text
+    return arguments + [f"--{name.replace('_', '-')}={flag.text}" for name, flag in flattened(dotted)]
 
 
 def _run(runs: Several) -> None:

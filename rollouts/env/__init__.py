@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from rollouts.env.authoring import metric as metric
     from rollouts.env.authoring import reward as reward
     from rollouts.env.authoring import tool as tool
+    from rollouts.env.results import tool_use as tool_use
     from rollouts.env.task_tools import Tool as Tool
 
 __getattr__, __dir__ = lazy_face(__name__)

@@ -5,7 +5,7 @@ Not here: calling the tool (`rollouts.env.tools`, `worker`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -13,7 +13,7 @@ import msgspec
 from rollouts.author_code import printable
 from rollouts.encoding import encode
 from rollouts.errors import NAME_CHARACTERS_MAX
-from rollouts.types import Message
+from rollouts.types import Message, ToolCall
 
 ToolFailure = Literal["malformed", "unknown_tool", "bad_arguments", "timeout", "exception", "crashed"]
 
@@ -56,6 +56,17 @@ def shortened(text: str, characters_max: int) -> str:
     if len(text) <= characters_max:
         return text
     return f"{text[:characters_max]}\n[cut: the first {characters_max} of {len(text)} characters]"
+
+
+def tool_use(name: str, arguments: Mapping[str, Any], result: str, number: int = 0) -> list[Message]:
+    """A call of a tool and its result, for `demonstrations`. Several calls in one conversation have different numbers.
+
+    >>> call, answer = tool_use("add", {"a": 2, "b": 3}, "5")
+    >>> call.tool_calls[0].name, answer.role, answer.text
+    ('add', 'tool', '5')
+    """
+    call = ToolCall(name, dict(arguments), id=f"call_{number}")
+    return [Message("assistant", "", [call]), Message("tool", result, tool_call_id=call.id, name=name)]
 
 
 def answers_of(reply: Message, texts: Sequence[str], answer_as: AnswerAs) -> list[Message]:

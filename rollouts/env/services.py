@@ -1,17 +1,22 @@
-"""Servers that an environment plays on: their address, and what they offer, asked with JSON over HTTP.
+"""Servers that an environment plays on: their address, what they offer, asked with JSON over HTTP, and their tools.
 
 Not here: the requests of an episode, which each protocol makes in its own way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from rollouts.env.json_schemas import plain_names, plain_schema
+from rollouts.env.task_tools import Tool
 from rollouts.errors import ConfigError, EnvironmentDefinitionError
 
 SECONDS = 30.0  # the deadline of a request
+TOOL_SECONDS = 5.0  # how much later than that of a session's request the deadline of a tool is
+SCHEMAS = ("parameters", "input_schema", "inputSchema")  # what protocols call the schema of a tool's arguments
 
 
 def check_url(url: str, example: str) -> None:
@@ -67,3 +72,22 @@ class Service:
         return EnvironmentDefinitionError(
             f"--env.url {self.url}: no {self.kind} can be asked there: {why}\nstart the server, or correct the address"
         )
+
+
+Ask = Callable[[str, dict[str, Any]], Awaitable[str]]
+"""`ask(name, arguments)`: the text that a server answers to a call of its tool."""
+
+
+def tools_of_server(listed: Iterable[Mapping[str, Any]], ask: Ask, call_seconds: float, own: str = "") -> list[Tool]:
+    """The tools that a server lists, which are called with `ask` by the server's names. No tool gets the name `own`."""
+    known = [(str(each["name"]), each) for each in listed]
+    names = plain_names([*filter(None, [own]), *(name for name, _ in known)])
+    return [_tool_of_server(names[name], each, functools.partial(ask, name), call_seconds) for name, each in known]
+
+
+def _tool_of_server(name: str, given: Mapping[str, Any], ask: Callable[..., Awaitable[str]], seconds: float) -> Tool:
+    async def called(**arguments: Any) -> str:
+        return await ask(arguments)
+
+    schema: Mapping[str, Any] = next((found for key in SCHEMAS if (found := given.get(key))), {})
+    return Tool(name, called, str(given.get("description") or ""), plain_schema(schema), seconds + TOOL_SECONDS)

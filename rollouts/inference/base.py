@@ -157,14 +157,15 @@ class Capabilities(NamedTuple):
     The next five fields matter only if the engine owns its weights:
     `weights_kind`: "full" if an update brings all weights, "adapter" if it brings the weights of a LoRA adapter.
     `weights_as`: an update brings tensors, or a folder inside `weights_folder`, or it broadcasts full weights over
-    torch.distributed (`servers.dialect`).
+    torch.distributed (`rollouts_servers.broadcast`).
     `tolerance`: the largest difference to the trainer's logprob of a token, in nats. 0: a number that depends on the
     dtype.
     `load_seconds`: the deadline for loading weights.
     `scores_alone`: other requests wait while the engine scores, so it scores only when weights change.
 
     Each of these flags promises the methods of a Protocol: `aborts` (`CanAbort`), `checks` (`CanCheck`), `chats`
-    (`CanChat`), `is_pool` (`EnginePool`), `waits_for_sessions` (`WaitsForSessions`) and `meters` (`CanMeter`).
+    (`CanChat`), `is_pool` (`EnginePool`), `waits_for_sessions` (`WaitsForSessions`), `meters` (`CanMeter`) and
+    `has_states` (`HasStates`).
     """
 
     trainable: bool = True
@@ -182,6 +183,7 @@ class Capabilities(NamedTuple):
     is_pool: bool = False
     waits_for_sessions: bool = False
     meters: bool = False
+    has_states: bool = False
 
 
 class Spending(NamedTuple):
@@ -196,6 +198,17 @@ class Spending(NamedTuple):
     completion_tokens: int
     tokens_spent: int
     dollars: float | None
+
+
+class EngineState(NamedTuple):
+    """An engine now: the version of its weights, and its requests or episodes in flight. `state` says what it does if
+    it does not serve.
+    """
+
+    name: str
+    version: int
+    in_flight: int
+    state: str = ""
 
 
 class InferenceBackend(Protocol):
@@ -276,6 +289,13 @@ class EnginePool(InferenceBackend, Protocol):
         """The engines of the pool that can serve requests now."""
 
 
+class HasStates(InferenceBackend, Protocol):
+    """An engine that shows its servers while it runs."""
+
+    def states(self) -> Sequence[EngineState]:
+        """The state of each server now, also of those that cannot serve."""
+
+
 def members_of(engine: InferenceBackend) -> tuple[InferenceBackend, ...]:
     """The members of a pool; for any other engine, the engine alone."""
     return cast(EnginePool, engine).members if engine.capabilities.is_pool else (engine,)
@@ -302,7 +322,14 @@ def check_tokens(tokens: Sequence[int], reply: int, vocabulary_size: int, contex
         raise InferenceError(fault, is_transient=False)
 
 
-METHOD_OF = {"aborts": "abort", "checks": "check", "chats": "chat", "is_pool": "members", "meters": "spending"}
+METHOD_OF = {
+    "aborts": "abort",
+    "checks": "check",
+    "chats": "chat",
+    "is_pool": "members",
+    "meters": "spending",
+    "has_states": "states",
+}
 
 
 def check_engine(engine: Any, name: str) -> InferenceBackend:

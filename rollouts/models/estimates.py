@@ -16,9 +16,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 F = TypeVar("F", bound=Callable[..., Any])
 _MARK = "__rollouts_memory__"
 
-LAYER_SECONDS = 0.5e-3
-"""What one layer costs in a step of the embedded engine beside its arithmetic: calls of Python and of kernels."""
-
 # The logits of one chunk in a loss: 2**26 fp32 numbers are 256 MiB, or 441 rows of 151,936. Each chunk reads the head's
 # weight; chunks of a quarter of this size took a quarter more time. Logits of at most this size are one chunk, so
 # nothing is computed twice.
@@ -303,49 +300,3 @@ def _visited(parameter: Any, config: Any) -> float:
     if parameter.ndim == 3 and experts and parameter.shape[0] == experts:
         return min(experts, int(getattr(config, "num_experts_per_tok", None) or experts)) / experts
     return 1.0
-
-
-class Rates(NamedTuple):
-    """How fast a device is: operations per second of a product of matrices, and bytes per second of a copy."""
-
-    flops: float
-    bytes: float
-
-
-def measure_rates(device: str, dtype: str = "float32") -> Rates:
-    """Measure a device. Takes some tenths of a second, and some dozen megabytes."""
-    import time
-
-    import torch
-
-    def seconds(work: Callable[[], Any]) -> float:
-        """The shortest of three."""
-        found = []
-        for _ in range(4):  # the first one warms up
-            began = time.perf_counter()
-            work()
-            if torch.device(device).type == "cuda":
-                torch.cuda.synchronize(device)
-            found.append(time.perf_counter() - began)
-        return max(min(found[1:]), 1e-9)
-
-    width = 512 if torch.device(device).type == "cpu" else 4096
-    matrix = torch.ones(width, width, dtype=getattr(torch, dtype), device=device)
-    row = torch.ones(2**22, dtype=torch.float32, device=device)
-    with torch.no_grad():
-        return Rates(2 * width**3 / seconds(lambda: matrix @ matrix), 2 * 4 * row.numel() / seconds(row.clone))
-
-
-def decode_seconds(size: ModelSize, rates: Rates, *, episodes: int, tokens: int, rows: int, dtype: str) -> float:
-    """Seconds in which the embedded engine samples `tokens` tokens in each of so many episodes, `rows` at a time.
-
-    One step samples a token in each row. It multiplies each row by 2 N numbers, reads all weights once, and calls some
-    dozens of operators a layer. Not counted: prompts, the attention over the context, tools and rewards.
-    """
-    weights = size.parameters * _DTYPE_BYTES[dtype]
-    full, rest = divmod(episodes, max(1, rows))
-
-    def step(count: int) -> float:
-        return max(2 * size.matmul * count / rates.flops, weights / rates.bytes) + size.layers * LAYER_SECONDS
-
-    return tokens * (full * step(rows) + (step(rest) if rest else 0.0))

@@ -17,7 +17,7 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import trio
 
@@ -98,7 +98,7 @@ class TorchThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, function: Callable[..., T], *args: Any, **settings: Any) -> TrainFuture[T]:
+    def submit(self, function: Callable[P, T], *args: P.args, **settings: P.kwargs) -> TrainFuture[T]:
         """Queue `function(*args, **settings)`; returns at once. Raises queue.Full if `pending_max` jobs are waiting."""
         future: TrainFuture[T] = TrainFuture()
         with self._lock:
@@ -152,23 +152,6 @@ class TorchThread:
                 future.set_result(value)
             self._current = None
             del job, future, function
-
-
-class _HasThread(Protocol):
-    thread: TorchThread
-
-
-S = TypeVar("S", bound=_HasThread)
-
-
-def on_thread(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], TrainFuture[T]]:
-    """Decorator for methods: the method runs on its object's `thread`, and a call returns a future at once."""
-
-    @functools.wraps(method)
-    def submit(self: S, /, *args: P.args, **settings: P.kwargs) -> TrainFuture[T]:
-        return self.thread.submit(method, self, *args, **settings)
-
-    return submit
 
 
 # --- out of memory ----------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 - `loading.py`: imports a component from its entry point or from `./file.py:Name`; the version of the contract that a
   package states
 - `hookspecs.py`, `manager.py`: hooks (pluggy), for components that have no entry point and for events of a run
+- `families.py`: the hooks of a package that offers environments whose names are not fixed
 - `signature.py`, `vocabulary.py`: the inputs and the settings of a component
 - `checks.py`: a component's own check of its settings
 - `protocols.py`: typed Protocols for editors and type checkers

@@ -1,5 +1,7 @@
 """Names become functions, only here: a resolved configuration becomes a plan, and a plan a run.
 
+To follow `rollouts run` to an optimizer step, see "Where to begin" in docs/design.md.
+
 plan.py          every component found, imported, checked and given its settings; no model is loaded
 components.py    one component: found, and given its settings
 earlier_run.py   the run that wrote the model: its checkpoint, and which of its settings differ
@@ -19,7 +21,6 @@ token_files.py   the values of each trained token, beside the trajectories
 saved.py         the trajectories of earlier runs, read back
 rescore.py       judges them again
 comparing.py     the evaluations of runs, with a paired comparison
-played.py        the episodes of an evaluation, kept as they end
 resume.py        the checkpoint from which a run resumes; removes what later steps wrote
 folder.py        the files of a run
 manifest.py      versions, files and hardware of a run
@@ -88,9 +89,9 @@ def run(
     commits = pinned(known_revisions(folder, resolved.source))
     with shared_values(settings.cleanup_seconds), worker_pools(), remote_code(settings.trust_remote_code), commits:
         if settings.mode == "eval":
-            from rollouts.runs.jobs.evaluate import play_evaluation
+            from rollouts.runs.jobs.evaluate import run_evaluation
 
-            return play_evaluation(make_plan(resolved), observer, started, home, folder)
+            return run_evaluation(make_plan(resolved), observer, started, home, folder)
         if settings.mode == "sft+rl":
             from rollouts.runs.sft_then_rl import train_phases
 

@@ -133,7 +133,7 @@ def _compose(parts: Mapping[str, list[Chosen]], settings: Settings) -> Algorithm
         is_own = isinstance(each.component, tuple)
         shaping += bind_each(each.component, each.settings) if is_own else [bind(each.component, each.settings)]
     algorithm = algorithm._replace(shaping=tuple(shaping), correction=None)
-    for each in parts["correction"]:
+    for each in parts["correction"]:  # with `auto`, it is `truncated`, unless nothing can be weighed
         if settings.mode == "rl" and (checks.is_weighed(algorithm) or not _is_auto(parts)):
             algorithm = algorithm._replace(correction=bind(each.component, each.settings))
     return algorithm

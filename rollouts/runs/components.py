@@ -1,8 +1,7 @@
 """From the name of a component to its function: finds, imports and checks it, and reads its settings.
 
-A component that was not named may be the algorithm's own (`OWN_KEYS`, and the word `algorithm` of `shaping` and
-`filter`): its settings are then those of the algorithm's function. Not here: what is composed of components
-(`algorithms`, `plan`).
+A component that was not named may be the algorithm's own (`OF_LOSS`): its settings are then those of the algorithm's
+function. Not here: what is composed of components (`algorithms`, `plan`).
 """
 
 from __future__ import annotations
@@ -61,6 +60,16 @@ _EXAMPLES = {
     "shaping": "overlong",
     "filter": "nonzero_std",
 }
+
+
+_WITHOUT_COMPONENT = {
+    ("reward", "env"): "the environment's own rewards",
+    **{("tool_parser", name): f"--tool-parser {AUTO}" for name in ("", AUTO)},
+}
+"""The names that mean no component, and what they mean in errors."""
+
+OF_LOSS = {**dict.fromkeys(OWN_KEYS, ""), "shaping": OWN, "filter": OWN, "correction": AUTO}
+"""The name, by key, that means the algorithm's own part."""
 
 
 class RemoteEnvironments(Protocol):
@@ -272,15 +281,9 @@ def read_component(
     parts may be meant; None for the loss itself. Raises UserError.
     """
     kind, name = COMPONENT_KINDS[key], component.name
-    if key == "reward" and name == "env":
-        return ReadComponent(None, Signature((), ()), None, "the environment's own rewards")
-    if key == "tool_parser" and name in ("", AUTO):
-        return ReadComponent(None, Signature((), ()), None, f"--tool-parser {AUTO}")
-    if loss is not None and key == "correction" and name == AUTO:
-        # The algorithm's own correction if it has one; else the default one, which applies if another engine samples.
-        own, label = loss.component.correction or truncated, "--correction auto"
-        return ReadComponent(own, check_signature(own, kind, label), None, label)
-    if loss is not None and ((key in OWN_KEYS and not name) or (key in ("shaping", "filter") and name == OWN)):
+    if label := _WITHOUT_COMPONENT.get((key, name)):
+        return ReadComponent(None, Signature((), ()), None, label)
+    if loss is not None and name == OF_LOSS.get(key):
         label = f"the {KIND_WORDS[kind]} of {loss.name}"
         return ReadComponent(*_own_part(key, component, loss, label, source, path), None, label)
     if key == "kl":
@@ -429,6 +432,8 @@ def _own_functions(algorithm: Algorithm, key: str) -> tuple[Any, ...]:
         return (aggregation_function(algorithm.aggregation),)
     if key in ("shaping", "filter"):
         return algorithm.shaping if key == "shaping" else algorithm.filters
+    if key == "correction":  # without its own, the default one, which applies if another engine samples
+        return (algorithm.correction or truncated,)
     part = getattr(algorithm, key)
     return () if part is None else (part.function if isinstance(part, KL) else part,)
 

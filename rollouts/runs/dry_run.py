@@ -14,29 +14,22 @@ from rollouts.config.render import to_toml
 from rollouts.config.resolving import Resolved
 from rollouts.config.settings import OWN, without_secrets
 from rollouts.env.shared import shared_values
-from rollouts.errors import ConfigError, ModelError, RolloutsError, counted, first_line, said_of
-from rollouts.models.estimates import (
-    ModelSize,
-    decode_seconds,
-    estimate_memory,
-    how_estimated,
-    measure_rates,
-    model_size,
-)
-from rollouts.models.loading import adapters_beneath, load_config, remote_code, resolve_device
+from rollouts.errors import ModelError, RolloutsError, counted, first_line, said_of
+from rollouts.models.estimates import ModelSize, estimate_memory, how_estimated, model_size
+from rollouts.models.loading import adapters_beneath, load_config, remote_code
 from rollouts.models.revisions import pinned
 from rollouts.plugins.loading import INSTALL_TORCH, absent_packages
 from rollouts.plugins.signature import read_signature
-from rollouts.runs.components import Chosen, chosen_sampler, takes_rows
-from rollouts.runs.environments import chosen_tasks, demonstrations, few_held_out_notes, task_buffer
+from rollouts.runs.components import Chosen, takes_rows
+from rollouts.runs.environments import chosen_tasks, few_held_out_notes
 from rollouts.runs.folder import check_out
 from rollouts.runs.held_objects import ranks_of
 from rollouts.runs.jobs.saving import size_words
+from rollouts.runs.jobs.sources import check_data
 from rollouts.runs.manifest import known_revisions
 from rollouts.runs.plan import Plan, make_plan
 from rollouts.runs.rehearsal import rehearse
 from rollouts.runs.resume import run_to_resume
-from rollouts.runs.saved import open_runs
 from rollouts.runs.workers import worker_pools
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, is_reward_placed
 from rollouts.training.batches import AuxiliaryModels
@@ -116,15 +109,9 @@ def describe(plan: Plan, absent: Sequence[str] = ()) -> Described:
         check_out(settings.out)
     held_out = plan.eval_tasks()
     chosen = len(chosen_tasks(settings.tasks, held_out))
-    if settings.from_run:
-        open_runs(settings, held_out)
-    elif settings.mode == "rl":
-        task_buffer(plan.environments, held_out, settings.prompts_per_step, chosen_sampler(plan.chosen))
-    elif trains and not takes_rows(settings.mode, plan.chosen):
-        next(demonstrations(plan.environments, held_out, settings.prompts_per_step))
+    check_data(plan, held_out)
     is_partial = bool(absent) and not plan.is_chat
     tried, of_data = rehearse(plan, held_out, without_model=is_partial)
-    size = None if absent or plan.is_chat else _known_size(settings.model)
     lines = [
         to_toml(plan.resolved.without_secrets()).rstrip(),
         "",
@@ -132,7 +119,7 @@ def describe(plan: Plan, absent: Sequence[str] = ()) -> Described:
         *_component_lines(plan),
         *_task_lines(plan, held_out, chosen),
         *(_training_lines(plan, absent) if trains else ()),
-        *amount_lines(plan, held_out, chosen, size),
+        *amount_lines(plan, held_out, chosen),
         *(f"note: {note}" for note in (*plan.notes, *few_held_out_notes(plan.environments, held_out, settings))),
         "",
         "# Tried out",
@@ -346,14 +333,6 @@ def _size_of(name: str, lora_rank: int = 0, lora_targets: str = "all-linear") ->
     return size, int(getattr(config.get_text_config(decoder=True), "max_position_embeddings", 0) or 0)
 
 
-def _known_size(name: str) -> ModelSize | None:
-    """The model's size; None if it is not known."""
-    try:
-        return _size_of(name)[0]
-    except _NotKnown:
-        return None
-
-
 def _cache_bytes(plan: Plan, size: ModelSize, positions: int, dtype: str) -> float:
     """The cache of the embedded engine in bytes: keys and values of decoding rows, and of sessions between turns. Each
     is limited by `cache_gib`, and by the largest possible number of rows.
@@ -381,10 +360,8 @@ def _count(parameters: int) -> str:
 # --- how much is played and written ---
 
 
-def amount_lines(plan: Plan, held_out: Sequence[Task], chosen: int, size: ModelSize | None) -> list[str]:
-    """The lines for a run with these held-out tasks, of which an evaluation (mode eval) plays `chosen`. `size` is that
-    of its model; None: it is not known, so there is no time.
-    """
+def amount_lines(plan: Plan, held_out: Sequence[Task], chosen: int) -> list[str]:
+    """The lines for a run with these held-out tasks, of which an evaluation (mode eval) plays `chosen`."""
     settings = plan.settings
     is_evaluation = settings.mode == "eval"
     if is_evaluation:
@@ -400,7 +377,7 @@ def amount_lines(plan: Plan, held_out: Sequence[Task], chosen: int, size: ModelS
     lines = []
     if episodes:
         tokens = episodes * settings.max_tokens
-        lines.append(f"{what}, at most {tokens:,} tokens{_time_words(plan, size, episodes)}")
+        lines.append(f"{what}, at most {tokens:,} tokens")
         if times * episodes > steps and len(held_out) > TASKS_FEWER and not is_evaluation and settings.samples:
             more = f"  the evaluations play more episodes than the training ({steps:,})"
             lines.append(f"{more}; to play fewer, type --eval-tasks {TASKS_FEWER}")
@@ -410,31 +387,3 @@ def amount_lines(plan: Plan, held_out: Sequence[Task], chosen: int, size: ModelS
         disk = size_words(written * settings.max_tokens * TOKEN_BYTES)
         lines.append(f"trajectories: {written:,} episodes, at most about {disk} on the disk, without their prompts")
     return lines
-
-
-def _time_words(plan: Plan, size: ModelSize | None, episodes: int) -> str:
-    """How long they take on this machine, if the engine is the embedded one."""
-    inference, settings = plan.one("inference"), plan.settings
-    if size is None or how_estimated(inference.component) != "embedded":
-        return ""
-    given = plan.one("training").settings if settings.mode != "eval" else inference.settings
-    dtype, device = str(given.get("dtype", "float32")), str(given.get("device", "auto"))
-    dtype = "float32" if dtype == "auto" else dtype
-    rows = min(settings.concurrency, int(inference.settings.get("rows_max", 256)))
-    try:
-        device = resolve_device(device)
-        rates = measure_rates(device, dtype)
-    except (ConfigError, RuntimeError) as error:  # such as a GPU that only the run will have
-        return f"; the time cannot be estimated here: {first_line(error)}"
-    seconds = decode_seconds(size, rates, episodes=episodes, tokens=settings.max_tokens, rows=rows, dtype=dtype)
-    return f", about {_duration(seconds)} on {device} (an estimate, without prompts, tools and rewards)"
-
-
-def _duration(seconds: float) -> str:
-    """
-    >>> _duration(8), _duration(1500), _duration(90000)
-    ('8 s', '25 min', '25.0 h')
-    """
-    if seconds < 120:
-        return f"{max(1.0, seconds):.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

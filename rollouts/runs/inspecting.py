@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import SupervisedRow
 from rollouts.chat.shown import lost_words
 from rollouts.chat.token_texts import token_texts
@@ -35,6 +36,8 @@ from rollouts.models.loading import load_tokenizer, remote_code
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose, parser_of
 from rollouts.runs.folder import CONFIG
+from rollouts.runs.jobs.chat_data import chat_options, open_data
+from rollouts.runs.plan import Plan
 from rollouts.runs.saved import SavedRun, open_saved
 from rollouts.runs.session import load_chat
 from rollouts.training.datasets.chat_rows import ChatOptions, Cut, supervised_rows
@@ -91,11 +94,16 @@ class RowReader:
 
     def read(self, value: Any) -> ReadRow:
         """The sequences of a row."""
-        try:
-            conversation = conversation_of(value)
-            return ReadRow(conversation, *supervised_rows(conversation, self.chat, self._options))
-        except (BadRowError, ModelError) as error:
-            return ReadRow(None, [], Cut(), (), str(error), sample_of(value))
+        return read_row(value, self.chat, self._options)
+
+
+def read_row(value: Any, chat: ChatFormat, options: ChatOptions) -> ReadRow:
+    """The sequences of a row, or why it has none."""
+    try:
+        conversation = conversation_of(value)
+        return ReadRow(conversation, *supervised_rows(conversation, chat, options))
+    except (BadRowError, ModelError) as error:
+        return ReadRow(None, [], Cut(), (), str(error), sample_of(value))
 
 
 def conversation_of(value: Any) -> WeightedConversation:
@@ -167,6 +175,30 @@ class Inspection:
         if self.unusable:
             words.append(f"{counted(self.unusable, 'row')} of {read + self.unusable} cannot be used")
         return words
+
+
+def tried_rows(plan: Plan, chat: ChatFormat, count: int) -> tuple[str, bool]:
+    """Describe the rows of the first `count` conversations of `--data`, and say whether these are all. Raises
+    ConfigError for one that the run would refuse, and if there is none.
+    """
+    _, rows, opened = open_data(plan)
+    options, found = chat_options(plan, rows), Inspection()
+    for place, value in itertools.islice(opened, count):
+        row = read_row(value, chat, options)
+        if row.bad and rows.bad_rows != "skip":
+            raise ConfigError(f"{place}: {row.bad}")
+        found.add_row(place, row)
+    read = found.forms.total()
+    if not read:
+        bad = found.unusable
+        why = f"none of its first {counted(bad, 'row')} is one" if bad else "it holds none"
+        raise ConfigError(f"{plan.settings.data}: no conversations: {why}")
+    live = sum(found.trained)
+    words = f"{described(found.forms, read)}: {counted(sum(found.lengths), 'token')}, {live} of them trained"
+    words += f"; {counted(found.unusable, 'row')} skipped" if found.unusable else ""
+    words += "".join(f"; {each}" for each in (unread_words(found.unread), lost_words(found.lost)) if each)
+    are_all = next(opened, None) is None
+    return words if are_all else f"the first {words}", are_all
 
 
 def bins_of(lengths: Sequence[int]) -> list[tuple[int, int, int]]:

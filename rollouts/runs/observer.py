@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
+from rollouts.inference.base import EngineState
 from rollouts.plugins.manager import PluginFault
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.types import Episode
@@ -14,17 +15,6 @@ GENERATING, TRAINING, SYNCING, SAVING = "generating", "training", "sending weigh
 PLAYING, JUDGING = "playing episodes", "judging rollouts"
 STEP_PHASES = (GENERATING, TRAINING, SYNCING, SAVING, PLAYING, JUDGING)
 """What a step or an evaluation consists of, as names of phases. Other phases come before, such as "loading tiny"."""
-
-
-class EngineState(NamedTuple):
-    """An engine now: the version of its weights, and its requests or episodes in flight. `state` says what it does if
-    it does not serve.
-    """
-
-    name: str
-    version: int
-    in_flight: int
-    state: str = ""
 
 
 class Observer(Protocol):

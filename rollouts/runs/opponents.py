@@ -32,7 +32,7 @@ from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import Chosen, choose
 from rollouts.runs.earlier_run import find_checkpoint
 from rollouts.runs.environments import PlannedEnvironment
-from rollouts.runs.session import make_inference
+from rollouts.runs.session import EngineSpec, make_inference
 from rollouts.training.algorithms.algorithm import requests
 
 ENGINE = "hf"
@@ -138,19 +138,9 @@ def make_opponents(
 
     opponents = {}
     for each in planned:
-        available = {
-            "model": each.model,
-            "training": None,
-            "seed": settings.seed,
-            "temperature": settings.temperature,
-            "folder": folder,
-            "concurrency": settings.concurrency,
-            "lora_rank": 0,
-            "lora_roles": (),
-            "pinned": False,
-        }
+        spec = EngineSpec(each.model, settings.seed, settings.temperature, settings.concurrency, folder=folder)
         try:
-            engine = make_inference(each.engine, available, environments, must_train=False)
+            engine = make_inference(each.engine, spec, environments, must_train=False)
             chat = None if engine.capabilities.chats else load_chat_format(load_tokenizer(each.model))
         except UserError as error:
             raise ConfigError(f"--role.{each.role}: {error}") from error

@@ -22,8 +22,8 @@ from rich.live import Live
 from rich.text import Text
 
 from rollouts.errors import counted
+from rollouts.inference.base import EngineState
 from rollouts.loggers.console import SHOWN, step_words
-from rollouts.runs.observer import EngineState
 from rollouts.runs.sample_rows import message_words
 from rollouts.terminal_text import curve, visible
 from rollouts.types import Episode

@@ -57,12 +57,12 @@ from rollouts.runs.environments import PlannedEnvironment, held_out_tasks, plan_
 from rollouts.runs.held_objects import manager_for, refuse_ranks, unread_notes, with_rows
 from rollouts.runs.manifest import changed_code, code_files, is_older, naming_copies
 from rollouts.runs.opponents import PlannedOpponent, plan_lora_roles, plan_opponents
-from rollouts.runs.session import model_words
+from rollouts.runs.session import EngineSpec, model_words
 from rollouts.runs.workers import Workers, refuse_env_of_rewards, with_sandboxes
-from rollouts.training.algorithms import checks
+from rollouts.training.algorithms import checks, corrections
 from rollouts.training.algorithms.algorithm import Algorithm, Stage, active_terms, function_label, needs, requests
 from rollouts.training.algorithms.checks import CRITIC_NAMES, TEACHER_NAMES
-from rollouts.training.batches import AuxiliaryModels, TrainingBackend
+from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.rollout_gen.groups import NamedFilter
 from rollouts.types import Task
 
@@ -215,6 +215,13 @@ class Plan(NamedTuple):
         (chosen,) = self.chosen[key]
         return chosen
 
+    @property
+    def engine(self) -> EngineSpec:
+        """What the run gives to its engines, without the training backend and the folder."""
+        settings = self.settings
+        sampling = settings.seed, settings.temperature, settings.concurrency
+        return EngineSpec(settings.model, *sampling, settings.lora_rank, self.lora_roles)
+
     def training_arguments(self) -> dict[str, Any]:
         """The arguments that the factory of a training backend may name, except `config`."""
         settings = self.settings
@@ -230,25 +237,6 @@ class Plan(NamedTuple):
             "auxiliary_models": self.auxiliary_models,
             "companions": self.auxiliary_models,
             "make_optimizer": self.make_optimizer,
-        }
-
-    def inference_arguments(
-        self, training: TrainingBackend | None, folder: str, *, pinned: bool = False
-    ) -> dict[str, Any]:
-        """The arguments that the factory of an engine may name. `training` is None if there is no training backend.
-        `pinned`: for an engine of `--eval-inference`.
-        """
-        settings = self.settings
-        return {
-            "model": settings.model,
-            "training": training,
-            "seed": settings.seed,
-            "temperature": settings.temperature,
-            "folder": folder,
-            "concurrency": settings.concurrency,
-            "lora_rank": settings.lora_rank,
-            "lora_roles": self.lora_roles,
-            "pinned": pinned,
         }
 
     def eval_tasks(self) -> list[Task]:
@@ -393,7 +381,7 @@ def _run_checks(plan: Plan, may_be_absent: bool) -> None:
         training = plan.one("training")
         run_check(training.component, plan.training_arguments(), training.settings)
     for inference in (plan.one("inference"), *plan.chosen.get("eval_inference", ())):
-        run_check(inference.component, plan.inference_arguments(None, ""), inference.settings)
+        run_check(inference.component, plan.engine._asdict(), inference.settings)
     for reward in plan.chosen["reward"]:
         if reward.component is not None:  # not the environment's own rewards
             run_check(reward.component, {}, reward.settings)
@@ -596,7 +584,7 @@ def _unused(plan: Plan, used_elsewhere: Sequence[str] = ()) -> list[str]:
         if before and all(_same(parts[key], before[key]) for key in _OF_STAGE):
             notes.append(f"{place}it changes nothing; write other settings, or leave it out")
         before = parts
-    return [*notes, *_unused_settings(plan), *_dropping_all(plan)]
+    return [*notes, *_unused_settings(plan)]
 
 
 def _is_named(key: str, component: Chosen) -> bool:
@@ -660,22 +648,6 @@ def _reference(plan: Plan, component: Chosen) -> str:
     return "" if "ref_logprobs" in plan.asked else "nothing names `ref_logprobs`; --kl rk3_loss would"
 
 
-def _filter(plan: Plan, component: Chosen) -> str:
-    has_one = plan.settings.samples and plan.settings.samples_per_prompt == 1
-    keeps = has_one and checks.decisions_on_groups_of_one(component.component, component.settings) == {True}
-    return "it keeps every group of one rollout; type --samples-per-prompt 8" if keeps else ""
-
-
-def _dropping_all(plan: Plan) -> Iterator[str]:
-    """A warning for each filter that drops every group, because groups have one rollout."""
-    for each in plan.filters if plan.settings.samples and plan.settings.samples_per_prompt == 1 else ():
-        if checks.decisions_on_groups_of_one(each.function, each.settings) == {False}:
-            yield (
-                f"warning: the filter {each.name} drops every group of one rollout, so nothing is trained; type "
-                "--samples-per-prompt 8, or --filter none"
-            )
-
-
 def _eval_inference(plan: Plan, component: Chosen) -> str:
     lacks = "--eval-every 10" if not plan.settings.eval_every else "" if plan.evaluates else "--eval-tasks 64"
     return f"it is for evaluations between steps; type {lacks}" if lacks else ""
@@ -695,8 +667,7 @@ _OF_RUN: Mapping[str, Callable[[Plan, Chosen], str]] = {
     "reference": _reference,
     "inference": _if_played,
     "eval_inference": _eval_inference,
-    "filter": _filter,
-    **dict.fromkeys(("data", "training", "optimizer", "logger"), _always),
+    **dict.fromkeys(("data", "filter", "training", "optimizer", "logger"), _always),
 }
 
 # --- components of one stage ----------------------------------------------------------------------------------------
@@ -730,42 +701,19 @@ def _correction(plan: Plan, algorithm: Algorithm) -> str:
     if not checks.is_weighed(algorithm):
         return "the loss has no value a token that it would weigh"
     settings, inference = plan.settings, plan.one("inference")
-    is_current = settings.over_sampling == settings.sync_every == 1 and settings.staleness == 0
-    is_own = settings.samples and is_current and how_estimated(inference.component) == "embedded"
+    is_own = corrections.samples_current_weights(settings) and how_estimated(inference.component) == "embedded"
     if is_own and checks.keeps_own_tokens(algorithm.correction):
         return f"{inference.name} samples with the weights that are trained, so every token has the weight 1"
     return ""
-
-
-def _mix(plan: Plan, algorithm: Algorithm) -> str:
-    if unread := _if_rewarded(plan, algorithm):
-        return unread
-    weights = [
-        [own.weight * term.weight for own in rewards_of(env.chosen.component)]
-        if term.function is None
-        else [term.weight]
-        for env in plan.environments
-        for term in plan.rewards
-    ]
-    has_one = len(plan.rewards) == 1 and all(len(own) == 1 for own in weights)
-    keeps = has_one and all(checks.keeps_one_reward(algorithm.mix, weight) for (weight,) in weights)
-    return "there is one reward, which it leaves as it is; add another --reward, or leave it out" if keeps else ""
-
-
-def _select(plan: Plan, algorithm: Algorithm) -> str:
-    size = plan.settings.samples_per_prompt
-    keeps = plan.settings.samples and checks.selects_all(algorithm.select, size)
-    return f"it keeps all rollouts of a group of {size}; type a larger --samples-per-prompt" if keeps else ""
 
 
 _OF_STAGE: Mapping[str, Callable[[Plan, Algorithm], str]] = {
     "advantage": _advantage,
     "kl": _kl,
     "correction": _correction,
-    "mix": _mix,
+    "mix": _if_rewarded,
     "shaping": _if_rewarded,
-    "select": _select,
-    **dict.fromkeys(("loss", "aggregation", "pairs"), _always),  # pairs: refused if the loss compares none
+    **dict.fromkeys(("loss", "aggregation", "select", "pairs"), _always),  # pairs: refused if the loss compares none
 }
 
 # --- settings -------------------------------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ from rich.text import Text
 
 from rollouts.config.settings import Settings
 from rollouts.errors import ConfigError, counted
+from rollouts.inference.base import EngineState
 from rollouts.loggers.console import STEP_CHARACTERS_MAX, step_words
-from rollouts.runs.observer import GENERATING, STEP_PHASES, EngineState
+from rollouts.runs.observer import GENERATING, STEP_PHASES
 from rollouts.runs.panel import Draw, NotebookScreen, Panel, TerminalScreen, curve_words, is_terminal, panel_lines
 from rollouts.runs.sample_rows import message_words
 from rollouts.runs.streams import silent_when_closed

@@ -16,7 +16,7 @@ import traceback
 from rollouts.config.resolving import Resolved, resolve
 from rollouts.models import revisions
 from rollouts.models.loading import remote_code
-from rollouts.runs.jobs.evaluating import make_training
+from rollouts.runs.jobs.train import make_training
 from rollouts.runs.plan import make_plan
 from rollouts.training.batches import RankServer
 

@@ -33,7 +33,8 @@ from rollouts.inference.chatting import ChatReply, ChatRequest
 from rollouts.models.loading import adapters_beneath, load_tokenizer
 from rollouts.runs.components import takes_rows
 from rollouts.runs.environments import PlannedEnvironment
-from rollouts.runs.jobs.chat_data import demonstration_samples, tried_rows
+from rollouts.runs.inspecting import tried_rows
+from rollouts.runs.jobs.chat_data import demonstration_samples
 from rollouts.runs.plan import Plan
 from rollouts.runs.session import Player, episode_limits, load_chat
 from rollouts.runs.workers import sandbox_lines

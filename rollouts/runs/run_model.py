@@ -64,9 +64,8 @@ def temporary_engine(plan: Plan, environments: Sequence[PlannedEnvironment]) -> 
     """
     folder = tempfile.mkdtemp(prefix="rollouts-")
     try:
-        yield make_inference(
-            plan.one("inference"), plan.inference_arguments(None, folder), environments, must_train=False
-        )
+        spec = plan.engine._replace(folder=folder)
+        yield make_inference(plan.one("inference"), spec, environments, must_train=False)
     except BaseException:
         with contextlib.suppress(OSError):  # the folder is not empty
             os.rmdir(folder)

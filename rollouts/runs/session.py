@@ -29,7 +29,7 @@ from rollouts.config.settings import Settings
 from rollouts.env.mixing import RewardTerm
 from rollouts.error_log import ERRORS, ErrorLog, fault_of
 from rollouts.errors import ConfigError, ModelError, RolloutsError, RunError, cause_of, in_lines, leaves_of, words_of
-from rollouts.inference.base import CanCheck, InferenceBackend, check_engine
+from rollouts.inference.base import CanCheck, EngineState, HasStates, InferenceBackend, check_engine
 from rollouts.inference.chatting import CanChat
 from rollouts.inference.suspend import SuspendableEngine
 from rollouts.models.loading import BUNDLED, load_tokenizer
@@ -39,7 +39,7 @@ from rollouts.runs.components import Chosen, make_component
 from rollouts.runs.environments import PlannedEnvironment
 from rollouts.runs.folder import PARTS, SUMMARY, MakeFolder, RunFolder
 from rollouts.runs.loggers import LOGGERS_SECONDS, LOGGERS_SECONDS_INTERRUPTED, Loggers
-from rollouts.runs.observer import EngineState, Observer
+from rollouts.runs.observer import Observer
 from rollouts.runs.times import Start
 from rollouts.training.batches import TrainingBackend
 from rollouts.training.rollout_gen.pool import Job as EpisodeJob
@@ -255,13 +255,29 @@ def chat_notes(chat: ChatFormat) -> list[str]:
     return [] if is_usual else report.words()
 
 
+class EngineSpec(NamedTuple):
+    """What the factory of an engine may name, by these names. `training` is None if there is no training backend.
+    `pinned`: for an engine of `--eval-inference`.
+    """
+
+    model: str
+    seed: int
+    temperature: float
+    concurrency: int
+    lora_rank: int = 0
+    lora_roles: Sequence[str] = ()
+    training: TrainingBackend | None = None
+    folder: str = ""
+    pinned: bool = False
+
+
 def make_inference(
-    chosen: Chosen, available: Mapping[str, Any], environments: Sequence[PlannedEnvironment], *, must_train: bool
+    chosen: Chosen, spec: EngineSpec, environments: Sequence[PlannedEnvironment], *, must_train: bool
 ) -> InferenceBackend:
     """The engine, not entered. It is checked if it has a `check`. Raises UserError if it cannot be used; with
     `must_train`, also if its replies cannot be trained on.
     """
-    engine = check_engine(make_component("inference backend", chosen, available), chosen.name)
+    engine = check_engine(make_component("inference backend", chosen, spec._asdict()), chosen.name)
     if must_train and not engine.capabilities.trainable:
         raise ConfigError(
             f"--inference {chosen.name}: it returns no token ids with logprobs, so it is good for evaluation only; "
@@ -269,7 +285,7 @@ def make_inference(
         )
     if engine.capabilities.checks and engine.capabilities.chats:
         tools = [schema for env in environments for schema in env.schemas()]
-        trio.run(cast(CanChat, engine).check, tools, available["temperature"])
+        trio.run(cast(CanChat, engine).check, tools, spec.temperature)
     elif engine.capabilities.checks:
         trio.run(cast(CanCheck, engine).check)
     return engine
@@ -437,16 +453,6 @@ class Watching:
     def engines(self) -> Sequence[EngineState]:
         """The engines now: each server with its requests; another engine with the episodes that play."""
         engine = self.inference
-        ours = [EngineState(self.name, engine.version, self.playing)]
-        if engine.capabilities.in_process:
-            return ours
-        from rollouts.inference.servers.server import Server
-        from rollouts.inference.servers.server_pool import ServerPool
-
-        if not isinstance(engine, Server | ServerPool):
-            return ours
-        servers = engine.statistics().servers if isinstance(engine, ServerPool) else [engine.statistics()]
-        return [
-            EngineState(each.name, each.version, each.in_flight, "" if each.state == "ready" else each.state)
-            for each in servers
-        ]
+        if engine.capabilities.has_states:
+            return cast(HasStates, engine).states()
+        return [EngineState(self.name, engine.version, self.playing)]

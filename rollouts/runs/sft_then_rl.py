@@ -21,11 +21,9 @@ from rollouts.config.render import to_toml
 from rollouts.config.resolving import Resolved, resolve
 from rollouts.config.settings import COMPONENT_KINDS, Settings
 from rollouts.errors import ConfigError, DamagedCheckpointError, RolloutsError, UserError, said_of
-from rollouts.runs.components import chosen_sampler, takes_rows
-from rollouts.runs.environments import demonstrations, task_buffer
 from rollouts.runs.folder import PHASES, SUMMARY, RunFolder, choose_folder, default_out, holds_run, read_json
 from rollouts.runs.held_objects import refuse_lost
-from rollouts.runs.jobs.learning import advice_after_sft, note_after_sft
+from rollouts.runs.jobs.sources import check_data
 from rollouts.runs.jobs.train import train
 from rollouts.runs.observer import NullObserver, Observer
 from rollouts.runs.plan import Plan, config_text, make_plan
@@ -123,9 +121,8 @@ def train_phases(
                 # The default learning rate depends on the run's model, not on the checkpoint, so it is set explicitly.
                 rl = _with(rl, model=str(begins_with), lr=rl.lr)
                 changes = both | {"before_sft": _evaluated_first(sft, rl)}
-                second = cast(Observer, _PhaseObserver(observer, changes, plans.sft.settings))
-                advice = advice_after_sft(plans.sft.settings)
-                _train_phase(rl, second, now, started, home, checkpoint, job.begin, advice=advice)
+                second = cast(Observer, _PhaseObserver(observer, changes))
+                _train_phase(rl, second, now, started, home, checkpoint, job.begin)
                 job.begin()  # both phases were already finished
         finally:
             if job.has_begun and holds_run(folder.path / SFT):
@@ -159,10 +156,8 @@ def _check_data(plans: PhasePlans) -> None:
     """Raise EnvironmentDefinitionError if there are no demonstrations or no tasks."""
     held_out = plans.rl.eval_tasks()
     with said_of(SUPERVISED):
-        both = [*plans.sft.eval_tasks(), *held_out]
-        if not takes_rows("sft", plans.sft.chosen):
-            next(demonstrations(plans.sft.environments, both, plans.sft.settings.prompts_per_step))
-    task_buffer(plans.rl.environments, held_out, plans.rl.settings.prompts_per_step, chosen_sampler(plans.rl.chosen))
+        check_data(plans.sft, [*plans.sft.eval_tasks(), *held_out])
+    check_data(plans.rl, held_out)
 
 
 def _check_resumed(out: Path, plans: PhasePlans, home: Path) -> None:
@@ -232,20 +227,13 @@ class _BothPhases:
 
 
 class _PhaseObserver:
-    """The observer of a phase. At its end, it sees the phase's summary with these `changes`. It gets a note if
-    the phase before, with the settings `sft`, has left too little to learn from.
-    """
+    """The observer of a phase. At its end, it sees the phase's summary with these `changes`."""
 
-    def __init__(self, observer: Observer, changes: dict[str, Any], sft: Settings | None = None) -> None:
-        self._observer, self._changes, self._sft = observer, changes, sft
+    def __init__(self, observer: Observer, changes: dict[str, Any]) -> None:
+        self._observer, self._changes = observer, changes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._observer, name)
-
-    def evaluation(self, when: str, evaluation: dict[str, Any]) -> None:
-        self._observer.evaluation(when, evaluation)
-        if self._sft is not None and when == "before" and (words := note_after_sft(evaluation, self._sft)):
-            self._observer.note(words)
 
     def end(self, summary: dict[str, Any]) -> None:
         self._observer.end(summary | self._changes)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rollouts_notes.loops import prepare_grpo_batch as prepare_grpo_batch
     from rollouts_notes.loops import run_rl_training as run_rl_training
     from rollouts_notes.loops import run_sft_training as run_sft_training
+    from rollouts_notes.manager import AsyncRolloutManager as AsyncRolloutManager
     from rollouts_notes.pytorch_factory import PyTorchTrainingBackend as PyTorchTrainingBackend
     from rollouts_notes.pytorch_factory import compute_grpo_loss as compute_grpo_loss
     from rollouts_notes.pytorch_factory import create_adamw_optimizer as create_adamw_optimizer
@@ -40,6 +41,13 @@ if TYPE_CHECKING:
     from rollouts_notes.rollout_generation import RolloutManager as RolloutManager
     from rollouts_notes.rollout_generation import apply_sample_transforms as apply_sample_transforms
     from rollouts_notes.rollout_generation import generate_rollout_batches as generate_rollout_batches
+    from rollouts_notes.rows import RLSample as RLSample
+    from rollouts_notes.rows import RolloutBatch as RolloutBatch
+    from rollouts_notes.rows import RolloutConfig as RolloutConfig
+    from rollouts_notes.rows import build_batch_metadata as build_batch_metadata
+    from rollouts_notes.rows import compute_response_lengths as compute_response_lengths
+    from rollouts_notes.rows import convert_to_batch as convert_to_batch
+    from rollouts_notes.rows import extract_sample_fields as extract_sample_fields
     from rollouts_notes.sections import Config as Config
     from rollouts_notes.sections import DataConfig as DataConfig
     from rollouts_notes.sections import DeploymentConfig as DeploymentConfig
@@ -72,14 +80,6 @@ if TYPE_CHECKING:
     from rollouts.training.filters import check_reasonable_length as check_reasonable_length
     from rollouts.training.filters import check_response_diversity as check_response_diversity
     from rollouts.training.filters import check_reward_nonzero_std as check_reward_nonzero_std
-    from rollouts.training.rollout_gen.manager import AsyncRolloutManager as AsyncRolloutManager
-    from rollouts.training.rollout_gen.steps import RolloutBatch as RolloutBatch
-    from rollouts.training.rollout_gen.steps import RolloutConfig as RolloutConfig
-    from rollouts.training.rollout_gen.steps import build_batch_metadata as build_batch_metadata
-    from rollouts.training.rollout_gen.steps import compute_response_lengths as compute_response_lengths
-    from rollouts.training.rollout_gen.steps import convert_to_batch as convert_to_batch
-    from rollouts.training.rollout_gen.steps import extract_sample_fields as extract_sample_fields
-    from rollouts.training.samples import RLSample as RLSample
     from rollouts.training.weights.sync import WeightSyncManager as WeightSyncManager
     from rollouts.types import Sample as Sample
     from rollouts.types import Status as Status
@@ -88,8 +88,8 @@ __getattr__, __dir__ = lazy_face(__name__)
 
 _ENGINE, _NOTES = __name__, "rollouts_notes"
 _HOMES = {
-    f"{_ENGINE}.samples {_ENGINE}.rollout_gen.groups rollouts.agent.episode": "agent_integration",
-    f"{_ENGINE}.rollout_gen.manager": "async_rollout_manager rollout_gen.async_rollout_manager",
+    f"{_ENGINE}.samples {_NOTES}.rows {_ENGINE}.rollout_gen.groups rollouts.agent.episode": "agent_integration",
+    f"{_NOTES}.manager": "async_rollout_manager rollout_gen.async_rollout_manager",
     "rollouts.models.futures": "backends.futures",
     f"{_ENGINE}.batches rollouts.models.futures": "backends.protocol",
     f"{_NOTES}.pytorch_factory": "backends.pytorch backends.pytorch_factory rl_losses",
@@ -97,14 +97,15 @@ _HOMES = {
     f"{_NOTES}.supervised": "dataset_loaders datasets.dataset_loaders datasets.sft sft sample_prep",
     f"{_ENGINE}.backends.rendezvous {_ENGINE}.backends.ranks {_NOTES}.pytorch_factory": "distributed_utils",
     "rollouts.models.estimates": "estimates",
+    "rollouts_servers.broadcast": "weights.broadcast",
     f"{_NOTES}.loops {_NOTES}.supervised {_ENGINE}.loops.rl": "loops.rl_loop",
     f"{_NOTES}.loops {_NOTES}.supervised": "loops.sft_loop sft_loop rl_loop",
     "rollouts.loggers.base rollouts.loggers.jsonl": "metrics",
     "rollouts.models.loading": "models",
     f"{_NOTES}.endpoint": "rollout_gen.endpoint",
     f"{_NOTES}.rollout_generation": "rollout_gen.rollout_generation rollout_gen.rollout_manager rollout_manager",
-    f"{_NOTES}.rollout_generation {_ENGINE}.rollout_gen.steps": "rollout_generation",
-    f"rollouts.types {_ENGINE}.batches {_ENGINE}.samples {_ENGINE}.rollout_gen.steps rollouts.models.futures"
+    f"{_NOTES}.rollout_generation {_NOTES}.rows": "rollout_generation",
+    f"rollouts.types {_ENGINE}.batches {_NOTES}.rows rollouts.models.futures"
     f" {_NOTES}.sections {_NOTES}.loops {_NOTES}.checkpoint_servers": "types",
     f"{_ENGINE}.weights.sync {_NOTES}.checkpoint_servers": "weight_sync",
 }

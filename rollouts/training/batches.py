@@ -25,7 +25,9 @@ class Row(msgspec.Struct):
     """One sample that is ready for training. Lists have the row's length L. Position 0 is never trained.
 
     Attributes:
-        loss_mask: the weight of each token. A token with a weight above 0 is live: it is trained
+        loss_mask: the weight of each token. A token with a weight above 0 is live: it is trained. `agent.model` decides
+            which tokens were sampled, `samples` which episodes count, and `loops.rl_batch` which of them are too old
+            or not selected
         weights: u of docs/formulas.md, with the mask included. The objective is sum(weights * loss) / D
         advantages: 0 where the mask is 0
         rollout_logprobs: logprobs under the sampler; None if they are unknown. The ratio of a loss then compares with

@@ -1,20 +1,15 @@
 """Turn episodes into samples, one for each segment. The masks say which tokens are trained.
 
-No torch. Not here: rewards of whole groups and filters (the loop), advantages and rows (`batching`).
+No torch. Not here: rewards of whole groups and filters (`rollout_gen.groups`), advantages and rows (`batching`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 from rollouts.types import Episode, Message, Sample, Status, Trajectory
-
-RLSample = Sample
-"""The first notes' second name of `Sample`."""
 
 
 def episode_samples(episode: Episode, group_index: int, rollout_index: int) -> list[Sample]:
@@ -69,29 +64,6 @@ def _sample(episode: Episode, trajectory: Trajectory, number: int, position: int
         prompt_length=first_live(segment.loss_mask) if (number, position) == (0, 0) else 0,
         parts=dict(episode.score.parts),
     )
-
-
-def with_lists(sample: Sample) -> Sample:
-    """The sample with lists as `tokens` and `loss_mask`, as the loops need it."""
-    tokens, mask = sample.tokens, sample.loss_mask
-    if isinstance(tokens, list) and isinstance(mask, list):
-        return sample
-    return dataclasses.replace(sample, tokens=list(map(int, tokens)), loss_mask=list(map(float, mask)))
-
-
-def with_tensors(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with a tensor [L] as `loss_mask`, and with a grade."""
-    import torch
-
-    masks: list[Any] = [torch.as_tensor(each.loss_mask, dtype=torch.float32) for each in samples]
-    return [dataclasses.replace(with_grade(each), loss_mask=mask) for each, mask in zip(samples, masks, strict=True)]
-
-
-def with_grade(sample: Sample) -> Sample:
-    """The sample whose metadata has `correct`. If it has none: whether the reward, such as an environment's, is 1 or
-    more.
-    """
-    return dataclasses.replace(sample, metadata={"correct": (sample.reward or 0.0) >= 1.0, **sample.metadata})
 
 
 def judged_turns(trajectory: Trajectory, judged: Trajectory) -> list[list[tuple[int, int]]]:

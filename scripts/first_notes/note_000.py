@@ -713,8 +713,8 @@ def _() -> None:
 
 @ROWS("SGLang and vLLM servers")
 def _() -> None:
-    from rollouts.inference.servers.sglang import create_sglang_inference
-    from rollouts.inference.servers.vllm import create_vllm_inference
+    from rollouts_servers.sglang import create_sglang_inference
+    from rollouts_servers.vllm import create_vllm_inference
 
     for create in (create_sglang_inference, create_vllm_inference):
         assert {"url", "gpus", "port"} & rows.settings_of(create)

@@ -17,7 +17,8 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 @ROWS("rollouts/providers.py (SGLang provider, D1)")
 def _() -> None:
-    from rollouts.inference.servers.sglang import create_sglang_inference
+    from rollouts_servers.sglang import create_sglang_inference
+
     from rollouts.providers import create_sglang_inference as provider
 
     assert provider is create_sglang_inference

@@ -123,7 +123,7 @@ def _() -> None:
 
 @ROWS("rollouts/deploy.py: SGLang server deployment", "  launch SGLang if RL", "SGLang automatic launch for RL")
 def _() -> None:
-    from rollouts.inference.servers.sglang import serve_sglang
+    from rollouts_servers.sglang import serve_sglang
 
     assert "sglang.launch_server" in str(serve_sglang.__module__) or callable(serve_sglang)
     shown = rows.command("run", "--env", "calculator", "--inference", "sglang", "--steps", "1", "--dry-run")

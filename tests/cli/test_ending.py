@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import forks
 import pytest
 
 import rollouts
@@ -99,7 +100,7 @@ ENDED = [("SIGTERM", 143), *(pytest.param(*each, marks=NIGHTLY) for each in (("S
 
 @pytest.mark.parametrize(("name", "code"), ENDED)
 def test_a_signal_ends_the_run_with_a_summary(evaluation, name, code):
-    done = in_a_shell("", [*evaluation, "--env.signals", name])
+    done = forks.run([sys.executable, "-m", "rollouts", *evaluation, "--env.signals", name], timeout=60)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr and "of 8 episodes are done, out keeps them" in done.stderr
     assert summary()["status"] == "interrupted" and summary()["episodes"] in (5, 6)

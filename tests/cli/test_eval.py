@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from mock_engine import started
 
 ROOT = Path(__file__).parents[2]
-OPENAI = f"{ROOT / 'rollouts' / 'inference' / 'servers' / 'openai.py'}:create_openai_inference"
+OPENAI = f"{ROOT / 'plugins' / 'servers' / 'rollouts_servers' / 'openai.py'}:create_openai_inference"
 
 ENVIRONMENT = '''\
 from dataclasses import dataclass
@@ -291,6 +291,7 @@ def test_nothing_judged_is_a_failure(here, capsys):
     assert summary_of(here / "out")["reward_mean"] is None
 
 
+@pytest.mark.nightly
 def test_ctrl_c_keeps_what_was_done(here):
     with started(delay_seconds=0.25, calls=0) as server:
         environment = dict(os.environ, PYTHONPATH=str(ROOT))
@@ -318,7 +319,7 @@ def test_training_with_it_is_refused_before_a_model_loads(here, capsys):
 
 # --- with a model that is here ----------------------------------------------------------------------------------------
 
-CALCULATOR = ["--env", "calculator", "--env.digits", "1", "--eval-tasks", "6", "--max-tokens", "24"]
+CALCULATOR = ["--env", "calculator", "--env.digits", "1", "--eval-tasks", "3", "--max-tokens", "16"]
 SHORT = ["--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--lora-rank", "2", "--lr", "0.01"]
 
 
@@ -384,7 +385,6 @@ def test_a_run_is_asked_what_it_held_out(here, capsys):
     assert own == "eval_tasks = 512 seed = 5" and f"used eval_tasks = 0, {lost}" in note
 
 
-@pytest.mark.slow
 def test_what_decided_the_runs_numbers_is_noted_where_it_is_not_used(here, capsys):
     (here / "r.py").write_text("def quick(trajectory):\n    return 1.0\n")
     run = ["--env", "calculator", "--env.digits", "1", "--reward", "env:1", "--reward", "r.py:quick:-0.1"]

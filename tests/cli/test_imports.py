@@ -45,7 +45,7 @@ def modules_after(argv, *path):
         (None, ["click", "msgspec", "importlib.metadata", "rollouts.config", "rollouts.plugins"]),
         (["--help"], ["msgspec", "importlib.metadata", "rollouts.config", "rollouts.plugins", "rollouts.cli.run"]),
         (["run", "--help"], ["msgspec", "importlib.metadata", "rollouts.plugins", "rollouts.config.resolving"]),
-        (["plugins", "list"], []),
+        (["plugins", "list", "--kind", "environments"], []),
         (["config"], []),
     ],
 )
@@ -54,7 +54,7 @@ def test_what_a_light_command_does_not_import(argv, also_absent, acme):
     assert "rollouts" in modules
     absent = [*HEAVY, *also_absent, "acme_parts", "acme_broken"]
     assert [name for name in absent if name in modules] == []
-    if argv == ["plugins", "list"]:
+    if argv is not None and "list" in argv:
         assert "acme_env" in out
 
 
@@ -85,10 +85,10 @@ def test_help_reads_no_metadata_of_plugins(acme):
     commands = [[name] for name in COMMANDS] + [["plugins", name] for name in plugins.commands]
     helps = [["--help"], *([*command, "--help"] for command in commands)]
     environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(ROOT), str(acme)]))
-    command = [sys.executable, "-c", READS, json.dumps([*helps, ["plugins", "list"]])]
+    command = [sys.executable, "-c", READS, json.dumps([*helps, ["plugins", "list", "--kind", "kl"]])]
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     found = json.loads(done.stdout)
-    code, _, reads, imported = found.pop("plugins list")
+    code, _, reads, imported = found.pop("plugins list --kind kl")
     assert code == 0 and reads >= 2 and imported, "the count must see the metadata of this package"
     assert len(found) == len(helps)
     for name, (code, characters, reads, imported) in found.items():

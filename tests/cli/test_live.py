@@ -18,9 +18,10 @@ from terminal import Screen, Terminal
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError
+from rollouts.inference.base import EngineState
 from rollouts.runs import panel as room
 from rollouts.runs import progress
-from rollouts.runs.observer import GENERATING, EngineState
+from rollouts.runs.observer import GENERATING
 from rollouts.runs.panel import Panel, panel_lines
 from rollouts.runs.progress import shown_progress
 from rollouts.training.rollout_gen.groups import Group

@@ -13,7 +13,7 @@ from rollouts.cli import main
 from rollouts.runs import several
 from rollouts.runs.comparing import rewards_by_task
 
-EVAL = ["eval", "--env", "calculator", "--eval-tasks", "6", "--max-tokens", "24"]
+EVAL = ["eval", "--env", "calculator", "--eval-tasks", "6", "--max-tokens", "12"]
 
 
 @pytest.fixture

@@ -76,6 +76,7 @@ def trained(run):
     return [{name: line[name] for name in ("reward/mean", "policy/loss", "policy/entropy")} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_begins_elsewhere(proj):
     shutil.rmtree(proj / "runs")
     assert main(["run", f"{proj}/run.toml", "--display", "none"]) == 0

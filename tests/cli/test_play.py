@@ -6,10 +6,10 @@ import io
 import json
 import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
+import hash_seeds
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -380,7 +380,7 @@ def test_it_needs_no_torch(file, tmp_path):
         "from rollouts.cli import main\nsys.exit(main())"
     )
     command = [sys.executable, "-c", code, "play", file, "--agent", "scripted"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+    done = hash_seeds.run(command, cwd=tmp_path, timeout=120)
     assert done.returncode == 0 and "reward 0" in done.stdout, done.stderr
 
 

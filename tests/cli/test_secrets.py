@@ -48,7 +48,7 @@ def judge(trajectory, *, judge: Judge = Judge()) -> float:
 """
 SECRETS = ["--logger.own.api-key", "hush-1", "--logger.own.headers", '{ x = [{ password = "hush-2" }], n = 3 }']
 SMALL = ["--env", "calculator", "--env.digits", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2"]
-SMALL += ["--eval-tasks", "0", "--max-tokens", "16", "--logger", "own=./secret_tracker.py:Tracker"]
+SMALL += ["--eval-tasks", "0", "--max-tokens", "4", "--logger", "own=./secret_tracker.py:Tracker"]
 
 
 @pytest.fixture

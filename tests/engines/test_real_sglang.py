@@ -20,16 +20,16 @@ import pytest
 import torch
 import torch.distributed
 import trio
+from rollouts_servers.checks import ServerSetup
+from rollouts_servers.dialect import GroupPlace, RequestTarget
+from rollouts_servers.http import HTTPClient
+from rollouts_servers.options import ServerOptions
+from rollouts_servers.process import ServerCommand
+from rollouts_servers.server import Server
+from rollouts_servers.sglang import SGLang, group_ranks, join_group, leave_group, receive, serve_sglang
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
-from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.dialect import GroupPlace, RequestTarget
-from rollouts.inference.servers.http import PlainClient
-from rollouts.inference.servers.options import ServerOptions
-from rollouts.inference.servers.process import ServerCommand
-from rollouts.inference.servers.server import Server
-from rollouts.inference.servers.sglang import SGLang, group_ranks, join_group, leave_group, receive, serve_sglang
 from rollouts.models.folders import read_tensors
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings
@@ -459,7 +459,7 @@ def test_weights_arrive_over_torch_distributed(engine_of, url, trainer_of, tmp_p
     backend = trainer_of()
 
     async def main():
-        async with engine_of() as engine, PlainClient(url) as client:
+        async with engine_of() as engine, HTTPClient(url) as client:
             await engine.update_weights(WeightUpdate(1, path=str(TINY)))
             assert await group_ranks(client) == 1
             for attempt in range(2):  # a name can be used again
@@ -516,7 +516,7 @@ def test_a_trainer_that_dies_in_a_broadcast_does_not_hang_the_server(engine_of, 
     """What it left open is closed by the next one."""
 
     async def main():
-        async with engine_of() as engine, PlainClient(url) as client:
+        async with engine_of() as engine, HTTPClient(url) as client:
             infos = manifest_of(read_tensors(TINY))
             with subprocess.Popen(  # noqa: ASYNC220 - it prints one line and waits
                 [sys.executable, "-c", DYING_SENDER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

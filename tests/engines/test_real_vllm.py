@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import torch
 import trio
+from rollouts_servers.checks import ServerSetup
+from rollouts_servers.dialect import RequestTarget
+from rollouts_servers.http import HTTPFailure
+from rollouts_servers.options import ServerOptions
+from rollouts_servers.process import ServerCommand
+from rollouts_servers.server import Server
+from rollouts_servers.vllm import VLLM, serve_vllm
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, Generation, WeightUpdate
-from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.dialect import RequestTarget
-from rollouts.inference.servers.http import HTTPFailure
-from rollouts.inference.servers.options import ServerOptions
-from rollouts.inference.servers.process import ServerCommand
-from rollouts.inference.servers.server import Server
-from rollouts.inference.servers.vllm import VLLM, serve_vllm
 from rollouts.models.loading import load_tokenizer
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends.optimizer import TorchSettings

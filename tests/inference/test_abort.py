@@ -60,7 +60,7 @@ async def together(engine: HFInference, sessions: list[str], said: list[Generati
                 await engine.abort(session)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mamba"])
+@pytest.mark.parametrize("name", [pytest.param("qwen3", marks=pytest.mark.nightly), "gemma3", "mamba"])
 @pytest.mark.parametrize("rows_max", [pytest.param(256, marks=pytest.mark.nightly), 2])
 def test_streams_are_those_of_an_unbroken_generation(models, name, rows_max):
     async def body(engine: HFInference) -> tuple[list[Generation], int]:

@@ -102,7 +102,7 @@ def test_logprobs_are_those_of_a_fresh_forward_pass(models, name):
         assert engine.statistics.reused > 0
 
 
-@pytest.mark.parametrize("rows_max", [1, 5])
+@pytest.mark.parametrize("rows_max", [pytest.param(1, marks=pytest.mark.nightly), 5])
 def test_neither_batch_size_nor_refill_nor_buffer_size_changes_what_is_sampled(models, rows_max):
     model = models("qwen3")
     whole = play(engine_of(model))

@@ -35,12 +35,12 @@ def test_rewards_of_three_packages_are_mixed_and_drawn(rollouts, tmp_path):
     commands = [line.replace("--steps 60", SMALL) for line in lines if line.startswith("rollouts run")]
     trained = [command for command in commands if "judge" not in command]
     assert len(trained) == 2 and len(commands) == 3
-    for command in trained:
-        done = rollouts(*shlex.split(command)[1:], path=(tmp_path / "site",))
+    for command, more in zip(trained, ((), ("--dry-run",)), strict=True):
+        done = rollouts(*shlex.split(command)[1:], *more, path=(tmp_path / "site",))
         assert done.returncode == 0, done.stdout + done.stderr
+    assert 'name = "product"' in done.stdout
     weights = json.loads((tmp_path / "runs/sum/summary.json").read_text())["evaluation"]["after"]["weights"]
     assert weights == {"correct": 1.0, "novelty": 0.2, "brevity": 0.2}
-    assert 'name = "product"' in (tmp_path / "runs/gated/config.toml").read_text()
     draw = runpy.run_path(str(ROOT / "scripts" / "learning_curve.py"))["main"]
     draw(["--parts", str(tmp_path / "runs/sum"), "--out", str(tmp_path / "parts.svg")])
     assert "0.2 × novelty</text>" in (tmp_path / "parts.svg").read_text(encoding="utf-8")

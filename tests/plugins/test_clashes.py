@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import msgspec
 import pytest
-from packaging.specifiers import SpecifierSet
+from rollouts_check.clashes import find_clashes
 
 from rollouts.cli import main
-from rollouts.env.clashes import can_meet, find_clashes
 from rollouts.env.installing import Install, python_of
 from rollouts.errors import BrokenPluginError
 from rollouts.plugins.manager import PluginManager
@@ -39,34 +38,6 @@ def lines_about(name: str, lines: list[str]) -> list[str]:
     return [line for line in lines if name in line]
 
 
-@pytest.mark.parametrize(
-    ("wanted", "expected"),
-    [
-        ("==2.0.0,<2", False),
-        (">=2,<2.0", False),
-        ("==1.2.*,>=1.3", False),
-        ("~=1.4.2,>=1.5", False),
-        (">1,<1", False),
-        ("==2.0rc1,>=2", False),
-        ("==1!1.0,<3", False),
-        ("==1.0,!=1.0.0", False),
-        ("", True),
-        ("<2", True),
-        (">1,<2", True),
-        (">1,<1.1,!=1.0.1", True),
-        ("~=1.4,>=1.5", True),
-        ("~=1.4.2,==1.4.*", True),
-        (">=1.2,!=1.2.*", True),
-        ("!=1.0,<=1.0", True),
-        ("==2.0rc1,<2", False),  # PEP 440: <2 excludes the pre-releases of 2
-        ("==2.0rc1,<2.1", True),
-        ("==1.0.post1,>=1", True),
-    ],
-)
-def test_clauses_that_no_version_meets(wanted, expected):
-    assert can_meet(SpecifierSet(wanted)) is expected
-
-
 def test_the_doctor_names_what_the_running_python_does_not_meet(package, make_distribution, capsys):
     make_distribution("lib-q", {}, version="2.0.0")
     package("old-q", "Lib_Q[web] (<2)", "gone-q>=1", "lib-q>=1", "lib-q")
@@ -77,9 +48,7 @@ def test_the_doctor_names_what_the_running_python_does_not_meet(package, make_di
     label = "environment old-q-game (old-q)"
     assert f"{label} requires lib-q<2,>=1, but lib-q 2.0.0 is installed; {way_out}" in out
     assert f"{label} requires gone-q>=1, but gone-q is not installed; {way_out}" in out
-    both = "environment fine-q-game (fine-q) requires lib-q>=2, but environment old-q-game (old-q) requires lib-q<2,>=1"
-    assert f"{both}; {way_out}" in out
-    assert len(lines_about("-q", out)) == 3 and not lines_about("gone-r", out)
+    assert len(lines_about("-q", out)) == 2 and not lines_about("gone-r", out)
 
 
 def test_environments_that_agree_are_no_fault(package, make_distribution):
@@ -92,19 +61,16 @@ def test_environments_that_agree_are_no_fault(package, make_distribution):
 
 def test_a_clash_of_an_environment_with_its_own_packages_is_no_fault(package, make_distribution, no_installs, capsys):
     make_distribution("lib-q", {}, version="2.0.0")
-    package("here-q", "lib-q==2.0.0")
+    package("away-q", "lib-q<2")
     venv = no_installs / "away-q" / "venv-1"
-    info = venv / "lib" / "python3.11" / "site-packages" / "away_q-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: Away_Q\nVersion: 1.0\nRequires-Dist: lib-q<2\n")
-    python_of(venv).parent.mkdir(parents=True, exist_ok=True)
+    python_of(venv).parent.mkdir(parents=True)
     python_of(venv).touch()
     install = Install("away-q", "1.0", ["away-game"], "away-q", "3.11", "0.1", "venv-1", 1)
     (no_installs / "away-q" / "install.json").write_bytes(msgspec.json.encode(install))
     found = find_clashes()
     (line,) = lines_about("away-q", found.remarks)
     assert line == (
-        "environment away-game (away-q) requires lib-q<2, but environment here-q-game (here-q) requires lib-q==2.0.0; "
+        "environment away-q-game (away-q) requires lib-q<2, but lib-q 2.0.0 is installed; "
         "away-q has a virtual environment of its own: --worker venv"
     )
     assert not lines_about("-q", found.faults)

@@ -220,6 +220,7 @@ def test_bad_tools_are_refused():
     refused(ConfigError, "no setting 'topk'", "top_k", tool={"search": {"name": "./parts.py:search", "topk": 5}})
 
 
+@pytest.mark.slow
 def test_a_run_offers_it_records_it_and_resumes_with_it(capsys):
     flags = ["--env", "calculator", "--tool", "find=./parts.py:search", "--tool.find.top-k", "5"]
     small = ["--steps", "1", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--max-tokens", "16"]

@@ -47,7 +47,7 @@ class Stop:
 '''
 
 FASTEST = ["--env", "calculator", "--prompts-per-step", "2", "--samples-per-prompt", "2", "--eval-tasks", "0",
-           "--max-tokens", "16", "--logger", "jsonl", "--logger", "./parts.py:Stop"]  # fmt: skip
+           "--max-tokens", "8", "--logger", "jsonl", "--logger", "./parts.py:Stop"]  # fmt: skip
 SFT = ["run", "--mode", "sft", *FASTEST]
 
 
@@ -58,13 +58,22 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def begun(steps, stop=None, *more):
-    """A run in `out` of this many steps with a checkpoint after each; it stops as the step `stop` is logged."""
-    if stop is not None:
-        Path("stop").write_text(str(stop))
-    code = main([*SFT, "--steps", str(steps), "--checkpoint-every", "1", "--out", "out", *more])
-    assert code == (0 if stop is None else 1)
-    Path("stop").unlink(missing_ok=True)
+def saving(steps):
+    """The arguments of a run of this many steps with a checkpoint after each."""
+    return [*SFT, "--steps", str(steps), "--checkpoint-every", "1"]
+
+
+@pytest.fixture
+def begun(made_run):
+    """Makes such a run in `out`; it stops as the step `stop` is logged."""
+
+    def make(steps, stop=None):
+        if stop is not None:
+            Path("stop").write_text(str(stop))
+        made_run(saving(steps), "out", code=0 if stop is None else 1)
+        Path("stop").unlink(missing_ok=True)
+
+    return make
 
 
 def files_of(folder):
@@ -106,7 +115,7 @@ def test_what_a_checkpoint_tells_of_is_on_the_disk_before_it(monkeypatch):
         found = os.fstat(descriptor)
         synced[found.st_ino] = stamp(found)
 
-    def saving(self, path, state=None):
+    def syncing(self, path, state=None):
         outside = [each for each in Path("out").rglob("*") if "checkpoints" not in each.parts[1:2]]
         assert {"config.toml", "manifest.json", "metrics.jsonl", "step_000000.jsonl"} <= {p.name for p in outside}
         for each in outside:
@@ -116,14 +125,14 @@ def test_what_a_checkpoint_tells_of_is_on_the_disk_before_it(monkeypatch):
         return save(self, path, state)
 
     monkeypatch.setattr(os, "fsync", recording)
-    monkeypatch.setattr(TorchBackend, "save", saving)
+    monkeypatch.setattr(TorchBackend, "save", syncing)
     assert main(["run", *FASTEST, "--steps", "2", "--checkpoint-every", "1", "--out", "out"]) == 0
     assert unsynced == []
     for each in ("out", "out/checkpoints", "out/summary.json"):
         assert Path(each).stat().st_ino in synced
 
 
-def test_lines_that_are_missing_are_told_and_the_run_goes_on(capsys):
+def test_lines_that_are_missing_are_told_and_the_run_goes_on(begun, capsys):
     begun(3, 2)
     path = Path("out/metrics.jsonl")
     path.write_bytes(b"\0" * 10 + path.read_bytes().split(b"\n", 1)[1])
@@ -134,7 +143,7 @@ def test_lines_that_are_missing_are_told_and_the_run_goes_on(capsys):
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2]
 
 
-def test_a_file_that_an_earlier_version_did_not_write_is_not_called_damaged(capsys):
+def test_a_file_that_an_earlier_version_did_not_write_is_not_called_damaged(begun, capsys):
     """It had no logger `jsonl` if another one was chosen. The steps that are logged now are not excused later."""
     begun(3, 1)
     manifest = json.loads(Path("out/manifest.json").read_text())
@@ -152,7 +161,7 @@ def test_a_file_that_an_earlier_version_did_not_write_is_not_called_damaged(caps
 
 
 @pytest.mark.parametrize("left", [0, 100])
-def test_a_torn_config_is_one_error(left, capsys):
+def test_a_torn_config_is_one_error(begun, left, capsys):
     begun(2, 1)
     path = Path("out/config.toml")
     path.write_text(path.read_text()[:left].rpartition('"')[0])
@@ -225,7 +234,7 @@ def test_folders_that_are_made_at_one_moment_have_different_names(here):
 
 
 @pytest.mark.parametrize("stop", [None, 1])
-def test_a_run_whose_checkpoints_are_gone_is_not_overwritten(stop, capsys):
+def test_a_run_whose_checkpoints_are_gone_is_not_overwritten(begun, stop, capsys):
     begun(2, stop)
     shutil.rmtree("out/checkpoints")
     Path("out/checkpoints").mkdir()
@@ -239,7 +248,7 @@ def test_a_run_whose_checkpoints_are_gone_is_not_overwritten(stop, capsys):
         assert "step_000001, which is missing" in refused(capsys, "resume", "out"), "metrics tell of a save"
 
 
-def test_a_last_checkpoint_that_is_gone_is_told(capsys):
+def test_a_last_checkpoint_that_is_gone_is_told(begun, capsys):
     begun(3, 2)
     shutil.rmtree("out/checkpoints/step_000002")
     error = refused(capsys, "resume", "out")
@@ -250,7 +259,7 @@ def test_a_last_checkpoint_that_is_gone_is_told(capsys):
     assert checkpoints() == ["step_000001", "step_000002", "step_000003"]
 
 
-def test_a_checkpoint_without_a_manifest_is_not_passed_over(capsys):
+def test_a_checkpoint_without_a_manifest_is_not_passed_over(begun, capsys):
     begun(3, 2)
     Path("out/checkpoints/step_000002/manifest.json").unlink()
     error = refused(capsys, "resume", "out")
@@ -309,7 +318,7 @@ def test_a_run_saves_by_the_clock_and_keeps_the_newest(monkeypatch, capsys):
     assert Path("out", last).read_bytes() == Path("whole", last).read_bytes()
     saves.clear()
     shutil.rmtree("out")
-    begun(3, None, "--checkpoint-every", "2", "--checkpoint-seconds", "0.000001")
+    assert main([*saving(3), "--out", "out", "--checkpoint-every", "2", "--checkpoint-seconds", "0.000001"]) == 0
     assert saves == ["step_000002", "step_000003"] == checkpoints()
 
 
@@ -322,12 +331,12 @@ def with_free(monkeypatch, *free):
 
 def test_too_little_room_is_told_early(monkeypatch, capsys):
     with_free(monkeypatch, 6 << 20)
-    begun(4)
+    assert main([*saving(4), "--out", "out"]) == 0
     said = capsys.readouterr().out
     assert "warning: 4 checkpoints take about" in said and "free; make room, or keep fewer" in said
     shutil.rmtree("out")
     with_free(monkeypatch, 1 << 40, 1 << 40, 1000)
-    begun(3)
+    assert main([*saving(3), "--out", "out"]) == 0
     said = capsys.readouterr().out
     assert said.count("warning: the next checkpoint takes about") == 1 and "has 0.0 MiB free" in said
 

@@ -117,7 +117,7 @@ def brief(trajectory) -> float:
 '''
 BROKEN = "import absent_library\n\n\nclass Env:\n    pass\n"
 SMALL = ["--steps", "3", "--prompts-per-step", "4", "--samples-per-prompt", "2", "--eval-tasks", "6",
-         "--max-tokens", "24"]  # fmt: skip
+         "--max-tokens", "12"]  # fmt: skip
 TWO = ["--env", "easy=calculator:2", "--env", "./parts.py:Echo", "--env.easy.digits", "1"]
 TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency")
 
@@ -364,7 +364,7 @@ def test_its_config_repeats_it_and_a_resume_goes_on_with_it(here):
 
 
 def test_other_environments_cannot_go_on_with_it(here, capsys):
-    assert main(["run", *SMALL, *TWO, "--steps", "1", "--out", "out"]) == 0
+    assert main(["run", *SMALL, *TWO, "--steps", "1", "--eval-tasks", "2", "--out", "out"]) == 0
     with pytest.raises(ConfigError, match="the tasks came from easy and Echo, and now they come from calculator and"):
         rollouts.resume("out", steps=2, env=["calculator", "./parts.py:Echo"])
     with pytest.raises(ConfigError, match="and now they come from one source"):

@@ -85,7 +85,7 @@ def counts(monkeypatch):
 def run(out, counts, **settings):
     given = SMALL | settings
     counts.trained, counts.total = 0, given["steps"] * given["prompts_per_step"] * given["samples_per_prompt"]
-    counts.waits = "eval_inference" in settings
+    counts.waits = "eval_inference" in settings and "stop_when" not in settings
     return rollouts.run(out=out, **given)
 
 
@@ -100,11 +100,11 @@ def evaluated(folder, done):
             for line in map(json.loads, lines)]  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "own",
     [
-        pytest.param({}, marks=pytest.mark.nightly, id="full"),
+        pytest.param({}, id="full"),
         pytest.param({"lora_rank": 2}, id="lora"),
         pytest.param({"mode": "rl", "staleness": 1}, id="ahead"),
     ],
@@ -130,7 +130,7 @@ def test_the_numbers_are_those_of_the_step_while_training_goes_on(own, counts):
         assert found["reward_mean"] == pytest.approx(lines[done - 1]["eval/reward_mean"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_server_gets_the_weights_of_the_step(counts):
     small = {"eval_tasks": 2, "max_tokens": 6, "steps": 3}
     run("waits", counts, **small)
@@ -147,8 +147,8 @@ def test_a_server_gets_the_weights_of_the_step(counts):
             assert one["eval/greedy_mean"] == other["eval/greedy_mean"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("keep", [pytest.param(0, marks=pytest.mark.nightly), 1])
+@pytest.mark.nightly
+@pytest.mark.parametrize("keep", [0, 1])
 def test_its_result_ranks_the_checkpoint_of_its_step(keep, counts):
     rank = {"keep_best": "eval/reward_mean", "keep_checkpoints": keep}
     one, other = run("waits", counts, **rank), run("out", counts, eval_inference="hf", **rank)
@@ -162,13 +162,13 @@ def test_a_checkpoint_stays_until_its_evaluation_has_ended(counts, monkeypatch):
     """The best of all is the first one that is evaluated, and three newer ones are saved before this is known."""
     from rollouts.runs.jobs import evaluating
 
-    plain = evaluating.HeldOutTasks.play
+    plain = evaluating.HeldOutTasks.measure
 
     async def play(self, when, done, inference, **settings):
         found = await plain(self, when, done, inference, **settings)
         return found | {"reward_mean": 9.0 if done == 4 else 0.0}
 
-    monkeypatch.setattr(evaluating.HeldOutTasks, "play", play)
+    monkeypatch.setattr(evaluating.HeldOutTasks, "measure", play)
     seen = []
 
     def on_step(report):
@@ -209,7 +209,6 @@ def test_a_kill_within_an_evaluation(counts, capsys):
     assert [step for step, line in enumerate(lines_of("second")) if "eval/reward_mean" in line] == [0, 4]
 
 
-@pytest.mark.slow
 def test_a_rule_to_stop_sees_it(counts):
     done = run("out", counts, eval_inference="hf", steps=40, stop_when=["eval/reward_mean >= 0"], eval_every=4)
     assert done["status"] == "done" and done["steps"] < 40 and done["stopped"]["by"] == "stop_when"

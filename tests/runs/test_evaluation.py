@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
 from mock_engine import started
 
 ROOT = Path(__file__).parents[2]
-VLLM = f"{ROOT / 'rollouts' / 'inference' / 'servers' / 'vllm.py'}:create_vllm_inference"
-OPENAI = f"{ROOT / 'rollouts' / 'inference' / 'servers' / 'openai.py'}:create_openai_inference"
+VLLM = f"{ROOT / 'plugins' / 'servers' / 'rollouts_servers' / 'vllm.py'}:create_vllm_inference"
+OPENAI = f"{ROOT / 'plugins' / 'servers' / 'rollouts_servers' / 'openai.py'}:create_openai_inference"
 
 PARTS = '''\
 from dataclasses import dataclass

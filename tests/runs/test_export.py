@@ -33,7 +33,7 @@ SMALL = {
     "prompts_per_step": 2,
     "samples_per_prompt": 4,
     "eval_tasks": 0,
-    "max_tokens": 24,
+    "max_tokens": 8,
 }
 
 

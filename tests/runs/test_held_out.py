@@ -10,6 +10,7 @@ import pytest
 from rollouts.cli import main
 
 RUN = ["run", "--env", "calculator", "--prompts-per-step", "1", "--samples-per-prompt", "2", "--eval-tasks", "3"]
+RUN += ["--max-tokens", "8"]
 TWICE = """\
 import json
 from pathlib import Path

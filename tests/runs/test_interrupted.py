@@ -22,11 +22,11 @@ from rollouts.runs.session import second_interrupt_at_once
 from rollouts.training.backends.torch import TorchBackend
 
 SMALL = {
-    "steps": 4,
+    "steps": 3,
     "prompts_per_step": 2,
     "samples_per_prompt": 2,
     "eval_tasks": 2,
-    "max_tokens": 16,
+    "max_tokens": 8,
     "checkpoint_seconds": 0,
 }
 ENV = '''\
@@ -69,7 +69,7 @@ def losses(folder):
 
 
 def weights(folder):
-    return Path(folder, "checkpoints/step_000004/model.safetensors").read_bytes()
+    return Path(folder, "checkpoints/step_000003/model.safetensors").read_bytes()
 
 
 @pytest.fixture
@@ -77,20 +77,20 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("mode", ["rl", "sft"])
+@pytest.mark.parametrize("mode", ["rl", pytest.param("sft", marks=pytest.mark.nightly)])
 def test_a_step_that_trains_is_finished_and_saved(here, mode):
     settings = {"env": "calculator", "mode": mode, **SMALL}
     if mode == "sft":
         del settings["samples_per_prompt"]
     observer = Interrupting(1)
-    with pytest.raises(KeyboardInterrupt, match=r"interrupted after 2 of 4 steps; go on with: rollouts resume cut"):
+    with pytest.raises(KeyboardInterrupt, match=r"interrupted after 2 of 3 steps; go on with: rollouts resume cut"):
         run(resolve(settings | {"out": "cut"}), observer)
     assert observer.notes == ["interrupted: saving step 2"]
     summary = json.loads(Path("cut/summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["checkpoint"]) == ("interrupted", 2, "checkpoints/step_000002")
     assert json.loads(Path("cut/manifest.json").read_text())["checkpoint"] == "checkpoints/step_000002"
     rollouts.resume("cut")
-    assert [path.name for path in Path("cut/checkpoints").iterdir()] == ["step_000004"], "it replaces the saved one"
+    assert [path.name for path in Path("cut/checkpoints").iterdir()] == ["step_000003"], "it replaces the saved one"
     rollouts.run(**settings, out="whole")
     assert losses("cut") == losses("whole") and weights("cut") == weights("whole")
 
@@ -99,7 +99,7 @@ def test_sampling_is_cut_short_and_the_step_before_is_saved(here):
     Path("mine.py").write_text(ENV)
     # Two evaluations of two tasks, then four episodes a step: in the third step.
     Path("flag").write_text(str(4 + 8 + 2))
-    with pytest.raises(KeyboardInterrupt, match="interrupted after 2 of 4 steps"):
+    with pytest.raises(KeyboardInterrupt, match="interrupted after 2 of 3 steps"):
         rollouts.run(env="./mine.py:Calculator", out="cut", **SMALL)
     assert [path.name for path in Path("cut/checkpoints").iterdir()] == ["step_000002"]
     Path("flag").unlink()
@@ -111,7 +111,7 @@ def test_sampling_is_cut_short_and_the_step_before_is_saved(here):
 def test_an_evaluation_between_steps_is_left_out(here):
     Path("mine.py").write_text(ENV)
     Path("flag").write_text(str(4 + 4 + 1))
-    with pytest.raises(KeyboardInterrupt, match="interrupted after 1 of 4 steps"):
+    with pytest.raises(KeyboardInterrupt, match="interrupted after 1 of 3 steps"):
         rollouts.run(env="./mine.py:Calculator", out="cut", eval_every=1, **SMALL)
     assert [path.name for path in Path("cut/checkpoints").iterdir()] == ["step_000001"]
     assert len(losses("cut")) == 1
@@ -120,7 +120,7 @@ def test_an_evaluation_between_steps_is_left_out(here):
 def test_nothing_is_saved_where_nothing_was_trained(here):
     Path("mine.py").write_text(ENV)
     Path("flag").write_text("1")
-    with pytest.raises(KeyboardInterrupt, match="interrupted after 0 of 4 steps"):
+    with pytest.raises(KeyboardInterrupt, match="interrupted after 0 of 3 steps"):
         rollouts.run(env="./mine.py:Calculator", out="cut", **SMALL)
     assert not list(Path("cut/checkpoints").iterdir())
 
@@ -131,7 +131,7 @@ def test_a_checkpoint_that_does_not_fit_is_reported(here, monkeypatch):
 
     monkeypatch.setattr(TorchBackend, "save", save)
     observer = Interrupting(0)
-    with pytest.raises(KeyboardInterrupt, match="interrupted after 1 of 4 steps"):
+    with pytest.raises(KeyboardInterrupt, match="interrupted after 1 of 3 steps"):
         run(resolve({"env": "calculator", **SMALL, "out": "cut"}), observer)
     assert observer.notes[-1] == "warning: the checkpoint was not written: the disk is full"
 

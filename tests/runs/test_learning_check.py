@@ -15,9 +15,7 @@ from rollouts.runs.jobs.learning import (
     STEPS_MAX,
     LearningCheck,
     PartCounts,
-    advice_after_sft,
     failing_calls,
-    note_after_sft,
     why_flat,
     why_nothing,
 )
@@ -162,12 +160,8 @@ def run(arguments, capsys, code=0):
     return capsys.readouterr().out.splitlines(), json.loads(Path("r/summary.json").read_text()).get("warnings", [])
 
 
-IN_CI = (PRODUCTS, "--env ./parts.py:Refusing --prompts-per-step 8")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments", [pytest.param(each, marks=[] if each in IN_CI else [pytest.mark.nightly]) for each in CAUSES]
+    "arguments", [pytest.param(each, marks=[] if each == PRODUCTS else [pytest.mark.nightly]) for each in CAUSES]
 )
 def test_the_cause_is_named_within_ten_steps_and_at_the_end(arguments, capsys):
     lines, warnings = run(arguments, capsys)
@@ -181,7 +175,10 @@ def test_the_cause_is_named_within_ten_steps_and_at_the_end(arguments, capsys):
     assert [f"warning: {words}" for words in warnings] == [line for line in lines if line.startswith("warning: ")]
 
 
-@pytest.mark.parametrize("arguments", ["--env calculator --prompts-per-step 2", "--env ./parts.py:Moves"])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param("--env calculator --prompts-per-step 2", marks=pytest.mark.nightly), "--env ./parts.py:Moves"],
+)
 def test_a_run_that_learns_has_no_such_note(arguments, capsys):
     lines, warnings = run(arguments, capsys)
     assert not warnings and not any(line.startswith(("note: nothing", "note: the tool")) for line in lines)
@@ -323,40 +320,12 @@ def test_a_tool_that_is_not_called_keeps_its_count():
     assert notes == ["it failed"] == check.at_the_end()
 
 
-@pytest.mark.parametrize(
-    ("mean", "weights", "words"),
-    [
-        (0.006, {"right": 1.0}, "needs about 0.1 to learn from; train longer: --sft.steps 300 --sft.lr 1e-3"),
-        (-0.01, {"right": 2.0, "quick": -0.1}, "needs about 0.2 to learn from"),
-        (0.1, {"right": 1.0}, ""),
-        (0.5, {"right": 1.0}, ""),
-        (0.98, {"right": 1.0}, "the sampled reward is 0.980, so nothing is left to learn; give harder tasks"),
-        (0.98, {"right": 1.0, "brief": 0.5}, ""),
-        (7.0, {"right": 1.0}, ""),
-        (-1.0, {"quick": -0.1}, ""),
-        (None, {}, ""),
-    ],
-)
-def test_a_supervised_phase_that_leaves_nothing_to_learn_gets_a_note(mean, weights, words):
-    note = note_after_sft({"reward_mean": mean, "weights": weights}, Settings(model="tiny", steps=60))
-    assert words in note and bool(note) is bool(words)
-
-
 def test_parts_that_were_zero_in_every_rollout_are_counted():
     task, counts = Task("?"), PartCounts()
     for placed, polite in ((0.0, 1.0), (0.0, 0.0), (None, 0.0)):
         score = Score(0.0, {"placed": placed, "polite": polite, "long": 0.0}, weights={"long": -0.1})
         counts.see([Group(0, task, (Episode((0, 0), task, [Trajectory(task, [])], score, {}),))])
     assert counts.always_zero() == {"placed": 2}
-
-
-def test_after_a_supervised_phase_the_advice_is_a_longer_one():
-    found = failing_calls([calls("Error: no argument 'q'")], advice_after_sft(Settings(model="tiny", steps=60)))
-    assert found["search"].endswith(
-        "train longer on demonstrations first (--sft.steps 300 --sft.lr 1e-3 --sft.prompts-per-step 32), or give "
-        "--model a model that can call tools"
-    )
-    assert "(--sft.steps 800)," in advice_after_sft(Settings(model="a/b", steps=400)), "not that of the toy model"
 
 
 def test_saved_trajectories_do_not_say_which_tools_there_were():

@@ -70,6 +70,7 @@ def plan(**settings):
     return make_plan(resolve({"env": ENV, "lora_per_role": True, "lora_rank": 2, **settings}))
 
 
+@pytest.mark.slow
 def test_a_run_with_an_adapter_a_role():
     few = {"env": ENV, "max_tokens": 12, "eval_tasks": 1, "quiet": True}
     own = {"lora_rank": 2, "lora_per_role": True, "prompts_per_step": 1, "samples_per_prompt": 2, "filter": ()}

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollouts.errors import ConfigError, ModelError
-from rollouts.models.estimates import Rates, decode_seconds, measure_rates, model_size
-from rollouts.models.loading import TINY_PATH, load_config
+from rollouts.models.loading import TINY_PATH
 from rollouts.runs.components import Chosen
 from rollouts.runs.dry_run import amount_lines, describe, memory_lines
 from rollouts.training.backends.fsdp import create_fsdp_backend
@@ -222,9 +221,9 @@ def test_the_documented_table_is_what_is_said(tmp_path):
 # --- how much is played and written -----------------------------------------------------------------------------------
 
 
-def amounts(size=None, tasks=512, chosen=0, **settings):
+def amounts(tasks=512, chosen=0, **settings):
     found = plan(**settings)
-    return amount_lines(found, [Task("2 + 2?")] * tasks, chosen, size)
+    return amount_lines(found, [Task("2 + 2?")] * tasks, chosen)
 
 
 def test_evaluations_and_trajectories_are_counted(tmp_path):
@@ -238,29 +237,3 @@ def test_evaluations_and_trajectories_are_counted(tmp_path):
     assert "play more episodes than the training (800); to play fewer, type --eval-tasks 64" in more
     assert less.startswith("trajectories: 2,088 episodes, ")
     assert not amounts(steps=0, tasks=0)
-
-
-def test_the_time_of_an_evaluation_follows_the_model(monkeypatch, tmp_path):
-    """Two devices with known rates: by arithmetic, by the bytes of weights, and by calls."""
-    config = load_config(save_config(tmp_path / "large"))
-    large, small = model_size(config), model_size(load_config(str(TINY_PATH)))
-
-    def seconds(size, rates):
-        return decode_seconds(size, rates, episodes=1024, tokens=256, rows=256, dtype="float32")
-
-    slow, wide = Rates(1e11, 1e10), Rates(1e18, 1e12)
-    assert seconds(large, slow) == pytest.approx(4 * 256 * (2 * large.matmul * 256 / 1e11 + large.layers * 5e-4))
-    assert seconds(large, wide) == pytest.approx(1024 * (large.parameters * 4 / 1e12 + large.layers * 5e-4))
-    assert seconds(small, slow) < seconds(large, slow) / 1000
-    monkeypatch.setattr("rollouts.runs.dry_run.measure_rates", lambda device, dtype: slow)
-    line, *_ = amounts(large, steps=0)
-    assert " h on c" in line
-    line, *_ = amounts(small, steps=0)
-    assert " s on c" in line
-    line, *_ = amounts(small, steps=0, training={"name": "torch", "device": "cuda:77"})
-    assert "the time cannot be estimated here: the device 'cuda:77' cannot be used here" in line
-
-
-def test_a_device_is_measured():
-    found = measure_rates("cpu")
-    assert found.flops > 1e8 and found.bytes > 1e7

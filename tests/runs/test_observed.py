@@ -7,8 +7,9 @@ import itertools
 import pytest
 
 from rollouts.config.resolving import resolve
+from rollouts.inference.base import EngineState
 from rollouts.runs import run
-from rollouts.runs.observer import EngineState, NullObserver
+from rollouts.runs.observer import NullObserver
 
 pytest.importorskip("rollouts_calculator")
 

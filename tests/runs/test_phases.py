@@ -61,23 +61,6 @@ class Teacher:
             yield [Message("user", "Say it."), Message("assistant", self.word)]
 
 
-class NeedsTool:
-    def tasks(self, split, rng):
-        return [f"What is {number} * 3?" for number in range(100)]
-
-    def demonstrations(self, split, rng):
-        return [[Message("user", "What is 7 * 7?"), Message("assistant", "49")]]
-
-    @tool
-    def calculator(self, formula: str) -> str:
-        """Evaluate an arithmetic expression."""
-        return formula
-
-    @reward
-    def never(self):
-        return 0.0
-
-
 class NoDemonstrations:
     def tasks(self, split, rng):
         return [str(n) for n in range(100)]
@@ -92,9 +75,9 @@ SMALL = {
     "mode": "sft+rl",
     "steps": 2,
     "prompts_per_step": 2,
-    "samples_per_prompt": 4,
-    "eval_tasks": 8,
-    "max_tokens": 24,
+    "samples_per_prompt": 2,
+    "eval_tasks": 2,
+    "max_tokens": 16,
     "logger": ["jsonl", "./parts.py:Stop"],
     "out": "out",
 }
@@ -215,6 +198,7 @@ def test_reinforcement_begins_with_the_checkpoint(here):
     assert resolve(load_file("out/rl/config.toml")[0]).settings.lr == 3e-4, "that of tiny, written down"
 
 
+@pytest.mark.slow
 def test_lora_begins_with_the_merged_model(here):
     run(steps=0, lora_rank=2, sft={"steps": 3, "prompts_per_step": 8, "lr": 1e-2})
     one, two = here / "out/sft/checkpoints/step_000003", here / "out/rl/checkpoints/step_000000"
@@ -225,7 +209,7 @@ def test_lora_begins_with_the_merged_model(here):
     assert greedy[0]["after"]["greedy_mean"] == greedy[1]["before"]["greedy_mean"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_adapter_after_full_training_and_the_other_way(here):
     run(steps=1, lora_rank=2, sft={"steps": 1, "lora_rank": 0})
     assert (here / "out/sft/checkpoints/step_000001/model.safetensors").exists()
@@ -260,15 +244,6 @@ def test_the_command_announces_both_phases(capsys):
     following = [line for line in out.splitlines() if line.startswith("next: ")]
     assert following == ["next: rollouts chat out, rollouts eval out, rollouts export out models/out"]
     assert out.splitlines()[-1] == following[0]
-
-
-def test_a_supervised_phase_that_was_too_short_gets_a_note(capsys):
-    own = flags(**SMALL | {"env": "./parts.py:NeedsTool", "max_tokens": 64, "logger": "jsonl"})
-    assert main(["run", *own, "--sft.steps", "0"]) == 0
-    out = capsys.readouterr().out
-    note = "note: after the supervised phase the sampled reward is 0.000, and reinforcement needs about 0.1"
-    assert out.index("writing to out/rl") < out.index(note) < out.index("step 1/2"), "before the first step"
-    assert out.count(note) == 1 and "train longer: --sft.steps 300" in out
 
 
 def test_a_dry_run_describes_both(here, capsys):
@@ -337,7 +312,18 @@ def stopped(at, **settings):
     return str(caught.value)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(0, marks=pytest.mark.nightly), 2], ids=["full", "lora"])
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """A run with one supervised step and a checkpoint after each step."""
+    folder = tmp_path_factory.mktemp("short")
+    (folder / "parts.py").write_text(PARTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(checkpoint_every=1, sft={"steps": 1})
+    return folder / "out"
+
+
+@pytest.fixture(scope="module", params=[0, 2], ids=["full", "lora"])
 def unbroken(request, tmp_path_factory):
     """A LoRA rank, and a run with it that nothing stopped."""
     folder = tmp_path_factory.mktemp("unbroken")
@@ -348,10 +334,8 @@ def unbroken(request, tmp_path_factory):
     return request.param, folder / "whole"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "at", [*(pytest.param(at, marks=pytest.mark.nightly) for at in ("sft 0", "rl 0")), "sft 2", "rl 1"]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("at", ["sft 0", "rl 0", "sft 2", "rl 1"])
 def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
     rank, whole = unbroken
     message = stopped(at, lora_rank=rank)
@@ -372,22 +356,14 @@ def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_moved_goes_on(here):
-    stopped("rl 1", lora_rank=2)
-    (here / "out").rename(here / "elsewhere")
-    assert main(["resume", "elsewhere"]) == 0
-    run(checkpoint_every=1, sft={"steps": 3}, lora_rank=2, out="whole")
-    assert lines_of("elsewhere/rl") == lines_of("whole/rl")
-
-
-@pytest.mark.slow
-def test_a_copy_of_a_run_goes_on(here):
-    """Its model is the checkpoint of its own first phase, though that of the first run is there still."""
+def test_a_copy_and_a_run_that_was_moved_go_on(here):
+    """The model of a copy is the checkpoint of its own first phase, though that of the first run is there still."""
     stopped("rl 1", lora_rank=2)
     shutil.copytree("out", "copy")
     assert main(["resume", "copy"]) == 0
-    assert main(["resume", "out"]) == 0
-    assert lines_of("copy/rl") == lines_of("out/rl")
+    (here / "out").rename(here / "elsewhere")
+    assert main(["resume", "elsewhere"]) == 0
+    assert lines_of("copy/rl") == lines_of("elsewhere/rl")
 
 
 def test_another_first_phase_is_another_model(here, capsys):
@@ -404,9 +380,9 @@ def test_another_first_phase_is_another_model(here, capsys):
     assert "was written by a run of the model" in error and "copy/sft/checkpoints/step_000004" in error
 
 
-def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys):
+def test_a_second_phase_that_is_killed_as_it_goes_back(here, short, monkeypatch, capsys):
     """Then the whole is not finished either."""
-    run(checkpoint_every=1, sft={"steps": 1})
+    shutil.copytree(short, "out")
     before = lines_of("out/rl")
 
     class Killed(BaseException):
@@ -433,7 +409,9 @@ def test_a_second_phase_that_is_killed_as_it_goes_back(here, monkeypatch, capsys
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("phase", ["sft", "rl", "between"])
+@pytest.mark.parametrize(
+    "phase", ["between", *(pytest.param(phase, marks=pytest.mark.nightly) for phase in ("sft", "rl"))]
+)
 def test_resume_auto_falls_back_in_either_phase(phase, capsys):
     """Also where the first is over, with a checkpoint that is damaged, and the second has not begun with it."""
     steps = "3"
@@ -455,33 +433,30 @@ def test_resume_auto_falls_back_in_either_phase(phase, capsys):
     assert summary_of("out")["status"] == "done"
 
 
-def test_it_is_made_longer(here):
-    run(sft={"steps": 1})
+def test_it_is_made_longer(short):
+    shutil.copytree(short, "out")
     assert main(["resume", "out", "--steps", "3"]) == 0
     assert (summary_of("out/sft")["steps"], summary_of("out/rl")["steps"]) == (1, 3)
     assert "steps = 3\n" in Path("out/config.toml").read_text()
 
 
-def test_it_goes_back_to_a_checkpoint(here):
-    run(checkpoint_every=1, sft={"steps": 1})
+def test_it_goes_back_to_a_checkpoint(short):
+    shutil.copytree(short, "out")
     before = lines_of("out/rl")
     assert main(["resume", "out", "--checkpoint", "step_000001"]) == 0
     assert summary_of("out/rl")["resumed_from"] == 1 and lines_of("out/rl") == before
     assert "resumed_from" not in summary_of("out/sft")
 
 
-def test_resume_auto(here, capsys):
-    stopped("rl 0")
-    command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "3")
-    assert summary_of("out")["status"] == "done"
-    assert "writing to out/sft" not in capsys.readouterr().out
-
-
-def test_the_phase_that_is_over_stays_as_it_was(here, capsys):
+def test_resume_auto_leaves_the_phase_that_is_over_as_it_was(here, capsys):
     stopped("rl 0")
     command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "4", code=2)
     assert "sft.steps: 3 -> 4" in capsys.readouterr().err
+    command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "3")
+    assert summary_of("out")["status"] == "done"
+    assert "writing to out/sft" not in capsys.readouterr().out
     shutil.rmtree(here / "out" / "rl")
+    (here / "out" / "summary.json").unlink()
     command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "4")
     assert summary_of("out/sft")["steps"] == 4 and summary_of("out")["status"] == "done"
 
@@ -492,7 +467,6 @@ def test_a_second_phase_that_cannot_begin_says_how_to_go_on(here, monkeypatch):
 
     def refuse(plan, *arguments, **settings):
         if plan.settings.mode == "rl":
-            assert "train longer on demonstrations first (--sft.steps 300 " in settings["advice"]
             raise ConfigError("no")
         return train(plan, *arguments, **settings)
 
@@ -506,8 +480,8 @@ def test_a_second_phase_that_cannot_begin_says_how_to_go_on(here, monkeypatch):
     assert summary_of("out")["status"] == "done"
 
 
-def test_a_resume_that_a_logger_refuses_changes_nothing(here):
-    run()
+def test_a_resume_that_a_logger_refuses_changes_nothing(here, short):
+    shutil.copytree(short, "out")
     before = {path: path.read_bytes() for path in here.glob("out/**/*") if path.is_file() and path.name != ".lock"}
     assert main(["resume", "out", "--steps", "3", "--logger.Stop.refuses", "true"]) == 2
     after = {path: path.read_bytes() for path in here.glob("out/**/*") if path.is_file() and path.name != ".lock"}

@@ -92,7 +92,10 @@ def test_a_preset_composes(name, files, capsys):
         assert f"the configuration of {model} is not on this machine" in printed
 
 
-@pytest.mark.parametrize("name", OF_REAL_MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.nightly] if index % 4 else []) for index, each in enumerate(OF_REAL_MODELS)],
+)
 def test_a_preset_says_its_memory(name, files, monkeypatch):
     """The number in the comment is the estimate for the model's real shape."""
     monkeypatch.setattr(dry_run, "load_config", lambda model, **_: SHAPES[model]())

@@ -32,7 +32,7 @@ from rollouts.training.algorithms.recipes import GRPO
 
 Calculator = pytest.importorskip("rollouts_calculator").Calculator
 
-TINY = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 16, "eval_tasks": 0, "quiet": True}
+TINY = {"steps": 1, "prompts_per_step": 2, "samples_per_prompt": 2, "max_tokens": 8, "eval_tasks": 0, "quiet": True}
 
 MODULE = """\
 def flat(trajectory, *, height: float = 1.0) -> float:
@@ -208,6 +208,7 @@ def test_a_module_and_a_name_are_a_component_on_the_command_line(capsys):
 # --- prompts and on_step ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_prompts_are_the_rows_of_a_file_and_the_run_keeps_them(capsys):
     rows = [{"prompt": f"What is {n}+2?", "answer": n + 2, "level": n} for n in range(6)]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -85,8 +85,9 @@ class Unprofiled:
 
 TIMED = ("time/", "perf/", "sync/seconds", "rollout/latency")
 SMALL = ["--env", "calculator", "--steps", "4", "--prompts-per-step", "2", "--samples-per-prompt", "2",
-         "--eval-tasks", "4", "--max-tokens", "32", "--checkpoint-every", "1",
+         "--eval-tasks", "2", "--max-tokens", "16", "--checkpoint-every", "1",
          "--logger", "jsonl", "--logger", "./parts.py:Stop"]  # fmt: skip
+SUPERVISED = ["--mode", "sft", "--eval-tasks", "0"]  # the fastest run there is
 TWO_RANKS = ["--training", "fsdp", "--training.processes", "2"]
 SCHEDULE = """\
 [[schedule]]
@@ -103,6 +104,10 @@ KINDS = {
     "steered KL": ["--kl", "rk3_loss", "--kl.target", "0.0001", "--reference", "ema", "--minibatches", "2"],
     "schedule": ["schedule.toml", "--training.lr-schedule", "cosine", "--kl", "k2_loss", "--kl.target", "0.01"],
     "critic": ["--loss", "ppo", "--critic", "head"],
+    "critic and steered KL": [
+        *["--loss", "ppo", "--critic", "head", "--kl", "rk3_loss", "--kl.target", "0.0001", "--reference", "ema"],
+        *["--minibatches", "2"],
+    ],
     "refill and sampler": [
         *["--loss", "dapo", "--refill", "1", "--env", "few=./parts.py:Few", "--env.few.weight", "3"],
         *["--sampler", "difficulty", "--sampler.after", "1"],
@@ -184,12 +189,15 @@ def assert_same(folder, whole):
 # --- the same run ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [
-        *("rl", "lora", "steered KL", "critic"),
-        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("sft", "schedule", "refill and sampler")),
+        "rl",
+        pytest.param("critic and steered KL", marks=pytest.mark.slow),
+        *(
+            pytest.param(kind, marks=pytest.mark.nightly)
+            for kind in ("sft", "lora", "schedule", "refill and sampler", "critic", "steered KL")
+        ),
     ],
 )
 def test_a_resumed_run_is_the_unbroken_one(kind, capsys, begin):
@@ -209,18 +217,18 @@ def test_a_resumed_run_is_the_unbroken_one(kind, capsys, begin):
     assert resumed["step"] == 2 and resumed["checkpoint"].endswith("step_000002") and resumed["distributions"]["torch"]
 
 
+@pytest.mark.slow
 def test_the_steered_coefficient_moves(begin):
     """The control: what goes on is something."""
-    begin("out", *KINDS["steered KL"])
+    begin("out", *KINDS["critic and steered KL"])
     assert len({line["policy/kl_coef"] for line in lines_of("out")}) == 4
     assert len({line["policy/loss"] for line in lines_of("out")} - {0.0}) >= 3
 
 
-@pytest.mark.slow
 def test_control_c_and_again(capsys, begin):
-    begin("whole")
+    begin("whole", *SUPERVISED)
     for resume, stop in ((False, 1), (True, 2), (True, 3)):
-        arguments = [] if resume else ["--logger.Stop.error", "KeyboardInterrupt"]
+        arguments = [] if resume else [*SUPERVISED, "--logger.Stop.error", "KeyboardInterrupt"]
         run("out", *arguments, code=130, stop=stop, resume=resume)
         assert capsys.readouterr().err.endswith("of 4 steps; go on with: rollouts resume out\n")
     run("out", resume=True)
@@ -244,46 +252,44 @@ def test_control_c_twice(place, name, monkeypatch, capsys):
     assert summary_of("out")["status"] == "interrupted" and signal.getsignal(signal.SIGINT) is handler
 
 
-@pytest.mark.slow
 def test_without_a_checkpoint_it_begins_again(capsys, begin):
-    begin("whole", "--checkpoint-every", "0")
-    begin("out", "--checkpoint-every", "0", stop=2)
+    begin("whole", *SUPERVISED, "--checkpoint-every", "0")
+    begin("out", *SUPERVISED, "--checkpoint-every", "0", stop=2)
     run("out", resume=True)
     assert "the run has no checkpoint yet: it begins again" in capsys.readouterr().out
     assert_same("out", "whole")
 
 
-@pytest.mark.slow
 def test_a_finished_run_says_so_and_can_be_made_longer(capsys, begin):
-    warm = ["--training.warmup-steps", "2"]  # the default is never more than the run has
-    begin("whole", "--steps", "6", *warm)
-    begin("out", *warm)
+    warm = ["--training.warmup-steps", "1"]  # the default is never more than the run has
+    begin("whole", "--steps", "3", *warm)
+    begin("out", "--steps", "2", *warm)
     stamps = files_of("out", "**/*")
     capsys.readouterr()
     run("out", resume=True)
     assert capsys.readouterr().out == (
-        "out is finished: all of its 4 steps are done\nto make it longer, type: rollouts resume out --steps 8\n"
+        "out is finished: all of its 2 steps are done\nto make it longer, type: rollouts resume out --steps 4\n"
     )
-    run("out", "--resume", "auto", *warm)
+    run("out", "--resume", "auto", "--steps", "2", *warm)
     assert capsys.readouterr().out.startswith("out is finished")
     assert rollouts.resume("out", quiet=True) == summary_of("out")
     assert files_of("out", "**/*") == stamps, "nothing was written"
-    assert "out has finished 4 steps, and --steps is 2\ngo back with --checkpoint NAME, or" in refuse(
-        capsys, "out", "--steps", "2"
+    assert "out has finished 2 steps, and --steps is 1\ngo back with --checkpoint NAME, or" in refuse(
+        capsys, "out", "--steps", "1"
     )
-    run("out", "--steps", "6", resume=True)
-    assert "note: steps: 4 -> 6\n" in capsys.readouterr().out
+    run("out", "--steps", "3", resume=True)
+    assert "note: steps: 2 -> 3\n" in capsys.readouterr().out
     made_longer = lines_of("out")
-    at_the_end_of_four = {name for name in made_longer[3] if name.startswith("eval/")}
-    made_longer[3] = {name: value for name, value in made_longer[3].items() if name not in at_the_end_of_four}
-    assert at_the_end_of_four and made_longer == lines_of("whole")
-    assert "steps = 6" in Path("out/config.toml").read_text()
+    at_the_end_of_two = {name for name in made_longer[1] if name.startswith("eval/")}
+    made_longer[1] = {name: value for name, value in made_longer[1].items() if name not in at_the_end_of_two}
+    assert at_the_end_of_two and made_longer == lines_of("whole")
+    assert "steps = 3" in Path("out/config.toml").read_text()
     run("out", resume=True)
-    assert "all of its 6 steps" in capsys.readouterr().out
+    assert "all of its 3 steps" in capsys.readouterr().out
 
 
 def test_a_run_that_died_between_its_last_checkpoint_and_its_summary(capsys, begin):
-    begin("out")
+    begin("out", "--mode", "sft")
     before = summary_of("out")
     Path("out/summary.json").unlink()
     capsys.readouterr()
@@ -312,8 +318,8 @@ def test_back_to_an_earlier_checkpoint(capsys, begin):
 
 
 def test_another_runs_checkpoint_is_the_runs_own_from_then_on(begin):
-    begin("whole")
-    begin("out", stop=0)
+    begin("whole", *SUPERVISED)
+    begin("out", *SUPERVISED, stop=0)
     shutil.rmtree("out/checkpoints")
     run("out", "--checkpoint", "whole/checkpoints/step_000002", resume=True, code=1, stop=2)
     assert steps_of("out") == ["step_000002"]
@@ -321,10 +327,6 @@ def test_another_runs_checkpoint_is_the_runs_own_from_then_on(begin):
     assert lines_of("out") == [line for line in lines_of("whole") if line["step"] != 1], "it had taken the first itself"
 
 
-SUPERVISED = ["--mode", "sft", "--eval-tasks", "0"]  # the fastest run there is
-
-
-@pytest.mark.slow
 def test_another_runs_checkpoint_replaces_none_of_the_runs_own(capsys, here, begin):
     begin("out", *SUPERVISED)
     begin("other", *SUPERVISED, "--lr", "0.01")
@@ -442,13 +444,10 @@ def test_a_resume_that_a_logger_refuses_changes_nothing(capsys, begin):
     assert files_of("out", "**/*") == before | {".lock": Path("out/.lock").read_bytes()}
 
 
-@pytest.mark.slow
 def test_from_python(here, begin):
-    begin("whole")
-    begin("out", stop=1)
-    assert rollouts.resume("out")["resumed_from"] == 1
-    assert lines_of("out") == lines_of("whole")
-    assert rollouts.resume("out", checkpoint="step_000003", steps=5)["steps"] == 5
+    begin("out", *SUPERVISED)
+    summary = rollouts.resume("out", checkpoint="step_000003", steps=5)
+    assert (summary["resumed_from"], summary["steps"]) == (3, 5)
     with pytest.raises(ConfigError, match="out: a run that is resumed stays in its folder"):
         rollouts.resume("out", out="other")
 
@@ -466,7 +465,7 @@ def test_the_last_and_the_best_checkpoints_are_kept(keep, begin):
 
 
 def test_a_metric_of_ones_own_makes_a_checkpoint_the_best(capsys):
-    run("out", "--keep-checkpoints", "1", "--keep-best", "min:rollout/tokens")
+    run("out", "--keep-checkpoints", "1", "--keep-best", "min:rollout/tokens", "--eval-tasks", "0")
     tokens = [line["rollout/tokens"] for line in lines_of("out")]
     best = max(step for step, value in enumerate(tokens, start=1) if value == min(tokens))
     assert {state_of("out", name)["run"]["step"] for name in steps_of("out")} == {4, best}
@@ -476,7 +475,7 @@ def test_a_metric_of_ones_own_makes_a_checkpoint_the_best(capsys):
 
 
 def test_a_metric_that_no_step_has_is_said(capsys):
-    run("out", "--keep-checkpoints", "2", "--keep-best", "rollout/token")
+    run("out", "--keep-checkpoints", "2", "--keep-best", "rollout/token", "--eval-tasks", "0", "--steps", "2")
     captured = capsys.readouterr()
     assert (
         "--keep-best rollout/token: this step has no such metric; did you mean: rollout/tokens"
@@ -497,19 +496,18 @@ def test_what_the_best_checkpoint_is_known_by(begin):
 
 
 def test_resume_auto_begins_goes_on_and_says_what_changed(capsys, begin):
-    begin("whole")
-    run("out", "--resume", "auto", code=1, stop=2)
+    begin("whole", *SUPERVISED)
+    run("out", *SUPERVISED, "--resume", "auto", code=1, stop=2)
     assert 'resume = "never"' in Path("out/config.toml").read_text()
     with Path("out/config.toml").open("a") as config:
         config.write("# mine\n")
-    run("out", "--resume", "auto", "--max-turns", "9")
+    run("out", *SUPERVISED, "--resume", "auto", "--max-turns", "9")
     said = capsys.readouterr().out
     assert "note: max_turns: 8 -> 9\n" in said and said.count(" -> ") == 1
     assert lines_of("out") == lines_of("whole")
     assert "max_turns = 9" in Path("out/config.toml").read_text()
 
 
-@pytest.mark.slow
 def test_resume_auto_begins_again_after_a_kill_as_a_logger_opens():
     words = [sys.executable, "-m", "rollouts", "run", *SUPERVISED, "--out", "out", "--resume", "auto"]
     done = forks.run([*words, *SMALL, "--logger.Stop.error", "kill"], timeout=120)
@@ -526,7 +524,7 @@ def test_resume_auto_begins_again_after_a_kill_as_a_logger_opens():
 def test_what_the_same_settings_mean_since_is_noted_once(arguments, words, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr("rollouts.runs.jobs.train.REVISION", 0, raising=False)
-        run("out", *arguments, "--steps", "1")
+        run("out", *arguments, "--eval-tasks", "0", "--steps", "1")
     run("out", "--steps", "2", resume=True)
     assert words in capsys.readouterr().out.replace("\n", " ")
     run("out", "--steps", "3", resume=True)
@@ -534,7 +532,7 @@ def test_what_the_same_settings_mean_since_is_noted_once(arguments, words, capsy
 
 
 def test_a_manifest_that_cannot_be_read_is_kept(capsys, here, begin):
-    begin("out", "--steps", "1")
+    begin("out", *SUPERVISED, "--steps", "1")
     manifest = here / "out/manifest.json"
     torn = manifest.read_bytes()[:-20]
     manifest.write_bytes(torn)
@@ -565,8 +563,8 @@ def damage(name):
 
 
 def test_a_damaged_checkpoint_is_named_with_the_one_before(capsys, begin):
-    begin("whole")
-    begin("out", stop=3)
+    begin("whole", *SUPERVISED)
+    begin("out", *SUPERVISED, stop=3)
     damage("step_000003")
     kept = files_of("out", "**/*")
     run("out", resume=True, code=2)
@@ -579,10 +577,10 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before(capsys, begin):
 
 
 def test_resume_auto_falls_back_by_itself(capsys, begin):
-    begin("whole")
-    begin("out", stop=3)
+    begin("whole", *SUPERVISED)
+    begin("out", *SUPERVISED, stop=3)
     damage("step_000003")
-    run("out", "--resume", "auto")
+    run("out", *SUPERVISED, "--resume", "auto")
     said = capsys.readouterr().out
     assert "note: the checkpoint out/checkpoints/step_000003 is damaged" in said
     assert "continuing from step_000002 instead" in said
@@ -617,9 +615,9 @@ def test_a_damaged_checkpoint_that_was_named_is_not_replaced_by_another(capsys, 
 
 
 def test_when_every_checkpoint_is_damaged_nothing_is_thrown_away(capsys, begin):
-    begin("out", stop=1)
+    begin("out", *SUPERVISED, stop=1)
     damage("step_000001")
-    for arguments, resume in (((), True), (("--resume", "auto"), False)):
+    for arguments, resume in (((), True), ((*SUPERVISED, "--resume", "auto"), False)):
         run("out", *arguments, resume=resume, code=2)
         assert "begin again with: rollouts run out/config.toml --out FOLDER" in capsys.readouterr().err
     assert len(lines_of("out")) == 2
@@ -647,7 +645,7 @@ def test_a_folder_that_holds_no_run(capsys, here):
 
 
 def test_what_cannot_be_gone_on_with(capsys, begin):
-    begin("out", "--steps", "2")
+    begin("out", "--steps", "2", "--eval-tasks", "0")
     kept = files_of("out", "**/*")
     assert "checkpoints: step_000001, step_000002" in refuse(capsys, "out", "--checkpoint", "step_7")
     Path("out/summary.json").rename("summary.json")
@@ -679,7 +677,7 @@ def edit(old, new):
     path.write_text(text.replace(f"\n{old}\n", f"\n{new}\n"))
 
 
-@pytest.mark.parametrize("setting", ["seed", "prompts_per_step"])
+@pytest.mark.parametrize("setting", ["seed", pytest.param("prompts_per_step", marks=pytest.mark.nightly)])
 def test_demonstrations_in_another_order(setting, capsys, begin):
     begin("out", *SUPERVISED, stop=1)
     old = {"seed": 0, "prompts_per_step": 2}[setting]
@@ -692,9 +690,9 @@ def test_demonstrations_in_another_order(setting, capsys, begin):
 
 def test_tasks_that_may_have_been_trained_on_are_not_held_out_later(capsys, begin):
     begin("out", stop=1)
-    edit("eval_tasks = 4", "eval_tasks = 5")
+    edit("eval_tasks = 2", "eval_tasks = 5")
     error = refuse(capsys, "out")
-    assert "eval_tasks was 4 and is 5 now" in error and "give 4 again, or begin a new run" in error
+    assert "eval_tasks was 2 and is 5 now" in error and "give 2 again, or begin a new run" in error
 
 
 @pytest.mark.slow
@@ -760,7 +758,7 @@ def test_weights_that_somebody_saved_are_no_run(capsys, begin):
 
 
 def test_two_processes_on_one_folder(capsys, begin):
-    begin("out", stop=1)
+    begin("out", *SUPERVISED, stop=1)
     other = RunFolder.reopen(Path("out"))
     try:
         assert "out is being written to by another process" in refuse(capsys, "out")
@@ -777,7 +775,6 @@ def test_a_backend_that_cannot_be_profiled(capsys):
     assert Path("closed").exists() and not Path("out").exists()
 
 
-@pytest.mark.slow
 def test_the_steps_that_are_profiled(monkeypatch):
     from rollouts.training.backends.torch import TorchBackend
 
@@ -790,7 +787,7 @@ def test_the_steps_that_are_profiled(monkeypatch):
             return _method(self, *arguments)
 
         monkeypatch.setattr(TorchBackend, name, told)
-    run("out", "--profile", "2")
+    run("out", *SUPERVISED, "--profile", "2")
     step = "optim_step"
     assert seen == [step, "start_profile", step, step, "stop_profile", step]
     assert files_of("out/profile", "*")
@@ -829,7 +826,7 @@ def wait_for_a_sign(process):
     assert process.stdout.readline() or process.wait() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_dies_in_a_run(capfd, here):
     """One error that names it, exit code 1; and the run goes on, on one rank more, to the end."""
     (here / "dying.py").write_text(
@@ -896,13 +893,12 @@ class Interrupt(trio.abc.Instrument):
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("every", "least"), [pytest.param(17, 10, marks=pytest.mark.nightly), (100, 2)])
-def test_an_end_at_any_await_point(every, least, monkeypatch, here):
+@pytest.mark.nightly
+def test_an_end_at_any_await_point(monkeypatch, here):
     """Numerics 20: interrupted between any two steps of trio's tasks, a run goes on to the same end: the same prompts,
-    once each, and losses equal to the bit. Every seventeenth of these moments is tried at night.
+    once each, and losses equal to the bit. Every seventeenth of these moments is tried.
     """
-    small = ["--steps", "2", "--eval-tasks", "2"]
+    small = ["--steps", "2"]
     plain = trio.run
 
     def with_instrument(instrument):
@@ -913,7 +909,7 @@ def test_an_end_at_any_await_point(every, least, monkeypatch, here):
     run("whole", *small)
     expected = lines_of("whole"), prompts_of("whole")
     tried = 0
-    for number in range(3, counter.seen, every):
+    for number in range(3, counter.seen, 17):
         out = f"out-{number}"
         with_instrument(Interrupt(number))
         code = main(["run", *SMALL, *small, "--out", out])
@@ -924,7 +920,7 @@ def test_an_end_at_any_await_point(every, least, monkeypatch, here):
             run(out, resume=True)
         assert (lines_of(out), prompts_of(out)) == expected
         shutil.rmtree(out)
-    assert tried >= least, f"{tried} of {counter.seen} moments"
+    assert tried >= 10, f"{tried} of {counter.seen} moments"
 
 
 def prompts_of(folder):
@@ -953,7 +949,6 @@ def test_what_was_sampled_ahead_is_in_the_checkpoint(here, begin):
     assert groups == {number: 4 for number in range(8)}, "four rollouts of each of eight groups, none twice"
 
 
-@pytest.mark.slow
 def test_groups_that_are_carried_over_are_in_the_checkpoint(here, capsys, begin):
     """Which groups are first is a race, so no two runs are the same; but every group is played to its end once."""
     over = ["--over-sampling", "1.5", "--samples-per-prompt", "4"]
@@ -968,7 +963,7 @@ def test_groups_that_are_carried_over_are_in_the_checkpoint(here, capsys, begin)
     records = [json.loads(line) for line in lines]
     groups = Counter(record["group"] for record in records)
     assert set(groups.values()) == {4} and len(groups) == 8, "four rollouts of each of eight groups, none twice"
-    run("plain")
+    begin("plain")
     assert not any("mismatch/weight_mean" in line for line in lines_of("plain")), "nothing to correct"
     assert {line["staleness/max"] for line in lines_of("plain")} == {0.0}
     run("never", "--over-sampling", "0.5", code=2)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from rollouts_servers.options import ServerOptions
+from rollouts_servers.sglang import serve_sglang
+from rollouts_servers.vllm import serve_vllm
 
 import rollouts
 from rollouts.cli import main
 from rollouts.errors import ConfigError, ModelError
-from rollouts.inference.servers.options import ServerOptions
-from rollouts.inference.servers.sglang import serve_sglang
-from rollouts.inference.servers.vllm import serve_vllm
 from rollouts.models import revisions
 from rollouts.models.loading import TINY_PATH, adapters_beneath, load_config, load_tokenizer
 from rollouts.runs import several
@@ -61,6 +61,7 @@ def test_all_parts_of_a_model_have_one_commit_within_a_run(hub):
         load_config(f"{NAME}@v9")
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_and_repeated_with_its_commit(hub):
     rollouts.run(model=NAME, out="first", **SMALL)
     assert known("first") == {NAME: OLD}

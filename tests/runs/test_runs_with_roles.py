@@ -66,10 +66,15 @@ def test_a_run_its_files_and_its_resume(capsys):
     "flags",
     [
         ["--loss", "dpo"],
-        ["--select", "reward_at_least"],
         ["--staleness", "1", "--over-sampling", "1.5", "--correction", "truncated"],
-        ["--loss", "dapo", "--refill", "1", "--minibatches", "2"],
-        ["--loss", "reinforce_pp"],
+        *(
+            pytest.param(flags, marks=pytest.mark.nightly)
+            for flags in (
+                ["--select", "reward_at_least"],
+                ["--loss", "dapo", "--refill", "1", "--minibatches", "2"],
+                ["--loss", "reinforce_pp"],
+            )
+        ),
     ],
     ids=lambda flags: flags[1],
 )

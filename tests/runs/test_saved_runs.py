@@ -24,9 +24,9 @@ from rollouts.training.algorithms.recipes import DPO, GRPO
 from rollouts.training.algorithms.selection import all_pairs
 from rollouts.training.filters import any_success
 from rollouts.training.loops.rl_batch import why_untrained
-from rollouts.training.rollout_gen.groups import NamedFilter
+from rollouts.training.rollout_gen.groups import GroupRules, NamedFilter
 from rollouts.training.rollout_gen.saved import SavedGroups, positions_buffer
-from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.rollout_gen.steps import StepSettings
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, ToolCall, Trajectory
 
 ENVIRONMENT = f"{Path(__file__).parents[2] / 'benchmarks' / 'two_roles.py'}:Counting"
@@ -257,6 +257,7 @@ def test_the_loss_sees_the_stored_logprobs(here, capsys):
     assert line["mismatch/weight_mean"] > 1.2, "a correction weighs tokens of other weights"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_with_the_next_groups(here, capsys):
     whole = train(capsys, "--prompts-per-step", "3", "--loss", "dpo", "--steps", "3", "--checkpoint-every", "1")
     assert main(["resume", "trained", "--checkpoint", "step_000001"]) == 0, capsys.readouterr().err
@@ -294,9 +295,9 @@ def test_where_nothing_is_left_the_selection_is_named(here, capsys):
             positions_buffer(8, 0),
             8,
             saved.group,
-            RolloutConfig(3),
+            StepSettings(3),
             why_untrained=lambda group, step: why_untrained(group, algorithm, step),
-            filters=filters,
+            rules=GroupRules(filters),
         )
         return trio.run(source.generate_batch)
 

@@ -112,9 +112,10 @@ def test_the_interval():
     assert table["m"]["mean"] == 2.0 and table["k"] == {"values": {"0": None, "1": 5.0}, **interval_of([5.0])}
 
 
+@pytest.mark.slow
 def test_each_is_a_single_run(inside, capsys):
     """The only one of these tests that trains."""
-    short = SHORT.replace("--steps 2", "--steps 1").split()
+    short = [*SHORT.replace("--steps 2", "--steps 1").split(), "--max-tokens", "8"]
     assert main([*short, "--seeds", "0-1", "--out", "m"]) == 0
     out = capsys.readouterr().out
     assert "--- seed 0 (1 of 2): m/seed_0\n" in out and "2 of 2 seeds; 95 % t-interval" in out

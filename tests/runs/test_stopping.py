@@ -12,7 +12,7 @@ from rollouts.cli import main
 from rollouts.config.settings import Settings
 from rollouts.runs.jobs.stopping import Stopping
 
-SHORT = "--env calculator --prompts-per-step 2 --samples-per-prompt 4 --max-tokens 48 --eval-tasks 4 --out r"
+SHORT = "--env calculator --prompts-per-step 2 --samples-per-prompt 4 --max-tokens 16 --eval-tasks 2 --out r"
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +80,16 @@ def test_the_evaluation_of_the_last_step_is_not_played_again(capsys, monkeypatch
     assert last["eval/reward_mean"] == summary["evaluation"]["after"]["reward_mean"]
 
 
-@pytest.mark.parametrize("more", [[], ["--staleness", "1"], ["--checkpoint-every", "1"], ["--mode", "sft"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--mode", "sft"],
+        *(
+            pytest.param(each, marks=pytest.mark.nightly)
+            for each in ([], ["--staleness", "1"], ["--checkpoint-every", "1"])
+        ),
+    ],
+)
 def test_hours_that_are_over_end_it_after_a_step_and_resume_continues(more, capsys):
     out, summary = run(["--steps", "3", "--max-hours", "1e-9", *more], capsys)
     assert (summary["status"], summary["steps"], summary["stopped"]["by"]) == ("done", 1, "max_hours")
@@ -91,17 +100,17 @@ def test_hours_that_are_over_end_it_after_a_step_and_resume_continues(more, caps
     assert (last["steps"], "stopped" in last) == (3, False) and steps_logged() == [0, 1, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_stopped_and_resumed_run_is_the_unbroken_one(capsys):
     def values():
         lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]
         other = ("time/", "perf/", "rollout/latency", "eval/", "sync/seconds")
         return [{name: value for name, value in line.items() if not name.startswith(other)} for line in lines]
 
-    run(["--steps", "3"], capsys)
+    run(["--steps", "2"], capsys)
     unbroken = values()
     Path("r").rename("unbroken")
-    run(["--steps", "3", "--stop-when", "reward/mean >= 0"], capsys)
+    run(["--steps", "2", "--stop-when", "reward/mean >= 0"], capsys)
     run(["r", "--stop-when", "none"], capsys, "resume")
     assert values() == unbroken
 
@@ -191,7 +200,7 @@ class Calculator(Base):
 
 def test_a_rule_that_was_met_holds_after_ctrl_c_in_the_last_evaluation(capsys):
     Path("mine.py").write_text(PARTS)
-    Path("flag").write_text(str(8 + 8 + 3))
+    Path("flag").write_text(str(4 + 8 + 1))
     rule = ["--stop-when", "reward/mean >= 0"]
     assert main(["run", *SHORT.replace("calculator", "./mine.py:Calculator").split(), "--steps", "3", *rule]) == 130
     assert "interrupted after 1 of 3 steps" in capsys.readouterr().err

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
+import hash_seeds
 import pytest
 
 from rollouts.cli import main
@@ -55,7 +55,7 @@ def without_torch(tmp_path):
 
     def command(*arguments, absent=("torch", "transformers", "tokenizers", "safetensors", "numpy")):
         typed = [sys.executable, "-c", WITHOUT.replace("ABSENT", repr(absent)), *arguments]
-        return subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True, check=False)
+        return hash_seeds.run(typed, cwd=tmp_path, timeout=120)
 
     return command
 
@@ -139,7 +139,6 @@ def test_a_model_is_not_exported_without_torch(without_torch, run, tmp_path, typ
     assert [path.name for path in tmp_path.iterdir()] == ["my_env.py"]
 
 
-@pytest.mark.slow
 def test_an_episode_without_a_model_needs_torch_only_for_its_text(without_torch):
     play = ["play", "./my_env.py:MyEnv", "--agent", "scripted"]
     assert without_torch(*play).returncode == 0
@@ -168,7 +167,13 @@ def test_the_doctor_lists_what_lacks_torch_apart_from_faults(without_torch):
     assert found[-1].endswith(": all well") and INSTALL[0] in found[1] and INSTALL[1] in found[2]
 
 
-@pytest.mark.parametrize("name", ["grpo", "group_norm", "rk3_loss"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("group_norm", marks=pytest.mark.slow),
+        *(pytest.param(each, marks=pytest.mark.nightly) for each in ("grpo", "rk3_loss")),
+    ],
+)
 def test_checks_that_need_torch_are_left_out_by_name(without_torch, name):
     done = without_torch("check", name)
     assert done.returncode == 0, done.stdout + done.stderr

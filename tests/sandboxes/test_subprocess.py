@@ -175,10 +175,9 @@ def test_memory_of_all_processes_together(open_sandbox):
     ).was_killed_for_memory
 
 
-@pytest.mark.slow
 def test_output_file_size_and_cpu(open_sandbox):
     sandbox = open_sandbox(output_kib=2, file_mib=1)
-    flood = sandbox.exec("yes & yes >&2", seconds=1.0)
+    flood = sandbox.exec("yes & yes >&2", seconds=0.2)
     assert flood.is_cut and len(flood.stdout) == len(flood.stderr) == 2048
     exact = sandbox.exec(f"{PYTHON} -c \"print('x' * 2047)\"")
     assert len(exact.stdout) == 2048 and not exact.is_cut
@@ -301,8 +300,7 @@ def test_many_signals_do_not_interrupt_the_end_of_a_keeper(open_sandbox, home):
 
 
 @linux
-@pytest.mark.slow
-@pytest.mark.parametrize("moment", range(6))
+@pytest.mark.parametrize("moment", [0, 2, *(pytest.param(each, marks=pytest.mark.nightly) for each in (1, 3, 4, 5))])
 def test_nothing_is_left_of_a_run_that_was_killed(tmp_path, moment):
     """Killed while a sandbox opens (0), and while a command runs; benchmarks/sandbox_kills.py does it 1,000 times."""
     with subprocess.Popen([PYTHON, "-c", OPENS, str(tmp_path)], stdout=subprocess.PIPE) as process:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
 import trio
+
+from rollouts.author_code import CORE
 
 
 def frames() -> list[str]:
@@ -33,11 +36,13 @@ def frames() -> list[str]:
 
 
 def _is_ours(code: CodeType) -> bool:
-    return "/rollouts/" in code.co_filename and "/tests/" not in code.co_filename
+    return code.co_filename.startswith(CORE)
 
 
 def _name(code: CodeType) -> str:
-    return f"{code.co_filename.rpartition('/rollouts/')[2].removesuffix('.py')}:{code.co_qualname}"
+    package = next(folder for folder in CORE if code.co_filename.startswith(folder))
+    file = code.co_filename.removeprefix(package if package == CORE[0] else f"{Path(package).parent}/")
+    return f"{file.removesuffix('.py')}:{code.co_qualname}"
 
 
 def _count(codes: list[CodeType]) -> int:

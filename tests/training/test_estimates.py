@@ -89,7 +89,7 @@ def test_a_token_visits_some_experts():
     assert all_eight.matmul - of_eight.matmul == 2 * 6 * 3 * 32 * 16
 
 
-@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.nightly), 4])
 @pytest.mark.parametrize(
     ("name", "targets"),
     [
@@ -143,7 +143,7 @@ def test_operations_are_those_that_torch_counts(tiny, name, rows):
     assert found == pytest.approx(counted_flops(causal, 64, rows), rel=0.02)
 
 
-@pytest.mark.parametrize("rank", [1, 8])
+@pytest.mark.parametrize("rank", [pytest.param(1, marks=pytest.mark.nightly), 8])
 def test_operations_with_adapters(tiny, rank):
     causal = eager(tiny.qwen3(layers=6))
     peft_model(causal, rank)
@@ -281,7 +281,7 @@ def kept_bytes(causal, rows, columns):
     return sum(found.values())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("way", ["full", "lora", "checkpointed"])
 @pytest.mark.parametrize(
     "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "gpt2"))]

@@ -108,12 +108,12 @@ ONLINE = {
 }
 
 
-USUAL = ("dpo", "grpo", "ppo", "reinforce_pp")
-"""One of each kind: with pairs, of a group, with a critic, of the whole batch. Each loss has its formula's own test."""
-
-
 @pytest.mark.parametrize(
-    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.nightly) for name in sorted(ONLINE)]
+    "name",
+    [
+        *("dpo", "grpo"),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in sorted(ONLINE.keys() - {"dpo", "grpo"})),
+    ],
 )
 def test_the_best_arm_is_found(tiny, name):
     algorithm, auxiliary_models = ONLINE[name]
@@ -127,7 +127,7 @@ def test_several_optimizer_steps_a_batch(tiny):
     assert after > before + 0.2 and after > 0.85, (before, after)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_student_comes_to_its_teacher_without_rewards(tiny, tmp_path):
     before, taught, teacher = train(tiny.qwen3(vocab=ARMS), GRPO, steps=20)
     assert taught > before + 0.2
@@ -143,6 +143,7 @@ def test_a_student_comes_to_its_teacher_without_rewards(tiny, tmp_path):
     assert start == before and after > taught - 0.1
 
 
+@pytest.mark.nightly
 def test_controls_do_not_find_it(tiny):
     """Rewards the wrong way round, and a reference that holds the policy with all its weight."""
     model = tiny.qwen3(vocab=ARMS)

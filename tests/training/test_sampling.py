@@ -11,14 +11,14 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError, RunError, SignatureError
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.datasets.mixing import MixedBuffer, Source
 from rollouts.training.datasets.samplers import Difficulty, Uniform
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Sample
 
 

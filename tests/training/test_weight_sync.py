@@ -10,10 +10,10 @@ import pytest
 import torch
 import trio
 from backend_fakes import BackendFields
+from rollouts_servers.http import HTTPFailure
 
 from rollouts.errors import InferenceError
 from rollouts.inference.base import Capabilities, WeightUpdate
-from rollouts.inference.servers.http import HTTPFailure
 from rollouts.models.futures import ImmediateTrainFuture
 from rollouts.training import create_pytorch_backend
 from rollouts.training.batches import ForwardOutput
@@ -222,7 +222,9 @@ FAULTS = [
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        pytest.param(fault, words, id=name, marks=[pytest.mark.nightly] * (name in ("flip", "nan", "raw")))
+        pytest.param(
+            fault, words, id=name, marks=[pytest.mark.nightly] * (name in ("flip", "nan", "old", "raw", "stale"))
+        )
         for fault, words in FAULTS
         for name in fault
     ],

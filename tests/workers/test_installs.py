@@ -39,14 +39,13 @@ def links(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(links, tmp_path_factory) -> Path:
-    """A folder of installations with two packages: one by its wheel, the other by its name."""
+    """A folder with an installation of one wheel."""
     folder = tmp_path_factory.mktemp("envs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROLLOUTS_ENVS", str(folder))
         patch.setenv("PYTHONPATH", str(links))  # what it shows is not installed
         more = ["--with", str(links / "no_env-1-py3-none-any.whl")]
         assert main(["env", "install", str(links / OLD), NO_INDEX, "--find-links", str(links), *more]) == 0
-        assert main(["env", "install", "guess-new", NO_INDEX, "--find-links", str(links)]) == 0
     return folder
 
 
@@ -62,24 +61,14 @@ def empty(tmp_path, monkeypatch) -> Path:
     return tmp_path / "envs"
 
 
-def test_each_has_its_own_versions_and_no_torch(envs, capsys):
+def test_what_is_installed_is_listed_and_locked(envs, capsys):
     assert main(["env", "list"]) == 0
-    out = capsys.readouterr().out
-    assert [line.split()[:6] for line in out.splitlines()[2:]] == [
-        [f"guess-{word}", f"guess_{word}", "0.3", find_installed("guess-old").install.python, "0.1.0", "1"]
-        for word in ("new", "old")
-    ]
-    for name, version in (("guess-old", "1"), ("guess_new/guess-new", "2")):
-        found = find_installed(name)
-        code = "import clash, importlib.util as u, rollouts; print(clash.VERSION, u.find_spec('torch'))"
-        code += "; print(rollouts.__file__)"
-        done = subprocess.run([found.python, "-I", "-c", code], capture_output=True, text=True, check=True)
-        seen, torch, own = done.stdout.split()
-        assert (seen, torch) == (version, "None") and own.startswith(str(found.venv))
-        locked = found.lock.read_text().splitlines()
-        assert {f"clash=={version}", "rollouts-rl==0.1.0"} <= set(locked)
-        assert any(line.startswith("no_env==1") for line in locked) == (name == "guess-old")
-        assert not any(line.startswith("torch") for line in locked)
+    (line,) = capsys.readouterr().out.splitlines()[2:]
+    found = find_installed("guess_old/guess-old")
+    assert line.split()[:6] == ["guess-old", "guess_old", "0.3", found.install.python, "0.1.0", "1"]
+    locked = found.lock.read_text().splitlines()
+    assert {"clash==1", "rollouts-rl==0.1.0", "no_env==1"} <= {each.partition("  # ")[0] for each in locked}
+    assert not any(each.startswith("torch") for each in locked)
 
 
 def test_a_worker_in_a_virtual_environment_has_no_torch(envs, links, monkeypatch):
@@ -101,9 +90,20 @@ def test_a_worker_in_a_virtual_environment_has_no_torch(envs, links, monkeypatch
         assert torch_in("guess-old", "venv") == [False, False]
 
 
-def test_environments_that_clash_train_in_one_run(envs, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_environments_that_clash_train_in_one_run(envs, links, empty, tmp_path, monkeypatch):
     """Neither is installed in the Python of the run."""
     monkeypatch.chdir(tmp_path)
+    empty.mkdir()
+    (empty / "guess-old").symlink_to(envs / "guess-old")
+    assert main(["env", "install", "guess-new", NO_INDEX, "--find-links", str(links)]) == 0
+    for name, version in (("guess-old", "1"), ("guess_new/guess-new", "2")):
+        found = find_installed(name)
+        code = "import clash, importlib.util as u, rollouts; print(clash.VERSION, u.find_spec('torch'))"
+        code += "; print(rollouts.__file__)"
+        done = subprocess.run([found.python, "-I", "-c", code], capture_output=True, text=True, check=True)
+        seen, torch, own = done.stdout.split()
+        assert (seen, torch) == (version, "None") and Path(own).resolve().is_relative_to(found.venv.resolve())
     envs_given = {"old": {"name": "guess-old"}, "new": {"name": "guess-new", "digits": 2}}
     rollouts.run(env=envs_given, worker="venv", loss="grpo", out="run", **SHORT)
     (last,) = (line for line in logged("run") if "reward/mean" in line)
@@ -187,27 +187,23 @@ def test_another_package_may_make_environments_of_it(links, empty, tmp_path, mon
         find_installed("pack/no-env")
 
 
-@pytest.mark.slow
 def test_a_failed_installation_leaves_the_earlier_one(links, envs, capsys, tmp_path):
     before = all_installed()
     kept = tmp_path / "kept.lock"
     kept.write_text(find_installed("guess-old").lock.read_text().replace("clash==1", "clash==2"))
     given = ["env", "install", "guess-old", NO_INDEX, "--find-links", str(links), "--lock", str(kept)]
     assert main(given) == 2
-    assert "clash==2" in capsys.readouterr().err  # the lock was read
-    wheel = write_wheel(tmp_path, "guess_old", "0.4", "", ["clash==3"], "[rollouts.environments]\nguess-old = a:b\n")
-    assert main(["env", "install", str(wheel), NO_INDEX, "--find-links", str(links)]) == 2
     error = capsys.readouterr().err
-    assert "guess-old cannot be installed" in error and "clash==3" in error and "Traceback" not in error
+    assert "guess-old cannot be installed" in error and "Traceback" not in error
+    assert "clash==2" in error  # the lock was read
     assert all_installed() == before
-    assert [path.name for path in (envs / "guess-old").glob("venv-*")] == [before[1].venv.name]
+    assert [path.name for path in (envs / "guess-old").glob("venv-*")] == [before[0].venv.name]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ("no-such-package-at-all", "No matching distribution found for no-such-package-at-all"),
+        pytest.param("no-such-package", "No matching distribution found for no-such", marks=pytest.mark.nightly),
         pytest.param("no-env", "no_env 1 has no environment", marks=pytest.mark.nightly),
         ("calculator", "calculator is the name of an environment"),
         ("./nowhere.whl", "there is no wheel './nowhere.whl'"),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import forks
 import msgspec
 import pytest
 import trio
@@ -62,19 +63,19 @@ def here(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def serve(tmp_path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], str]]]:
+def serve(tmp_path) -> Iterator[Callable[..., tuple[Any, str]]]:
     """serve(name, *flags) -> the server's process, and its URL."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Any] = []
     readers: list[threading.Thread] = []
 
     def drain(stream: IO[str]) -> None:
         with stream:
             stream.read()
 
-    def start(name: str, *flags: str) -> tuple[subprocess.Popen[str], str]:
+    def start(name: str, *flags: str) -> tuple[Any, str]:
         port = () if "--port" in flags else ("--port", "0")
         command = [sys.executable, "-m", "rollouts", "env", "serve", name, *port, *flags]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+        process = forks.popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
         started.append(process)
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -179,7 +180,6 @@ def test_the_numbers_are_those_of_a_run_without_worker_also_on_a_slow_network(se
     assert not any(b"a-long-secret-token" in text for text in written)
 
 
-@pytest.mark.slow
 def test_what_a_server_refuses(serve, monkeypatch):
     Path("token").write_text("right")
     _, url = serve("calculator", "--token-file", "token", "--count", "1")
@@ -301,7 +301,6 @@ def test_a_server_opens_the_sandbox_that_it_was_started_with(serve):
     assert logged("url") == logged("inline") and len(logged("url")) == 1
 
 
-@pytest.mark.slow
 def test_a_server_that_vanishes_loses_only_its_episodes(serve):
     server, url = serve("calculator")
     port = url.rpartition(":")[2]

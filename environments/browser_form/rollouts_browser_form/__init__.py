@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from urllib.parse import parse_qsl
 
-from rollouts.env import metric, reward, tool
+from rollouts.env import metric, reward, tool, tool_use
 from rollouts.errors import ConfigError, ServiceLostError
-from rollouts.types import Message, Score, Task, ToolCall
+from rollouts.types import Message, Score, Task
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, BrowserContext, Error, Locator, Page, Playwright, Route
@@ -265,12 +265,7 @@ class BrowserForm:
         await env.setup(task, shared)
         try:
             for number, (name, arguments) in enumerate(expert(*self._form(task), task.info["order"])):
-                call = ToolCall(name, arguments, id=f"call_{number}")
-                result = await getattr(env, name)(**arguments)
-                talk += [
-                    Message("assistant", "", tool_calls=[call]),
-                    Message("tool", result, tool_call_id=call.id, name=name),
-                ]
+                talk += tool_use(name, arguments, await getattr(env, name)(**arguments), number)
         finally:
             await env.close()
         return [*talk, Message("assistant", "Done.")]
@@ -406,11 +401,8 @@ def _document(title: str, body: str) -> str:
 
 def _field(field: Field, values: dict[str, str]) -> str:
     """A field in HTML. Its visible label is left out of the accessibility tree, which has its name already."""
-    value, label, named = (
-        values.get(field.name, ""),
-        html.escape(field.label),
-        f'aria-label="{html.escape(field.label)}"',
-    )
+    value, label = values.get(field.name, ""), html.escape(field.label)
+    named = f'aria-label="{label}"'
     shown = f"<span aria-hidden=true>{label}</span>"
     if field.kind == "text":
         return f'<div>{shown} <input name={field.name} {named} value="{html.escape(value)}"></div>'

@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rollouts.env import metric, reward, tool
+from rollouts.env import metric, reward, tool, tool_use
 from rollouts.errors import ConfigError
-from rollouts.types import Message, Task, ToolCall, Trajectory
+from rollouts.types import Message, Task, Trajectory
 from rollouts_calculator.arithmetic import evaluate
 
 __all__ = ["Calculator", "evaluate"]
@@ -50,14 +50,9 @@ class Calculator:
         """Endless conversations of an expert, who calls the calculator and then answers with the number."""
         while True:
             expression = self._draw(rng)
-            call = ToolCall("calculator", {"expression": expression}, id="call_0")
             result = evaluate(expression)
-            yield [
-                Message("user", f"What is {expression}?"),
-                Message("assistant", "", tool_calls=[call]),
-                Message("tool", result, tool_call_id=call.id, name=call.name),
-                Message("assistant", result),
-            ]
+            turn = tool_use("calculator", {"expression": expression}, result)
+            yield [Message("user", f"What is {expression}?"), *turn, Message("assistant", result)]
 
     @tool(timeout_seconds=5)
     def calculator(self, expression: str) -> str:

@@ -14,9 +14,11 @@ from rollouts.types import Message, Task, Trajectory
 ROWS = [{"question": f"What is {n} + 1?", "answer": f"{n} + 1 = {n + 1}\n#### {n + 1}"} for n in range(10)]
 
 
-@pytest.mark.slow
-def test_the_contract() -> None:
-    check_environment_class(GSM8K, tasks=1, skip=["wheel", "imports"])
+@pytest.mark.parametrize(
+    "only", [["settings", "oracle"], pytest.param([], marks=pytest.mark.nightly)], ids=["quick", "all"]
+)
+def test_the_contract(only: list[str]) -> None:
+    check_environment_class(GSM8K, tasks=1, only=only, skip=["wheel", "imports"])
 
 
 def test_the_sample_has_right_answers() -> None:

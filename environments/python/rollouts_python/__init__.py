@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rollouts.env import reward, tool
+from rollouts.env import reward, tool, tool_use
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import Sandbox
-from rollouts.types import Message, Score, Task, ToolCall
+from rollouts.types import Message, Score, Task
 
 __all__ = ["PROBLEMS", "Problem", "Python"]
 
@@ -129,13 +129,8 @@ class Python:
     def demonstrations(self, split: str, rng: random.Random) -> Iterator[list[Message]]:
         """Endless conversations of an expert, who writes the solution and says so."""
         for task in self.tasks(split, rng):
-            call = ToolCall("write", {"text": PROBLEMS[task.info["problem"]].solution}, id="call_0")
-            yield [
-                *task.messages,
-                Message("assistant", "", tool_calls=[call]),
-                Message("tool", "written", tool_call_id=call.id, name=call.name),
-                Message("assistant", "Done."),
-            ]
+            turn = tool_use("write", {"text": PROBLEMS[task.info["problem"]].solution}, "written")
+            yield [*task.messages, *turn, Message("assistant", "Done.")]
 
     def setup(self, task: Task, sandbox: Sandbox) -> None:
         self.sandbox = sandbox

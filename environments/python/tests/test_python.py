@@ -20,11 +20,9 @@ def sandbox() -> Iterator[Sandbox]:
     opened.close()
 
 
-QUICK = ["definition", "tasks", "demonstrations", "same-seed", "random-state", "tool-results", "episode", "rewards"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("only", [QUICK, pytest.param([], marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "only", [["settings", "episode"], pytest.param([], marks=pytest.mark.nightly)], ids=["quick", "all"]
+)
 def test_the_contract(only: list[str]) -> None:
     """The other checks run hundreds of programs."""
     check_environment_class(Python, tests=1, tasks=1, only=only, skip=["wheel", "imports", "forged-calls"])
@@ -59,7 +57,6 @@ def test_every_solution_is_right_and_no_other_one_is(sandbox: Sandbox) -> None:
     ],
     ids=["empty", "text", "float", "exit", "verdict", "os exit", "loop", "prints"],
 )
-@pytest.mark.slow
 def test_a_program_that_is_wrong(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
     monkeypatch.setattr("rollouts_python.SECONDS", 2.0)
     value, share = score(sandbox, "double", program)

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from rollouts.env import reward, tool
+from rollouts.env import reward, tool, tool_use
 from rollouts.errors import ConfigError
-from rollouts.types import Message, Task, ToolCall, Trajectory
+from rollouts.types import Message, Task, Trajectory
 
 __all__ = ["Corpus", "Search", "make_corpus"]
 
@@ -67,11 +67,7 @@ class Search:
             task = rng.choice(tasks)
             talk = list(task.messages)
             for number, title in enumerate(task.info["pages"]):
-                call = ToolCall("read", {"title": title}, id=f"call_{number}")
-                talk += [
-                    Message("assistant", "", tool_calls=[call]),
-                    Message("tool", shared.pages[title], tool_call_id=call.id, name=call.name),
-                ]
+                talk += tool_use("read", {"title": title}, shared.pages[title], number)
             yield [*talk, Message("assistant", task.answer)]
 
     def setup(self, task: Task, shared: Corpus) -> None:

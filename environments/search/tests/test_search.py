@@ -10,9 +10,11 @@ from rollouts.errors import ConfigError
 from rollouts.types import Message, Task, Trajectory
 
 
-@pytest.mark.slow
-def test_the_contract() -> None:
-    check_environment_class(Search, towns=10, tasks=2, skip=["wheel", "imports"])
+@pytest.mark.parametrize(
+    "only", [["settings", "oracle"], pytest.param([], marks=pytest.mark.slow)], ids=["quick", "all"]
+)
+def test_the_contract(only: list[str]) -> None:
+    check_environment_class(Search, towns=10, tasks=2, only=only, skip=["wheel", "imports"])
 
 
 def test_every_question_is_answered_by_its_pages_and_by_no_other() -> None:

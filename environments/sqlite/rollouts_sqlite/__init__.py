@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollouts.env import reward, tool
+from rollouts.env import reward, tool, tool_use
 from rollouts.errors import ConfigError
-from rollouts.types import Message, Task, ToolCall, Trajectory
+from rollouts.types import Message, Task, Trajectory
 
 __all__ = ["SQLite", "ask"]
 
@@ -95,14 +95,8 @@ class SQLite:
         questions = self._questions(split, shared)
         while True:
             task, sql = rng.choice(questions)
-            call = ToolCall("query", {"sql": sql}, id="call_0")
-            result = ask(shared, sql, self.rows_max)
-            yield [
-                *task.messages,
-                Message("assistant", "", tool_calls=[call]),
-                Message("tool", result, tool_call_id=call.id, name=call.name),
-                Message("assistant", task.answer),
-            ]
+            turn = tool_use("query", {"sql": sql}, ask(shared, sql, self.rows_max))
+            yield [*task.messages, *turn, Message("assistant", task.answer)]
 
     def setup(self, task: Task, shared: str) -> None:
         self.path = shared

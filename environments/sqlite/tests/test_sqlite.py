@@ -16,9 +16,11 @@ def path() -> Iterator[str]:
     yield from SQLite().shared()
 
 
-@pytest.mark.slow
-def test_the_contract() -> None:
-    check_environment_class(SQLite, tasks=2, skip=["wheel", "imports"])
+@pytest.mark.parametrize(
+    "only", [["settings", "oracle"], pytest.param([], marks=pytest.mark.slow)], ids=["quick", "all"]
+)
+def test_the_contract(only: list[str]) -> None:
+    check_environment_class(SQLite, tasks=2, only=only, skip=["wheel", "imports"])
 
 
 def test_answers_agree_with_sums_in_python(path: str) -> None:

@@ -44,12 +44,17 @@ def best(text: str) -> str:
     return f"I take {best_moves(board)[0] + 1}."
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings", [{}, pytest.param({"opponent": "random", "opening": 2}, marks=pytest.mark.nightly)]
+    ("only", "settings"),
+    [
+        (["settings", "rewards"], {}),
+        pytest.param([], {}, marks=pytest.mark.nightly),
+        pytest.param([], {"opponent": "random", "opening": 2}, marks=pytest.mark.nightly),
+    ],
+    ids=["quick", "all", "against a random player"],
 )
-def test_the_contract(settings: dict[str, Any]) -> None:
-    check_environment_class(TicTacToe, **settings, tasks=1, skip=["wheel", "imports"])
+def test_the_contract(only: list[str], settings: dict[str, Any]) -> None:
+    check_environment_class(TicTacToe, **settings, tasks=1, only=only, skip=["wheel", "imports"])
 
 
 def test_results() -> None:

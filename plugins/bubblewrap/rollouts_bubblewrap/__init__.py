@@ -20,25 +20,13 @@ INSTALL = "type: apt-get install bubblewrap (or dnf install bubblewrap), or choo
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """Folders with programs and libraries. On most systems, all but /usr are links into it."""
 
-SETTINGS = tuple(
-    f"/etc/{name}"
-    for name in (
-        *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "nsswitch.conf", "mime.types"),
-        *("ssl/certs", "ssl/openssl.cnf", "ca-certificates", "pki/tls/certs", "pki/ca-trust", "fonts", "magic"),
-    )
-)
+_LIBRARIES = "ld.so.cache ld.so.conf ld.so.conf.d alternatives localtime nsswitch.conf mime.types fonts magic".split()
+_CERTIFICATES = "ssl/certs ssl/openssl.cnf ca-certificates pki/tls/certs pki/ca-trust".split()
+
+SETTINGS = tuple(f"/etc/{name}" for name in (*_LIBRARIES, *_CERTIFICATES))
 """Files and folders of /etc that programs read, and that have no secrets."""
 
-OF_THE_KERNEL = (
-    "/proc/sys",
-    "/proc/sysrq-trigger",
-    "/proc/irq",
-    "/proc/bus",
-    "/proc/fs",
-    "/proc/acpi",
-    "/proc/scsi",
-    "/proc/mtrr",
-)
+OF_THE_KERNEL = tuple(f"/proc/{name}" for name in "sys sysrq-trigger irq bus fs acpi scsi mtrr".split())
 """Files with which root changes the whole machine. They belong to root in every namespace, so root could write them."""
 
 NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/services")

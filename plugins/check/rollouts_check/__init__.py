@@ -10,8 +10,9 @@ api            checks by a name or a path, and in the tests of an author
 pytest_plugin  `pytest --rollouts-check NAME`
 plugins_command, descriptions  `rollouts plugins`: what is installed, and what it does
 
-A check is one small function with a docstring. Its table says which checks it needs. Not here: whether a run can be
-composed (`rollouts.runs`), which ends at the first mistake.
+A check is one small function with a docstring: what it finds out, and the advice for a component that fails it. Its
+table says which checks it needs. Not here: whether a run can be composed (`rollouts.runs`), which ends at the first
+mistake.
 """
 
 from __future__ import annotations

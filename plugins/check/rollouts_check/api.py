@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from rollouts.author_code import message_of
 from rollouts.config.flags import Tree, flag_name
-from rollouts.config.objects import import_name, label_of
+from rollouts.config.objects import import_name, label_of, take_objects
 from rollouts.config.settings import MULTIPLE
 from rollouts.config.workers import INLINE, worker_table
 from rollouts.env.shared import shared_values
@@ -169,15 +169,19 @@ def check_component(
     if chosen == ENVIRONMENTS:
         return check_environment_class(component, only=only, skip=skip, seed=seed, **settings)
     options = Options(only, skip, seed, settings={KEYS[chosen]: settings} if settings else {})
+    name = component if isinstance(component, str) else import_name(component) or f"<{label_of(component)}>"
+    return _checked(component, Found(label_of(component), name, kind=chosen), options)
+
+
+def _checked(component: Any, named: Found, options: Options) -> Report:
+    """The report on a component, or the first one on those that its name means. `named` is the component if it is an
+    object. Raises AssertionError if a check failed.
+    """
     if isinstance(component, str):
-        return _assert_passed([check(found, options) for found in find(component, options, kind)])
-    select(checks_of(chosen), only, skip)
-    name = import_name(component) or f"<{label_of(component)}>"
-    return _assert_passed([check(Found(label_of(component), name, kind=chosen), options, component=component)])
-
-
-def _assert_passed(reports: Sequence[Report]) -> Report:
-    """The first report. Raises AssertionError if a check failed."""
+        reports = [check(found, options) for found in find(component, options, named.kind)]
+    else:
+        select(checks_of(named.kind), options.only, options.skip)
+        reports = [check(named, options, component=component)]
     failed = [report for report in reports if not report.has_passed]
     texts = [f"{report.verdict()}\n{failure_text(report.results)}" for report in failed]
     if failed:  # no `assert`: pytest rewrites its message
@@ -210,14 +214,8 @@ def check_environment_class(
         UserError: there is no such environment or check, or a setting is wrong.
     """
     tree: Tree = {"env": {"name": environment, **settings}} | ({} if reward is None else {"reward": reward})
-    options = Options(only, skip, seed, tasks, tree)
+    name = take_objects(tree)[0]["env"]["name"]
     if isinstance(environment, str):
         tree["env"] = dict(settings)
-        reports = [check(found, options) for found in find(environment, options, "environment")]
-    else:
-        select(checks_of("environments"), only, skip)
-        from rollouts.config.objects import take_objects
-
-        plain, _ = take_objects(tree)
-        reports = [check(Found(environment.__name__, plain["env"]["name"]), options)]
-    return _assert_passed(reports)
+    options = Options(only, skip, seed, tasks, tree)
+    return _checked(environment, Found(getattr(environment, "__name__", name), name), options)

@@ -18,7 +18,7 @@ from rollouts.errors import BrokenPluginError, ConfigError, UnknownComponentErro
 from rollouts.plugins.index import ANY_KIND, HOOKS, KINDS, ComponentRef, find_in_file, scan
 from rollouts.plugins.loading import import_cause, load_component
 from rollouts.plugins.manager import PluginManager
-from rollouts.runs.any_kind import find_of_any_kind
+from rollouts_check.any_kind import find_of_any_kind
 from rollouts_check.packages import Found, Package
 
 GROUPS = {f"rollouts.{kind}": kind for kind in KINDS} | {"rollouts": HOOKS}
@@ -34,11 +34,11 @@ def find_components(given: str, kind: str | None, manager: PluginManager) -> lis
     or if several components have the name.
     """
     folder = Path(given).expanduser()
-    is_folder = folder.is_dir() and given.startswith((".", "/", "~"))
-    if is_folder or (folder / "pyproject.toml").is_file():
-        if not (folder / "pyproject.toml").is_file():
-            hint = "type the folder of a package, the name of an installed component, or ./file.py:Name"
-            raise ConfigError(f"{given}: there is no pyproject.toml in this folder\n{hint}")
+    is_package = (folder / "pyproject.toml").is_file()
+    if folder.is_dir() and given.startswith((".", "/", "~")) and not is_package:
+        hint = "type the folder of a package, the name of an installed component, or ./file.py:Name"
+        raise ConfigError(f"{given}: there is no pyproject.toml in this folder\n{hint}")
+    if is_package:
         found = list(_in_folder(given, folder.resolve()))
         chosen = [each for each in found if kind is None or each.kind == COMPONENT_KINDS.get(kind, kind)]
         if not chosen:
@@ -131,7 +131,6 @@ def _source_of(distribution: str) -> Path | None:
         about = json.loads(Distribution.from_name(distribution).read_text("direct_url.json") or "{}")
     except (PackageNotFoundError, ValueError):
         return None
-    if not about.get("dir_info", {}).get("editable"):
-        return None
-    folder = Path(unquote(urlparse(about["url"]).path))
-    return folder if (folder / "pyproject.toml").is_file() else None
+    folder = Path(unquote(urlparse(about.get("url", "")).path))
+    is_here = about.get("dir_info", {}).get("editable") and (folder / "pyproject.toml").is_file()
+    return folder if is_here else None

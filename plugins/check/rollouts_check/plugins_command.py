@@ -17,7 +17,7 @@ from rollouts.cli.app import NamedGroup
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, REQUIRED
 from rollouts.errors import counted
 from rollouts.terminal_text import aligned, aligned_table
-from rollouts_check.descriptions import first_sentence
+from rollouts_check.descriptions import description, find_definition, first_sentence, known_faults
 
 if TYPE_CHECKING:
     from rollouts.plugins.signature import Signature
@@ -42,16 +42,16 @@ def _list(kind: str | None, with_hooks: bool) -> int:
     The description of a component is the first sentence of its docstring. In a terminal it is cut to the width.
     """
     from rollouts.plugins.manager import PluginManager
-    from rollouts_check.descriptions import description, known_faults
 
     manager = PluginManager()
     refs = manager.list(kind, hooks=with_hooks)
     if not refs:
         click.echo(f"no component is installed{f' of the kind {kind}' if kind else ''}")
     else:
+        faults = [f"broken: {fault}" if fault else "" for fault in known_faults(refs)]
+        about = [fault or description(ref) for ref, fault in zip(refs, faults, strict=True)]
         rows = [
-            (ref.kind, ref.name, ref.distribution, ref.version, f"broken: {fault}" if fault else description(ref))
-            for ref, fault in zip(refs, known_faults(refs), strict=True)
+            (ref.kind, ref.name, ref.distribution, ref.version, text) for ref, text in zip(refs, about, strict=True)
         ]
         click.echo(aligned_table(("kind", "name", "distribution", "version", "description"), rows))
         click.echo("nothing was imported; to check all, type: rollouts plugins doctor")
@@ -71,10 +71,9 @@ def _show(name: str, kind: str | None) -> int:
     from rollouts.plugins.index import KIND_WORDS
     from rollouts.plugins.loading import stated_version
     from rollouts.plugins.manager import PluginManager
-    from rollouts.runs.any_kind import find_of_any_kind
     from rollouts.runs.components import signed
     from rollouts.training.algorithms.algorithm import Algorithm
-    from rollouts_check.descriptions import find_definition
+    from rollouts_check.any_kind import find_of_any_kind
 
     manager = PluginManager()
     ref = find_of_any_kind(manager, kind, name, "rollouts plugins show")
@@ -108,8 +107,8 @@ def _doctor() -> int:
     Environments whose packages clash are problems too. Not a problem, but listed: a component that needs an extra that
     is not installed, and a clash of an environment that has a virtual environment of its own.
     """
-    from rollouts.env.clashes import find_clashes
     from rollouts.plugins.manager import PluginManager
+    from rollouts_check.clashes import find_clashes
 
     manager = PluginManager()
     faults, lacking = manager.doctor()
@@ -185,15 +184,9 @@ def _signature_lines(kind: str, name: str, signature: Signature) -> list[str]:
     lines = _section("receives", [(name, words.get(name, "")) for name in signature.requests])
     key = next((key for key, each in COMPONENT_KINDS.items() if each == kind), None)
     prefix = () if key is None else (key, "ALIAS") if key in MULTIPLE else (key,)
-    rows = [
-        (
-            flag_name((*prefix, each.name)) if prefix else each.name,
-            describe_type(each.type),
-            default_text(each),
-            each.doc,
-        )
-        for each in signature.settings
-    ]
+    names = [flag_name((*prefix, each.name)) if prefix else each.name for each in signature.settings]
+    facts = [(describe_type(each.type), default_text(each), each.doc) for each in signature.settings]
+    rows = [(name, *fact) for name, fact in zip(names, facts, strict=True)]
     lines += _section("settings", rows) or ["", "settings", "  none"]
     if rows and "ALIAS" in prefix:
         alias, setting = re.split("[:/]", name)[-1], signature.settings[0]

@@ -1,19 +1,29 @@
 """The result of a check, and the report on all checks of one component: for a person, as JSON, as a badge.
 
 A check returns nothing or a short remark if the component passes, or `Passed` with notes for its author. It raises
-`FailedError` or `SkippedError` otherwise.
+`FailedError` or `SkippedError` otherwise. A check that makes several demands of one call makes an `Attempt`:
+
+with trying("call it on two rollouts", function) as attempt:
+    found = function(rewards)
+attempt.require(len(found) == 2, f"it returned {found}", "return one number for each rollout")
+
+If a failure does not say what to change, it is the advice of its check: a paragraph of the docstring.
 """
 
 from __future__ import annotations
 
+import contextlib
+import linecache
 import textwrap
 from collections.abc import Iterator, Sequence
+from types import FrameType
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from rollouts.author_code import place_of_function, printable
-from rollouts.errors import counted
+from rollouts import author_code
+from rollouts.author_code import Place, authors_code, message_of, place_of, place_of_function, printable
+from rollouts.errors import RolloutsError, counted, leaves_of, words_of
 from rollouts.version import __version__
 
 WIDTH = 100  # characters of a line that explains a failure
@@ -23,9 +33,11 @@ Status = Literal["passed", "failed", "skipped"]
 
 
 class FailedError(Exception):
-    """The component breaks the contract: what was tried, what was seen (with the author's line), what to change."""
+    """The component breaks the contract: what was tried, what was seen (with the author's line), what to change. If
+    `change` is empty, it is the advice of the check.
+    """
 
-    def __init__(self, tried: str, seen: str, change: str) -> None:
+    def __init__(self, tried: str, seen: str, change: str = "") -> None:
         super().__init__(f"{tried}: {seen}")
         self.tried, self.seen, self.change = tried, seen, change
 
@@ -42,10 +54,64 @@ class UntestedError(SkippedError):
         self.enable = enable
 
 
+def place_of_frame(frame: FrameType | None, *, is_own: bool = False, until: str = "\0") -> Place | None:
+    """The innermost line of an author's code, from this frame outwards. None if there is none, or if a file whose name
+    begins with `until` comes first. `is_own`: installed packages do not count.
+    """
+    while frame is not None and not (file := frame.f_code.co_filename).startswith(until):
+        is_ours = file.startswith((*author_code.CORE, author_code.STANDARD_LIBRARY))
+        is_installed = is_own and any(part in file for part in author_code.INSTALLED)
+        if author_code.is_file(file) and not is_ours and not is_installed:
+            return Place(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
+        frame = frame.f_back
+    return None
+
+
 def at(*functions: Any) -> str:
     """The line of the first of these functions whose definition is known, in parentheses; empty if there is none."""
     places = [place_of_function(each) for each in functions if each is not None]
     return next((f" ({place})" for place in places if place is not None), "")
+
+
+class Attempt:
+    """What a check tries, and what to change if it goes wrong. A failure has the line of the first of `functions`."""
+
+    def __init__(self, tried: str, *functions: Any, change: str = "") -> None:
+        self.tried, self.functions, self.change = tried, functions, change
+
+    def failed(self, seen: str, change: str = "") -> FailedError:
+        """The failure of this attempt."""
+        return FailedError(self.tried, f"{seen}{at(*self.functions)}", change or self.change)
+
+    def require(self, is_right: object, seen: str, change: str = "") -> None:
+        """Raise FailedError with what was seen, unless it is right."""
+        if not is_right:
+            raise self.failed(seen, change)
+
+
+@contextlib.contextmanager
+def trying(tried: str, *functions: Any, change: str = "") -> Iterator[Attempt]:
+    """Run an author's code. Its error becomes a FailedError with the line that raised it, or else that of a function.
+    An error of the check itself passes.
+    """
+    attempt = Attempt(tried, *functions, change=change)
+    try:
+        with authors_code():
+            yield attempt
+    except (FailedError, SkippedError):
+        raise
+    except Exception as error:  # the author's code may raise anything
+        if not (seen := words_of_author(error)):
+            raise
+        raise (FailedError(tried, seen, attempt.change) if ", line " in seen else attempt.failed(seen)) from error
+
+
+def words_of_author(error: BaseException) -> str:
+    """Describe an error that an author's code raised, or the core because of it; "" for a bug of a check."""
+    leaves = list(leaves_of(error))
+    if not all(isinstance(leaf, RolloutsError) or place_of(leaf) is not None for leaf in leaves):
+        return ""
+    return message_of(leaves[0]) if isinstance(leaves[0], RolloutsError) else words_of(error)
 
 
 class Passed(NamedTuple):

@@ -1,5 +1,7 @@
 """Run a table of checks. A check that needs a failed one is skipped, so that one mistake is reported once.
 
+A failure that does not say what to change gets the advice of the docstring.
+
 CHECKS = (Check(definition), Check(tasks, needs=("definition",)))
 results = run_checks(CHECKS, subject, only=("tasks",))
 """
@@ -12,9 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
 from typing import Any, NamedTuple, TypeVar
 
-from rollouts.author_code import message_of, place_of
-from rollouts.errors import ConfigError, MissingExtraError, RolloutsError, in_lines, leaves_of, suggestion, words_of
-from rollouts_check.report import FailedError, Passed, Result, SkippedError, UntestedError
+from rollouts.errors import ConfigError, MissingExtraError, in_lines, leaves_of, suggestion
+from rollouts_check.report import FailedError, Passed, Result, SkippedError, UntestedError, words_of_author
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -35,6 +36,12 @@ class Check(NamedTuple):
     def doc(self) -> str:
         """What the check finds out: the first paragraph of the docstring, in one line."""
         return " ".join((self.function.__doc__ or "").partition("\n\n")[0].split())
+
+    @property
+    def advice(self) -> str:
+        """What to change if a failure does not say it: what the docstring has after `Advice:`."""
+        advice = " ".join((self.function.__doc__ or "").partition("Advice:")[2].split())
+        return advice or "correct the line that raised the error"
 
 
 def once(function: Callable[[S], T]) -> Callable[[S], T]:
@@ -89,6 +96,15 @@ def run_checks(
     return found
 
 
+def run_within(words: str, checks: Sequence[Check], subject: Any, **chosen: Collection[str]) -> list[Result]:
+    """Run checks as a part of another check. Raises FailedError for the first failure; `words` say of what it is."""
+    results = run_checks(checks, subject, **chosen)  # type: ignore[arg-type]
+    for result in results:
+        if result.status == "failed":
+            raise FailedError(f"{words}, check {result.name}: {result.tried}", result.seen, result.change)
+    return results
+
+
 def _lacks_torch(error: BaseException) -> bool:
     """Whether a check could not run, because torch is not installed."""
     leaves = list(leaves_of(error))
@@ -117,13 +133,12 @@ def _run(check: Check, subject: Any) -> Result:
     except FailedError as failure:
         if failure.__cause__ is not None and _lacks_torch(failure.__cause__):
             return skipped(without_torch)
-        return result(status="failed", tried=failure.tried, seen=failure.seen, change=failure.change)
+        change = failure.change or check.advice
+        return result(status="failed", tried=failure.tried, seen=failure.seen, change=change)
     except Exception as error:  # the author's code may raise anything
-        leaves = list(leaves_of(error))
         if _lacks_torch(error):
             return skipped(without_torch)
-        if not all(isinstance(leaf, RolloutsError) or place_of(leaf) is not None for leaf in leaves):
+        if not (seen := words_of_author(error)):
             error.add_note(f"the check {check.name} raised this")
             raise
-        seen = message_of(leaves[0]) if isinstance(leaves[0], RolloutsError) else words_of(error)
         return result(status="failed", tried=check.doc, seen=seen, change="correct the line that raised the error")

@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import forks
 import pytest
 from rollouts_check import check_environment_class, runner
 from rollouts_check.environments import agents
@@ -75,6 +74,20 @@ def test_checks_that_need_a_failed_one_are_skipped():
     report = Report("thing", "mine", results)
     assert "breaks the contract in 1 check: 1 passed, 1 failed, 2 skipped" in report.verdict()
     assert "-red)" in report.badge() and "mend it" in "\n".join(results[1].lines())
+
+
+def test_a_failure_that_does_not_say_what_to_change_has_the_advice_of_its_check():
+    def advised(subject):
+        """It fails.
+
+        Advice: mend
+            it
+        """
+        raise FailedError("try it", "it broke")
+
+    check = Check(advised)
+    (result,) = run_checks((check,), None)
+    assert check.doc == "It fails." and result.change == "mend it"
 
 
 def test_a_needed_check_runs_although_it_was_not_chosen():
@@ -154,7 +167,6 @@ def test_json_and_badge(capsys):
     assert capsys.readouterr().out.startswith("![rollouts check ")
 
 
-@pytest.mark.slow
 def test_prompts_with_a_sample(tmp_path, capsys):
     rows = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "response": str(2 * n)} for n in range(10, 40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -170,17 +182,21 @@ def test_prompts_with_a_sample(tmp_path, capsys):
     assert re.search(r"^not tested: oracle; name a reward: --reward NAME$", out, re.MULTILINE)
 
 
-@pytest.mark.slow
-def test_the_folder_of_a_package_is_built_and_installed(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "is_whole", [pytest.param(True, marks=pytest.mark.nightly), pytest.param(False, marks=pytest.mark.slow)]
+)
+def test_the_folder_of_a_package_is_built_and_installed(is_whole, tmp_path, capsys, monkeypatch):
     """And a package whose wheel lacks a module is found, also if PYTHONPATH has a whole copy, as of a fresh package."""
     pytest.importorskip("hatchling")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     folder = tmp_path / "calculator"
     monkeypatch.setenv("PYTHONPATH", str(folder))
     shutil.copytree(ROOT / "environments" / "calculator", folder, ignore=shutil.ignore_patterns("tests", "__pycache__"))
-    assert main(["check", str(folder), "--only", "wheel"]) == 0, capsys.readouterr().out
-    said = capsys.readouterr().out
-    assert "no index: dependencies of this environment" in said and "description" not in said
+    if is_whole:
+        assert main(["check", str(folder), "--only", "wheel"]) == 0, capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert "no index: dependencies of this environment" in said and "description" not in said
+        return
     about = (folder / "pyproject.toml").read_text()
     example = f'description = "{example_description("environments")}"'
     (folder / "pyproject.toml").write_text(re.sub(r'description = ".*"', example, about))
@@ -259,24 +275,17 @@ def test_a_check_ends_at_its_deadline_only_if_nothing_ends(monkeypatch):
     asked.release(9)  # lets the thread end
 
 
-def run_pytest(folder, *arguments):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *arguments]
-    return forks.run(command, cwd=folder, timeout=120, env={**os.environ, "COLUMNS": "120"})
-
-
-@pytest.mark.slow
-def test_the_plugin_of_pytest(tmp_path):
-    shutil.copy(FAULTS / "sums.py", tmp_path)
-    shutil.copy(FAULTS / "no_op__earned_by_silence.py", tmp_path / "mine.py")
+def test_the_plugin_of_pytest(pytester):
+    shutil.copy(FAULTS / "no_op__earned_by_silence.py", pytester.path / "mine.py")
     others = {check.name for check in CHECKS} - {"no-op", "echo", "tool-schemas"}
     skipped = [f"--rollouts-check-skip={name}" for name in sorted(others)]
-    done = run_pytest(tmp_path, "--rollouts-check", "./mine.py:Fault", *skipped)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert re.search(r"1 failed, 1 passed, 1 skipped", done.stdout), done.stdout
-    assert "    tried   reply with an empty text" in done.stdout
-    assert "Traceback" not in done.stdout
-    unknown = run_pytest(tmp_path, "--rollouts-check", "calculater")
-    assert unknown.returncode == 4 and "did you mean: calculator" in unknown.stderr
+    done = pytester.runpytest_inprocess("--rollouts-check", "./mine.py:Fault", *skipped)
+    done.assert_outcomes(failed=1, passed=1, skipped=1)
+    said = done.stdout.str()
+    assert "    tried   reply with an empty text" in said and "Traceback" not in said
+    unknown = pytester.runpytest_inprocess("--rollouts-check", "calculater")
+    assert unknown.ret == 4
+    unknown.stderr.fnmatch_lines("*did you mean: calculator*")
 
 
 def test_the_plugin_is_silent_without_its_option(tmp_path):
@@ -285,7 +294,8 @@ def test_the_plugin_is_silent_without_its_option(tmp_path):
         "    ours = {name for name in sys.modules if name.startswith('rollouts.')}\n"
         "    assert ours <= {'rollouts.doors', 'rollouts.lazy', 'rollouts.version'}\n"
     )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0"]  # a new interpreter
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "rollouts_check.pytest_plugin"]
+    variables = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
     assert "1 passed" in done.stdout

@@ -45,9 +45,12 @@ def report_of(ref, **settings):
     return check(Found(ref.name, ref.qualified, kind=ref.kind), Options(skip=OF_PACKAGE, settings=settings))
 
 
-def marked(ref):
-    marks = [pytest.mark.nightly] if ref.name in NIGHTLY else []
-    return pytest.param(ref, marks=marks, id=f"{ref.kind}-{ref.name}")
+def marked(refs):
+    """The ordinary run has one component of each kind."""
+    first = {ref.kind: ref for ref in reversed(refs) if ref.name not in NIGHTLY}
+    for ref in refs:
+        marks = [] if ref is first.get(ref.kind) else [pytest.mark.nightly]
+        yield pytest.param(ref, marks=marks, id=f"{ref.kind}-{ref.name}")
 
 
 def source_of(loader, folder):
@@ -69,8 +72,7 @@ def source_of(loader, folder):
     return str(folder if loader == "hub" else file)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ref", [marked(each) for each in SHIPPED if each.name not in APART])
+@pytest.mark.parametrize("ref", list(marked([each for each in SHIPPED if each.name not in APART])))
 def test_a_shipped_component_passes(ref, tmp_path):
     is_loader = ref.kind == "datasets"
     report = report_of(ref, **({"data": {"source": source_of(ref.name, tmp_path)}} if is_loader else {}))
@@ -121,20 +123,20 @@ def packages(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "word",
     [
         pytest.param(word, marks=pytest.mark.nightly if word == "worker" else ())
         for word in KIND_NAMES
-        if word not in ("environment", "training", "sandbox")
+        if word not in ("training", "sandbox")
     ],
 )
 def test_what_new_makes_passes(word, packages):
     folder = packages(KIND_NAMES[word], f"checked_{word}")
     (found,) = find(str(folder), Options())
     assert (found.label, found.kind) == (f"checked_{word}", KIND_NAMES[word])
-    report = check(found, Options(skip=("imports", "wheel")))
+    is_env = word == "environment"
+    report = check(found, Options(skip=(*OF_PACKAGE, "same-seed", "other-process") if is_env else OF_PACKAGE, tasks=2))
     assert report.failed == [] and len(report.results) >= 3
 
 
@@ -213,7 +215,6 @@ def test_wrong_usage_is_2(arguments, words, capsys, tmp_path, monkeypatch):
     assert all(word in said for word in words), said
 
 
-@pytest.mark.slow
 def test_an_object_of_a_file(tmp_path, capsys):
     (tmp_path / "mine.py").write_text(
         "def reduced(logprobs, advantages, *, scale: float = 1.0):\n    return (logprobs * advantages * scale).mean()\n"
@@ -334,7 +335,7 @@ def test_the_plugin_of_pytest_checks_every_kind(tmp_path):
     assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_environment_is_checked_without_torch(tmp_path):
     """And a filter; a loss is skipped with the reason, where torch is not installed."""
     code = (

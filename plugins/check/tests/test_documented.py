@@ -50,7 +50,6 @@ def test_there_are_environments():
 
 # The check cancels episodes at every await, and a request of httpx that is cancelled leaves a generator behind.
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <async_generator object ByteStream")
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [

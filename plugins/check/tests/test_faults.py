@@ -13,9 +13,12 @@ import forks
 import msgspec
 import pytest
 from rollouts_check.api import Options, check
-from rollouts_check.environments.subject import Found
+from rollouts_check.environments.subject import Found, make_subject
 from rollouts_check.environments.table import CHECKS
 from rollouts_check.report import Report, Result
+from rollouts_check.runner import Check, run_checks
+
+from rollouts.env.shared import shared_values
 
 FAULTS = Path(__file__).parent / "faults"
 FILES = sorted(path for path in FAULTS.glob("*__*.py") if "__in_worker_" not in path.name)
@@ -39,6 +42,10 @@ CAUSES = {
 LEAVES = {"cancelled", "deadlines", "tool-arguments"}
 
 
+def nightly(*row):
+    return pytest.param(*row, marks=pytest.mark.nightly)
+
+
 def check_of(file: Path) -> str:
     """The check that finds the fault in the file."""
     return file.stem.partition("__")[0].replace("_", "-")
@@ -57,15 +64,25 @@ FIRST = {check_of(file): file for file in reversed(FILES)}
 FIRST |= {name: FAULTS / f"{name.replace('-', '_')}__{fault}.py" for name, fault in CHEAP.items()}
 
 
+def failures_alone(file: Path, wanted: str, scratch: Path) -> list[Result]:
+    """The failure of one check, without the checks that it needs, but for `definition`."""
+    found = Found(f"{file}:Fault", f"{file}:Fault")
+    own = {each.name: Check(each.function) for each in CHECKS if each.name in ("definition", wanted)}
+    with shared_values():
+        subject = make_subject(found, {}, scratch, tasks=2)
+        return [each for each in run_checks(list(own.values()), subject) if each.status == "failed"]
+
+
 def report_of(file: Path, name: str, *, wanted: str = "", **options):
     given = f"{file}:{name}"
     return check(Found(given, given), Options(**{"skip": SLOW - {wanted}, "tasks": 2, **options}))
 
 
-def in_process_of_its_own(file: Path, wanted: str) -> list[Result]:
+def in_process_of_its_own(file: Path, wanted: str, only: str = "") -> list[Result]:
     """The failed checks of a fault that leaves threads: other tests count them."""
     skipped = [f"--skip={name}" for name in (SLOW | {"masks", "tool-schemas"}) - {wanted}]  # they import transformers
-    command = [sys.executable, "-m", "rollouts", "check", f"{file}:Fault", *skipped, "--tasks=2", "--json"]
+    chosen = [f"--only={only}"] if only else skipped
+    command = [sys.executable, "-m", "rollouts", "check", f"{file}:Fault", *chosen, "--tasks=2", "--json"]
     done = forks.run(command, timeout=300)
     assert done.returncode == 1, done.stderr
     (report,) = msgspec.json.decode(done.stdout, type=list[Report])
@@ -92,21 +109,26 @@ def explained(result: Result, file: Path) -> bool:
     return is_whole and re.search(CAUSES.get(file.stem, ""), f"{result.seen} {result.change}") is not None
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("wanted", sorted(set(FIRST) - LEAVES | {"tool-arguments"}))
-def test_each_check_finds_a_fault(wanted, place):
-    report = report_of(FIRST[wanted], "Fault", skip=(), only={wanted})
-    assert [result.name for result in report.failed] == [wanted], report.results
-    assert explained(report.failed[0], FIRST[wanted])
+def test_each_check_finds_a_fault(wanted, place, tmp_path):
+    failed = failures_alone(FIRST[wanted], wanted, tmp_path)
+    assert [result.name for result in failed] == [wanted]
+    assert explained(failed[0], FIRST[wanted])
 
 
-USUAL = {"cancelled__folder_is_left", "deadlines__catches_cancellation", "no_op__earned_by_silence"}
-"""Faults that the ordinary run gives to all checks: two that leave something behind, and a quick one."""
+@pytest.mark.parametrize("wanted", sorted(LEAVES - {"tool-arguments"}))
+def test_each_check_finds_what_leaves_threads(wanted):
+    failed = in_process_of_its_own(FIRST[wanted], wanted, only=wanted)
+    assert [result.name for result in failed] == [wanted]
+    assert explained(failed[0], FIRST[wanted])
 
-CASES = [pytest.param(file, id=file.stem, marks=() if file.stem in USUAL else pytest.mark.nightly) for file in FILES]
+
+USUAL = "no_op__earned_by_silence"
+"""The fault that the ordinary run gives to all checks."""
+
+CASES = [pytest.param(file, id=file.stem, marks=() if file.stem == USUAL else pytest.mark.nightly) for file in FILES]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("file", CASES)
 def test_exactly_the_expected_check_finds_a_fault(file, place):
     wanted = check_of(file)
@@ -115,9 +137,8 @@ def test_exactly_the_expected_check_finds_a_fault(file, place):
     assert explained(failed[0], file)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "wanted", ["imports", "other-process", "same-seed", pytest.param("wheel", marks=pytest.mark.nightly), ""]
+    "wanted", ["other-process", "", *(nightly(name) for name in ("imports", "same-seed", "wheel"))]
 )
 def test_an_environment_without_a_mistake_passes(wanted):
     report = report_of(FAULTS / "sums.py", "Sums", **({"skip": (), "only": {wanted}} if wanted else {}))
@@ -126,18 +147,20 @@ def test_an_environment_without_a_mistake_passes(wanted):
     assert skipped <= {"forged-files", "wheel"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("file", "name"),
+    ("file", "name", "only"),
     [
-        pytest.param("choice", "Choice", marks=pytest.mark.nightly),  # parts of a score are no second judgment
-        pytest.param("seeds", "Seeds", marks=pytest.mark.nightly),  # equal tasks whose ids say which game it is
-        pytest.param("waits", "Waits", marks=pytest.mark.nightly),  # waiting in a thread, or with await
-        ("hints", "Hints"),  # tools with choices, bounds and flags, and codes of something else than the answer
+        nightly("choice", "Choice", ()),  # parts of a score are no second judgment
+        nightly("seeds", "Seeds", ()),  # equal tasks whose ids say which game it is
+        nightly("waits", "Waits", ()),  # waiting in a thread, or with await
+        nightly(
+            "hints", "Hints", ()
+        ),  # tools with choices, bounds and flags, and codes of something else than the answer
+        ("hints", "Hints", ("answer-hidden",)),
     ],
 )
-def test_an_honest_neighbor_of_a_fault_passes_without_a_note(file, name):
-    report = report_of(FAULTS / f"{file}.py", name)
+def test_an_honest_neighbor_of_a_fault_passes_without_a_note(file, name, only):
+    report = report_of(FAULTS / f"{file}.py", name, **({"only": only, "skip": ()} if only else {}))
     assert report.failed == []
     assert [note for result in report.results for note in result.notes] == []
 
@@ -166,13 +189,22 @@ def test_a_reply_that_never_ends_the_episode_gets_a_note(tmp_path, turns):
         assert "endless.py, line " in note
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "name", "checked", "words"),
     [
-        ("seeds", "Numbered", "task-ids", r"\d\d of 1000 evaluation tasks are training tasks with .* equal ids"),
-        ("hints", "Paid", "answer-hidden", r"define with reveal=True .* 'l is ', .* earns less after it, so it may be"),
-        ("hints", "Coded", "answer-hidden", r"the answer in base64, .* for '\d+' .*; leave it out, unless the task is"),
+        nightly("seeds", "Numbered", "task-ids", r"\d\d of 1000 evaluation tasks are training tasks with .* equal ids"),
+        nightly(
+            "hints",
+            "Paid",
+            "answer-hidden",
+            r"define with reveal=True .* 'l is ', .* earns less after it, so it may be",
+        ),
+        nightly(
+            "hints",
+            "Coded",
+            "answer-hidden",
+            r"the answer in base64, .* for '\d+' .*; leave it out, unless the task is",
+        ),
         ("haystack", "Haystack", "answer-hidden", r"the answer behind 'e is ' .*, in changing lines; leave it out"),
         (
             "orders",
@@ -189,7 +221,9 @@ def test_what_may_be_meant_passes_with_a_note(file, name, checked, words):
     assert re.search(words, note), note
 
 
-@pytest.mark.parametrize("code", ["answer.encode().hex()", "codecs.encode(answer, 'rot13')", "'-'.join(answer)"])
+@pytest.mark.parametrize(
+    "code", ["answer.encode().hex()", nightly("codecs.encode(answer, 'rot13')"), nightly("'-'.join(answer)")]
+)
 def test_an_answer_in_any_code_is_found(code, tmp_path):
     source = (FAULTS / "answer_hidden__as_codes_of_letters.py").read_text()
     written = '" ".join(str(ord(letter)) for letter in answer)'

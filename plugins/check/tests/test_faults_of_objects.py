@@ -700,9 +700,9 @@ SLOW = ("sandboxes", "training", "workers")  # they start processes, and load a 
 
 
 def marked(*row):
-    """One fault of the training backends and the workers is in the ordinary run: each loads a model or starts one."""
-    is_costly = row[0] in ("training", "workers") and row[-1] != "step" and len(row) == 3
-    return pytest.param(*row, marks=pytest.mark.nightly if is_costly else pytest.mark.slow) if row[0] in SLOW else row
+    """One fault of each of these kinds is in the ordinary run."""
+    is_costly = row[0] in SLOW and row[-1] not in ("step", "connects", "outside")
+    return pytest.param(*row, marks=pytest.mark.nightly) if is_costly else row
 
 
 @pytest.mark.parametrize(("kind", "component", "expected"), [marked(*row) for row in FAULTS], ids=name_of)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 import tomllib
 from pathlib import Path
@@ -48,17 +49,38 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def site(made, tmp_path_factory):
-    """The packages as pip installs their wheels."""
-    pytest.importorskip("hatchling")
+    """The packages as pip would install them: their modules, and what pip reads of pyproject.toml."""
     target = tmp_path_factory.mktemp("site")
-    work = tmp_path_factory.mktemp("wheels")
-    wheels, script = work / "wheels", work / "build.py"
+    for name in NAMES.values():
+        project = tomllib.loads((made / name / "pyproject.toml").read_text())["project"]
+        shutil.copytree(made / name / f"rollouts_{name}", target / f"rollouts_{name}")
+        info = target / f"rollouts_{name}-{project['version']}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0.1.0\n")
+        groups = project["entry-points"].items()
+        lines = [line for group, points in groups for line in (f"[{group}]", *map(" = ".join, points.items()))]
+        (info / "entry_points.txt").write_text("\n".join(lines))
+    return target
+
+
+@pytest.mark.nightly
+def test_pip_installs_the_same(made, site, tmp_path):
+    """The wheels that hatchling builds have the files and the entry points of `site`."""
+    pytest.importorskip("hatchling")
+    target, wheels, script = tmp_path / "site", tmp_path / "wheels", tmp_path / "build.py"
     script.write_text(BUILD)
     python(str(script), str(wheels), *(str(made / name) for name in NAMES.values()), cwd=made)
     files = [str(each) for each in sorted(wheels.glob("*.whl"))]
     assert len(files) == len(NAMES)
     python("-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target", str(target), *files, cwd=made)
-    return target
+    for file in site.rglob("*"):
+        same = target / file.relative_to(site)
+        if file.suffix == ".py":
+            assert same.read_text() == file.read_text()
+        elif file.name == "entry_points.txt":
+            assert sorted(filter(None, same.read_text().split("\n"))) == sorted(file.read_text().split("\n"))
+        elif file.name == "METADATA":
+            assert set(file.read_text().splitlines()[1:]) <= set(same.read_text().splitlines())
 
 
 def test_every_kind_has_a_template():
@@ -76,7 +98,6 @@ def test_the_page_lists_every_kind():
     assert listed and listed[1].split() == list(package.files) and package.command in page
 
 
-@pytest.mark.slow
 def test_every_package_is_found(site, tmp_path):
     listed = python("-m", "rollouts", "plugins", "list", cwd=tmp_path, site=site)
     rows = {tuple(line.split()[:4]) for line in listed.splitlines()}
@@ -85,10 +106,9 @@ def test_every_package_is_found(site, tmp_path):
             assert (kind_of(word), name, f"rollouts-{name.replace('_', '-')}", "0.1.0") in rows
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("words", [["environment"], pytest.param(list(NAMES), marks=pytest.mark.nightly)], ids=len)
-def test_every_package_passes_its_own_tests(words, made, site):
-    tests = [str(made / NAMES[word] / "tests") for word in words]
+@pytest.mark.nightly
+def test_every_package_passes_its_own_tests(made, site):
+    tests = [str(made / name / "tests") for name in NAMES.values()]
     said = python("-m", "pytest", "-q", "-n", "0", "--import-mode=importlib", *tests, cwd=made, site=site)
     assert re.search(r"\d+ passed", said)
 
@@ -150,15 +170,6 @@ def test_every_line_to_change_is_a_line_of_the_package():
     (recipe,) = re.findall(r"^ +(rollouts run .*--sft.steps 300.*)$", steps, re.MULTILINE)
     page = (ROOT / "docs" / "environments.md").read_text()
     assert recipe.partition("--mode")[2].partition(" --steps")[0] in page
-
-
-@pytest.mark.parametrize("name", ["a", "warehouse_of_many_things"])
-def test_comments_are_aligned(name):
-    """Names have different lengths."""
-    commands = render_package("environments", name).files["NEXT.md"].partition("Before you train:\n\n")[2]
-    lines = commands.partition("\n\n")[0].splitlines()
-    assert len(lines) == 3 and len({line.index("# ") for line in lines}) == 1
-    assert min(line.index("# ") - len(line.partition("#")[0].rstrip()) for line in lines) == 2
 
 
 def nightly(*row):

@@ -190,20 +190,8 @@ class PodmanSandboxes:
         limits = self.limits
         memory = f"{max(1, round(limits.memory_gib * 1024))}m"
         return [
-            *(
-                "run",
-                "-d",
-                "--rm",
-                "--init",
-                "--name",
-                name,
-                "--label",
-                _label,
-                "--pull",
-                "never",
-                "--stop-timeout",
-                "0",
-            ),
+            *("run", "-d", "--rm", "--init", "--name", name, "--label", _label),
+            *("--pull", "never", "--stop-timeout", "0"),
             *(() if self._network else ("--network", "none")),
             *("--memory", memory, "--memory-swap", memory, "--pids-limit", str(int(limits.processes) + OWN_PROCESSES)),
             *("--cap-drop", "ALL", "--security-opt", "no-new-privileges", "--volume", WORKSPACE),

@@ -17,8 +17,9 @@ from typing import Any, ClassVar, Literal
 
 import gymnasium
 
-from rollouts import Message, Score, Task, ToolCall, Trajectory, metric, reward, tool
+from rollouts import Message, Score, Task, Trajectory, metric, reward, tool
 from rollouts.config.importing import beside
+from rollouts.env import tool_use
 from rollouts.errors import ConfigError, suggestion
 from rollouts_gymnasium import registry, views
 from rollouts_gymnasium.codecs import Codec, load_codec
@@ -145,10 +146,8 @@ class GymEnvironment:
             if self.actions == "text":
                 messages += [Message("assistant", written), Message("user", seen)]
                 continue
-            call = ToolCall("act", {"action": self._codec.data(action)}, id=f"call_{len(rewards)}")
-            over = terminated or truncated
-            result = Message("tool", f"{seen}\n\n{END}" if over else seen, tool_call_id=call.id, name="act")
-            messages += [Message("assistant", "", [call]), result]
+            result = f"{seen}\n\n{END}" if terminated or truncated else seen
+            messages += tool_use("act", {"action": self._codec.data(action)}, result, len(rewards))
         last = [Message("assistant", END)] if self.actions == "tool" else []
         messages = messages if last else messages[:-1]  # a reply that ends the episode gets no answer
         return [*messages, *last] if is_solved(env, rewards, terminated=terminated) else []

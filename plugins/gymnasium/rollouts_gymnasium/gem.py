@@ -104,9 +104,9 @@ def served_ids() -> list[str]:
     return [env_id for env_id in upstream().ENV_REGISTRY if not _why_refused(env_id)]
 
 
-def about(env_id: str) -> str:
-    """What an environment is, in words."""
-    return f"{env_id} of GEM"
+def abouts() -> dict[str, str]:
+    """The ids that need no download, with what they are; none if GEM is not installed."""
+    return {env_id: f"{env_id} of GEM" for env_id in served_ids()} if find_spec("gem") is not None else {}
 
 
 @functools.cache

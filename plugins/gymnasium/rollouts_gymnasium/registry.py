@@ -82,6 +82,11 @@ def served_ids() -> list[str]:
     return [name for name, spec in specs if not _only_raises(spec) and _missing(spec) is None]
 
 
+def abouts() -> dict[str, str]:
+    """The ids whose packages are installed, with what they are."""
+    return {env_id: about(env_id) for env_id in served_ids()}
+
+
 def about(env_id: str) -> str:
     """The class of an environment and its package, in words. Nothing is imported.
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 
+import forks
 import gymnasium
 import pytest
 from gymnasium.error import Error, ResetNeeded
@@ -276,7 +277,7 @@ def test_registering_imports_no_environment_and_needs_no_order():
     )
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
     code = "import sys, rollouts_gymnasium.envs; assert 'rollouts_calculator' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert forks.run([sys.executable, "-c", code], timeout=120).returncode == 0
     assert envs.register() == envs.register() and "rollouts/calculator-v0" in envs.register()
 
 

@@ -19,9 +19,9 @@ from typing import Annotated, Literal
 import msgspec
 
 from rollouts import Message, Score, Task, reward, tool
+from rollouts.env import tool_use
 from rollouts.errors import ConfigError
 from rollouts.sandboxes import Sandbox
-from rollouts.types import ToolCall
 from rollouts_harbor.folders import TaskFolder, read_folders
 from rollouts_harbor.places import SOLUTION, Place, prepared
 
@@ -53,13 +53,11 @@ class Harbor:
 
     def shared(self) -> Mapping[str, Mapping[str, TaskFolder]]:
         """The tasks of each split, by their ids. Raises ConfigError."""
-        train = read_folders("--env.path", self.path, self.system, skips=self.unserved == "skip")
-        if not self.eval_path:
-            return {"train": train, "eval": train}
-        return {
-            "train": train,
-            "eval": read_folders("--env.eval-path", self.eval_path, self.system, skips=self.unserved == "skip"),
-        }
+        skips = self.unserved == "skip"
+        train = held_out = read_folders("--env.path", self.path, self.system, skips=skips)
+        if self.eval_path:
+            held_out = read_folders("--env.eval-path", self.eval_path, self.system, skips=skips)
+        return {"train": train, "eval": held_out}
 
     def tasks(self, split: str, rng: random.Random, shared: Mapping[str, Mapping[str, TaskFolder]]) -> Sequence[Task]:
         """A task for each folder."""
@@ -77,15 +75,10 @@ class Harbor:
             files = shared[task.info["split"]][task.info["folder"]].solution()
             if files is None:
                 continue
-            turns = [(ToolCall("write_file", {"path": path, "text": text}), "written") for path, text in files.items()]
-            turns.append((ToolCall("shell", {"command": SOLVE}), "0"))
             messages = [*task.messages]
-            for number, (call, answer) in enumerate(turns):
-                call = ToolCall(call.name, call.arguments, id=f"call_{number}")
-                messages += [
-                    Message("assistant", "", tool_calls=[call]),
-                    Message("tool", answer, tool_call_id=call.id, name=call.name),
-                ]
+            for number, (path, text) in enumerate(files.items()):
+                messages += tool_use("write_file", {"path": path, "text": text}, "written", number)
+            messages += tool_use("shell", {"command": SOLVE}, "0", len(files))
             yield [*messages, Message("assistant", "Done.")]
 
     def setup(self, task: Task, sandbox: Sandbox, shared: Mapping[str, Mapping[str, TaskFolder]]) -> None:

@@ -2,27 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import Any
+from rollouts.plugins.families import Family, environment_families
 
-from rollouts import hookimpl
-
-PREFIX = "inspect/"
-
-
-@hookimpl
-def rollouts_find_component(kind: str, name: str) -> Any:
-    if kind != "environments" or not name.startswith(PREFIX) or find_spec("inspect_ai") is None:
-        return None
-    from rollouts_inspect import environment_of
-
-    return environment_of(name.removeprefix(PREFIX))
-
-
-@hookimpl
-def rollouts_list_components(kind: str) -> list[str] | None:
-    if kind != "environments" or find_spec("inspect_ai") is None:
-        return None
-    from rollouts_inspect.loading import names
-
-    return [PREFIX + name for name in names()]
+rollouts_find_component, rollouts_list_components = environment_families(
+    {"inspect": Family("rollouts_inspect:environment_of", "rollouts_inspect.loading:names", needs="inspect_ai")}
+)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollouts import Message
-from rollouts.errors import ConfigError, in_lines, named, suggestion
+from rollouts.errors import ConfigError, check_known, named
 
 PACKAGED = re.compile(r"[\w.-]+/[\w.-]+")
 GRADED = ("model_graded_qa", "model_graded_fact")
@@ -78,10 +78,7 @@ def _check_arguments(name: str, task: Any, given: Mapping[str, Any]) -> None:
     from inspect_ai._util.registry import registry_info, registry_lookup
 
     known = list(inspect.signature(registry_lookup("task", registry_info(task).name)).parameters)
-    for key in given:
-        if key not in known:
-            takes = f"it takes: {', '.join(known) or 'nothing'}"
-            raise ConfigError(in_lines(f"{name} has no argument --env.args.{key}", suggestion(key, known), takes))
+    check_known(given, known, f"{name} has no argument --env.args.", "it takes")
 
 
 def _reasons(task: Any) -> Iterator[str]:

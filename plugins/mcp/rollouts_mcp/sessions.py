@@ -169,9 +169,7 @@ async def _client(server: Server, stderr: TextIO) -> AsyncIterator[Client]:
         else:
             http = httpx2.AsyncClient(headers=dict(server.headers), timeout=httpx2.Timeout(30.0, read=None))
             transport = streamable_http_client(
-                server.url,
-                http_client=await stack.enter_async_context(http),
-                max_sse_event_size=RESULT_BYTES_MAX,
+                server.url, http_client=await stack.enter_async_context(http), max_sse_event_size=RESULT_BYTES_MAX
             )
         yield await stack.enter_async_context(Client(transport, cache=None))
 

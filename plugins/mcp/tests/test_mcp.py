@@ -124,7 +124,7 @@ def test_over_stdio():
     check_server(MCP(server=STDIO))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @lost_streams
 def test_over_http():
     with http_server() as found:
@@ -167,18 +167,19 @@ def results(episode) -> list[str]:
     return [message.text for message in episode.trajectory.messages if message.role == "tool"]
 
 
-@pytest.mark.slow
-def test_each_episode_has_a_session_of_its_own_unless_they_share_one():
+def test_each_episode_has_a_session_of_its_own():
     remembers = [called("remember", text="a"), called("calculator", expression="1 + 1")]
     kit = {"server": STDIO, "only": ["remember"]}
     assert [results(each) for each in play(kit, remembers, remembers)] == [["a", "2"], ["a", "2"]]
-    shared = play({**kit, "share": True}, remembers, remembers)
-    assert [results(each) for each in shared] == [["a", "2"], ["a,a", "2"]]
 
 
 @pytest.mark.slow
-def test_a_server_that_dies_fails_the_episode_and_a_shared_one_is_opened_again():
-    died, after = play({"server": STDIO, "share": True}, [called("die")], [called("add", a=1)])
+def test_a_shared_server_that_dies_fails_the_episode_and_is_opened_again():
+    remembers = [called("remember", text="a")]
+    *shared, died, after = play(
+        {"server": STDIO, "share": True}, remembers, remembers, [called("die")], [called("add", a=1)]
+    )
+    assert [results(each) for each in shared] == [["a"], ["a,a"]]
     assert died.trajectory.status is Status.ENVIRONMENT_ERROR and "was lost" in died.trajectory.error
     assert died.score.value is None and died.may_retry
     assert results(after) == ["3"] and after.score.value == 0.0

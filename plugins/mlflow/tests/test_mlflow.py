@@ -39,6 +39,11 @@ history = {name: [(each.step, each.value) for each in client.get_metric_history(
 tables = {table["path"]: json.loads((Path(run.info.artifact_uri[7:]) / table["path"]).read_text())
           for table in json.loads(run.data.tags["mlflow.loggedArtifacts"])}
 found = {"tables": tables, "name": run.info.run_name, "status": run.info.status, "params": run.data.params}
+from rollouts.errors import ConfigError
+try:
+    MLflowLogger(sys.argv[2], {}, 0, tracking_uri=sys.argv[3])
+except ConfigError as error:
+    found["refused"] = str(error)
 print(json.dumps({**found, **history}))
 """
 
@@ -55,10 +60,14 @@ def python(code, *arguments, **environment):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_a_run_is_written_and_continued(tmp_path):
-    store = {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/store", "MLFLOW_ALLOW_FILE_STORE": "true"}
-    found = json.loads(python(RUN, str(tmp_path / "run-7"), MLFLOW_EXPERIMENT_NAME="sums", **store).splitlines()[-1])
+    """And a server that does not answer is one error."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    own = {"MLFLOW_TRACKING_URI": f"file://{tmp_path}/store", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    own |= {"MLFLOW_EXPERIMENT_NAME": "sums", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    said = python(RUN, str(tmp_path / "run-7"), str(tmp_path / "other"), silent, **own)
+    found = json.loads(said.splitlines()[-1])
     assert (found["name"], found["status"]) == ("run-7", "FINISHED")
     assert found["reward/mean"] == [[step, step / 8] for step in range(4)]
     assert found["eval/reward_mean"] == [[1, 0.5], [3, 0.5]] and len(found["odd_name"]) == 4
@@ -70,6 +79,9 @@ def test_a_run_is_written_and_continued(tmp_path):
     assert found["eval/greedy_mean"] == [[0, 0.25], [2, 0.25]]
     params = found["params"]
     assert (params["env.digits"], params["lr"], len(params["note"])) == ("2", "0", 6000)
+    assert "MLflow did not start a run in the experiment 'sums'" in found["refused"]
+    assert "--logger.mlflow.tracking-uri" in found["refused"]
+    assert not (tmp_path / "other" / "mlflow_run_id.txt").exists()
 
 
 BY_VARIABLES = """
@@ -92,7 +104,7 @@ print(json.dumps([client.get_experiment(first.info.experiment_id).name, first.da
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_library_takes_its_variables(tmp_path):
     """The experiment by its id, tags of the run, the load of the machine, and a run that someone else began."""
     variables = {"TRACKING_URI": f"file://{tmp_path}/store", "ALLOW_FILE_STORE": "true",
@@ -102,20 +114,6 @@ def test_the_library_takes_its_variables(tmp_path):
     *found, last = json.loads(python(BY_VARIABLES, str(tmp_path / "run-7"), **given).splitlines()[-1])
     assert found == ["by its id", "sums"]
     assert (tmp_path / "run-7" / "mlflow_run_id.txt").read_text() == f"{last}\n", "a resumed run continues it"
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_answer_is_one_error(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    code = (
-        "import sys\nfrom rollouts_mlflow import MLflowLogger\nfrom rollouts.errors import ConfigError\n"
-        "try:\n    MLflowLogger(sys.argv[1], {}, 0, tracking_uri=sys.argv[2])\n"
-        "except ConfigError as error:\n    print(error)"
-    )
-    said = python(code, str(tmp_path), f"http://127.0.0.1:{port}", MLFLOW_HTTP_REQUEST_MAX_RETRIES="0")
-    assert "MLflow did not start a run in the experiment 'rollouts'" in said and "--logger.mlflow.tracking-uri" in said
-    assert not (tmp_path / "mlflow_run_id.txt").exists()
 
 
 def test_a_missing_library_says_what_to_install(tmp_path, monkeypatch):

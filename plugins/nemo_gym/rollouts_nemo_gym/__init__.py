@@ -10,7 +10,6 @@ session, and judges the conversation at the end.
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +20,7 @@ import msgspec
 import trio
 
 from rollouts import Score, Task, Tool, Trajectory, metric, reward
-from rollouts.env.json_schemas import plain_names, plain_schema
-from rollouts.env.services import Service, check_url
+from rollouts.env.services import Service, check_url, tools_of_server
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, ServiceLostError
 from rollouts_nemo_gym.responses import response_of
 from rollouts_nemo_gym.rows import Row, read_rows
@@ -31,7 +29,6 @@ from rollouts_nemo_gym.sessions import RefusedError, Session
 __all__ = ["NemoGym"]
 
 EXAMPLE = "http://127.0.0.1:8000"
-CALL_SECONDS = 5.0  # how much later than the session's deadline that of a tool is
 PATHS = ("/seed_session", "/verify")
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
@@ -106,19 +103,9 @@ class NemoGym:
 
     def tools(self, task: Task) -> list[Tool]:
         """The tools of the row."""
-        names = plain_names([each["name"] for each in self._row.tools])
-        return [
-            Tool(
-                names[each["name"]],
-                functools.partial(self._call, each["name"]),
-                str(each.get("description") or ""),
-                plain_schema(each.get("parameters") or {}),
-                self.call_seconds + CALL_SECONDS,
-            )
-            for each in self._row.tools
-        ]
+        return tools_of_server(self._row.tools, self._call, self.call_seconds)
 
-    async def _call(self, tool: str, /, **arguments: Any) -> str:
+    async def _call(self, tool: str, arguments: dict[str, Any]) -> str:
         """What the server answers to a call: its text, whatever its status is."""
         assert self._session is not None, "setup has run"
         status, text = await self._session.call(f"/{tool}", arguments)

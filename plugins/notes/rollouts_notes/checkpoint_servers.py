@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import trio
+from rollouts_servers.dialect import Dialect
+from rollouts_servers.http import HTTPClient
+from rollouts_servers.sglang import SGLang
+from rollouts_servers.vllm import VLLM
 
 from rollouts.errors import ConfigError
 from rollouts.inference.base import WeightUpdate
-from rollouts.inference.servers.dialect import Dialect
-from rollouts.inference.servers.http import PlainClient
-from rollouts.inference.servers.sglang import SGLang
-from rollouts.inference.servers.vllm import VLLM
 from rollouts.training.weights import files, probe
 from rollouts.training.weights.sending import raise_first
 
@@ -54,7 +54,7 @@ class _Server:
         await trio.to_thread.run_sync(_check_model, checkpoint_path)
         update = WeightUpdate(0, path=str(Path(checkpoint_path).absolute()))  # noqa: ASYNC240 - no disk access
         dialect = self.dialect()
-        async with PlainClient(self.base_url, api_key=self._api_key, timeout_seconds=self._timeout_seconds) as client:
+        async with HTTPClient(self.base_url, api_key=self._api_key, timeout_seconds=self._timeout_seconds) as client:
             await dialect.load_full(client, update)
         return {"success": True, "message": f"{dialect.software} at {client.url} loaded {checkpoint_path}"}
 

@@ -25,18 +25,18 @@ from rollouts.errors import ConfigError, TrainingError
 from rollouts.loggers.base import MetricsLogger
 from rollouts.plugins.signature import bind
 from rollouts.training.algorithms.advantages import baseline
-from rollouts.training.algorithms.algorithm import FIRST, Algorithm
+from rollouts.training.algorithms.algorithm import FIRST, Algorithm, Stage
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops import rl, sft
 from rollouts.training.loops.rl_batch import RLSettings
 from rollouts.training.rollout_gen.groups import group_samples
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager, RewardFn
-from rollouts.training.rollout_gen.steps import RolloutBatch, RolloutConfig
-from rollouts.training.rollout_gen.user_functions import graded
-from rollouts.training.samples import with_lists
+from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Sample, Task
 from rollouts_notes.checkpoint_servers import sync_weights_to_engines
+from rollouts_notes.manager import NO_ENGINE, AsyncRolloutManager, RewardFn
+from rollouts_notes.rows import RolloutBatch, RolloutConfig, with_lists
 from rollouts_notes.supervised import compute_advantages, prepare_sft_batch
+from rollouts_notes.user_functions import graded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -198,8 +198,8 @@ async def run_rl_training(
     """Generate, train and sync, for `config.num_steps` steps. Returns each step's metrics.
 
     Metrics have `step`, and the short names `mean_reward`, `max_reward`, `min_reward`, `loss`, `grad_norm` and `lr`.
-    `rollouts.training.loops.rl` has the loop itself, its other `options`, and what it raises. Also raises ConfigError
-    if the arguments do not fit together.
+    `rollouts.training.loops.rl` has the loop itself, and what it raises. Also raises ConfigError if the arguments do
+    not fit together. Other `options` are `schedule` (the stages), `syncing`, `start`, `on_samples` and `should_stop`.
 
     Args:
         backend: a PyTorchTrainingBackend, or a backend of `create_pytorch_backend`
@@ -218,7 +218,7 @@ async def run_rl_training(
     manager = _manager_of(rollout_manager, data_buffer, samples, config)
     manager.connect(backend)
     if inference_engines is None:
-        inference_engines = [] if manager.inference is None else [manager.inference]
+        inference_engines = [] if manager.inference in (None, NO_ENGINE) else [manager.inference]
     progress = Progress(config, backend, _servers_of(inference_engines))
     if progress.servers and options.get("syncing") is None:
         options["syncing"] = progress
@@ -235,14 +235,18 @@ async def run_rl_training(
             await on_logged(report)
 
     progress.begin("RL", steps=config.num_steps, weight_sync_every=f"{config.sync_every} steps")
-    options |= {"algorithm": algorithm or _algorithm_of(backend, config), "on_step": after, "on_logged": logged}
-    options["reward_fn"] = _reward_of(reward_fn, manager.config)
+    settings, of_config = _settings_of(config, manager.config), manager.reward_fn
+    stages = tuple(options.pop("schedule", ())) or (Stage(0, FIRST, algorithm or _algorithm_of(backend, config)),)
+    syncing = options.pop("syncing", None) or WeightSyncManager(inference_engines, temperature=settings.temperature)
+    start = options.pop("start", rl.BEGINNING)
+    given: dict[str, Any] = {"stages": stages, "syncing": syncing, "metrics_logger": metrics_logger, "start": start}
+    given["callbacks"] = rl.Callbacks(on_step=after, on_logged=logged, **options)
+    manager.reward_fn = _reward_of(reward_fn, manager.config) or of_config
     async with contextlib.nullcontext() if manager.is_open else manager:
-        given = (manager.data_buffer, manager, inference_engines, _settings_of(config, manager.config))
-        history = await rl.train_rl(backend, *given, metrics_logger, **options)
+        history = await rl.train_rl(backend, manager, settings, **given)
+    manager.reward_fn = of_config
     progress.say("RL training complete!")
-    first = options["start"].step if "start" in options else 0
-    return [metrics | {"step": step} for step, metrics in enumerate(history, first)]
+    return [metrics | {"step": step} for step, metrics in enumerate(history, start.step)]
 
 
 def _servers_of(engines: Sequence[Any]) -> list[Any]:

@@ -17,18 +17,19 @@ score the label at t + 1. `rollouts run` has its own losses, over the logprobs o
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from rollouts.errors import ConfigError, TrainingError
-from rollouts.models.futures import TorchThread, on_thread
+from rollouts.models.futures import TorchThread, TrainFuture
 from rollouts.models.loading import no_progress_bars
 from rollouts.plugins.signature import call_with, keywords_of
 from rollouts.training.algorithms.algorithm import Algorithm, as_algorithm
@@ -129,7 +130,7 @@ def create_fsdp_backend(
     from rollouts.config.files import NOWHERE
     from rollouts.config.objects import take_objects
     from rollouts.config.resolving import resolve
-    from rollouts.runs.jobs.evaluating import make_training
+    from rollouts.runs.jobs.train import make_training
     from rollouts.runs.plan import make_plan
 
     given = {"model": model, "loss": algorithm, "lr": lr, "steps": num_steps, "seed": seed, "lora_rank": lora_rank}
@@ -337,6 +338,22 @@ def _replace_weights(module: Any, weights: Mapping[str, Any]) -> None:
 # --- the backend ------------------------------------------------------------------------------------------------------
 
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _on_thread(
+    method: Callable[Concatenate[PyTorchTrainingBackend, P], T],
+) -> Callable[Concatenate[PyTorchTrainingBackend, P], TrainFuture[T]]:
+    """Decorator: the method runs on the backend's thread, and a call returns a future at once."""
+
+    @functools.wraps(method)
+    def submit(self: PyTorchTrainingBackend, /, *args: P.args, **settings: P.kwargs) -> TrainFuture[T]:
+        return self.thread.submit(method, self, *args, **settings)
+
+    return submit
+
+
 class PyTorchTrainingBackend:
     """A backend for a model, an optimizer and a loss function. Returns futures; one thread works in the order of calls.
 
@@ -408,7 +425,7 @@ class PyTorchTrainingBackend:
         """How servers get the weights; None for a model that is not one of transformers."""
         return ModelFiles(self.model) if hasattr(self.model, "save_pretrained") else None
 
-    @on_thread
+    @_on_thread
     def forward_backward(self, batch: Mapping[str, Any] | TrainBatch) -> dict[str, float]:
         """Accumulate the gradients of a batch. `input_ids` [B, L] go to the model, with `attention_mask` and
         `position_ids` if there are any. Returns the batch's mean `loss`, and the `grad_norm` of the mean over all
@@ -440,7 +457,7 @@ class PyTorchTrainingBackend:
         norm = float(nn.utils.get_total_norm(self._gradients()))
         return {"loss": value, "grad_norm": norm / self._denominator if self._denominator else 0.0}
 
-    @on_thread
+    @_on_thread
     def optim_step(self) -> dict[str, float]:
         """Divide the accumulated gradients by the sum of the denominators, step, and reset them. Returns `lr`; also
         `optim/skipped` 1.0 if the denominators add up to 0.
@@ -460,7 +477,7 @@ class PyTorchTrainingBackend:
         self.weight_version += 1
         return {"lr": lr}
 
-    @on_thread
+    @_on_thread
     def forward(
         self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",), *, only_live: bool = False
     ) -> ForwardOutput:
@@ -476,14 +493,14 @@ class PyTorchTrainingBackend:
         )
         return ForwardOutput(logprobs, entropy if "entropy" in needs else None)
 
-    @on_thread
+    @_on_thread
     def get_weights(self, kind: str = "full") -> dict[str, Any]:
         """A CPU copy of the weights by name. Raises TrainingError for any kind but "full"."""
         if kind != "full":
             raise TrainingError(f"a PyTorchTrainingBackend has no {kind} weights; create_pytorch_backend knows LoRA")
         return {name: value.detach().cpu().clone() for name, value in self.model.state_dict().items()}
 
-    @on_thread
+    @_on_thread
     def load_weights(self, weights: dict[str, Any]) -> None:
         """Replace all weights by name. Raises TrainingError if names or shapes differ."""
         _replace_weights(self.model, weights)

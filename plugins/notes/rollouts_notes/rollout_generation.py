@@ -22,9 +22,9 @@ from rollouts.errors import ConfigError, RolloutsError
 from rollouts.training.algorithms.algorithm import function_label
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import drop_reason
-from rollouts.training.rollout_gen.steps import RolloutBatch, RolloutConfig, convert_to_batch
-from rollouts.training.rollout_gen.user_functions import bare_prompt, check_samples, score_of
 from rollouts.types import Sample
+from rollouts_notes.rows import RolloutBatch, RolloutConfig, convert_to_batch
+from rollouts_notes.user_functions import bare_prompt, check_samples, score_of
 
 
 def generate_rollout_batches(

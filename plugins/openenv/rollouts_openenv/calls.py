@@ -10,14 +10,11 @@ import httpx
 import trio
 
 from rollouts.errors import ServiceLostError
+from rollouts_openenv.service import RefusedError
 
 SESSION_HEADER, KEY_HEADER = "X-Session-ID", "X-API-Key"
 PING_SECONDS = 60.0  # the server ends a session that is silent for 15 minutes
 TRIES = 3  # of a call whose stream breaks off; it continues the same call
-
-
-class FailedCallError(Exception):
-    """The server says that a call of a tool failed."""
 
 
 class Session:
@@ -32,7 +29,8 @@ class Session:
         """Begin the session, with a task of an environment."""
         self._env = env
         created = await self._in_time(self._events("/create_session", {}))
-        sid = _sid_of(created)
+        ended = _object(created.get("end", ""))
+        sid = ended.get("sid") if ended else created.get("task_id")  # the name of the session, else that of the stream
         if not sid:
             raise self._lost(f"it gave no session: {created}")
         self._sid = self._http.headers[SESSION_HEADER] = str(sid)
@@ -52,21 +50,15 @@ class Session:
         return tools
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The output of a tool: `blocks`, `reward`, `finished`. Raises FailedCallError."""
+        """The output of a tool: `blocks`, `reward`, `finished`. Raises RefusedError."""
         body = {"name": tool, "input": dict(arguments)}
-        with trio.move_on_after(self._seconds) as deadline:
-            answer = await self._continued(f"/{self._env}/call", body)
-        if deadline.cancelled_caught:
-            raise self._lost(f"it answered nothing for {self._seconds:g} seconds")
+        answer = await self._in_time(self._continued(f"/{self._env}/call", body))
         if "error" in answer:
-            raise FailedCallError(answer["error"] or "the tool failed")
-        try:
-            found = json.loads(answer["end"])
-        except ValueError:
-            found = None
-        if isinstance(found, dict) and found.get("ok") is False:
-            raise FailedCallError(str(found.get("error")))
-        output = found.get("output") if isinstance(found, dict) else None
+            raise RefusedError(answer["error"] or "the tool failed")
+        found = _object(answer["end"])
+        if found.get("ok") is False:
+            raise RefusedError(str(found.get("error")))
+        output = found.get("output")
         if not isinstance(output, dict) or not isinstance(output.get("finished", False), bool):
             raise self._lost(f"it answered {answer['end'][:200]!r}, which is no output of a tool")
         return output
@@ -141,13 +133,13 @@ class Session:
         return ServiceLostError(f"the ORS server {self._url} was lost: {why}")
 
 
-def _sid_of(events: Mapping[str, str]) -> str:
-    """The name of a session that was created: in the data of the end, else the id of the stream."""
+def _object(text: str) -> dict[str, Any]:
+    """The JSON object in a text; empty if it has none."""
     try:
-        found = json.loads(events.get("end") or "null")
+        found = json.loads(text)
     except ValueError:
         found = None
-    return str(found.get("sid") or "") if isinstance(found, dict) else events.get("task_id", "")
+    return found if isinstance(found, dict) else {}
 
 
 async def _parsed(answer: httpx.Response) -> AsyncIterator[tuple[str, str]]:

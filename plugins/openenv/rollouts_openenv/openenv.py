@@ -6,7 +6,6 @@ A task is one of the server's, or a seed of `reset`. The model acts by tools: th
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +16,16 @@ import trio
 
 from rollouts import Task, Tool
 from rollouts.env.background import Background, background
-from rollouts.env.json_schemas import plain_names, plain_schema
-from rollouts.env.services import Service, check_url
+from rollouts.env.json_schemas import plain_schema
+from rollouts.env.services import TOOL_SECONDS, Service, check_url, tools_of_server
 from rollouts.errors import ConfigError, ServiceLostError
-from rollouts_openenv.playing import OVER, Playing
-from rollouts_openenv.service import as_text, numbered_tasks, split_name, text_of_blocks
-from rollouts_openenv.sessions import Held, RefusedError, Session, Step
+from rollouts_openenv.playing import Playing
+from rollouts_openenv.service import as_text, text_of_blocks
+from rollouts_openenv.sessions import Held, Session, Step
 
 SEEDS = 2**30
 EXAMPLE = "http://127.0.0.1:8000"
 ACT = "act"
-ACT_SECONDS = 5.0  # how much later than the session's deadline that of a tool is
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -95,7 +93,7 @@ class OpenEnv(Playing):
             yield Server(facts, loop)
 
     def _ask(self) -> Facts:
-        service = Service(self.url, "OpenEnv server", self.headers)
+        service = self._service()
         schema, about = service.require("/schema"), service.get("/metadata") or {}
         names = service.get("/list_environments") or [""]
         splits = service.get(f"/{names[0]}/splits") if names[0] else None
@@ -117,12 +115,10 @@ class OpenEnv(Playing):
         prompt = described if self.instructions is None else self.instructions
         if not facts.splits:
             return self._seeds(split, rng, facts, prompt)
-        flag, given = ("--env.train-split", self.train_split)
-        if split == "eval":
-            flag, given = ("--env.eval-split", self.eval_split)
-        name = split_name(facts.splits, given, split, flag)
-        counted = Service(self.url, "OpenEnv server", self.headers).post(f"/{facts.name}/num_tasks", {"split": name})
-        return numbered_tasks(facts.name, name, (counted or {}).get("num_tasks"), prompt)
+        return self._tasks_of(self._service(), facts.name, facts.splits, split, prompt)
+
+    def _service(self) -> Service:
+        return Service(self.url, "OpenEnv server", self.headers)
 
     def _seeds(self, split: str, rng: random.Random, facts: Facts, prompt: str) -> Iterator[Task]:
         while True:
@@ -138,19 +134,11 @@ class OpenEnv(Playing):
         """The server's tools of MCP, and `act` for its own action."""
         facts = self._facts
         assert facts is not None, "setup has run"
-        found = {}
-        if facts.fields and self.actions == "tool":
-            words = str(facts.action.get("description") or "").strip() or "Act."
-            found[ACT] = Tool(ACT, self._act, words, self._schema(facts), self.call_seconds + ACT_SECONDS)
-        names = plain_names([*found, *facts.tools])
-        for name, given in facts.tools.items():
-            function = functools.partial(self._call, name)
-            schema = plain_schema(given.get("inputSchema") or given.get("input_schema") or {})
-            words = str(given.get("description") or "")
-            found[names[name]] = Tool(
-                names[name], _by_keyword(function), words, schema, self.call_seconds + ACT_SECONDS
-            )
-        return list(found.values())
+        if not facts.fields or self.actions != "tool":
+            return tools_of_server(facts.tools.values(), self._call, self.call_seconds)
+        words = str(facts.action.get("description") or "").strip() or "Act."
+        act = Tool(ACT, self._act, words, self._schema(facts), self.call_seconds + TOOL_SECONDS)
+        return [act, *tools_of_server(facts.tools.values(), self._call, self.call_seconds, own=ACT)]
 
     async def rollout(self, task: Task, model: Any) -> None:
         """Play the task in a session of its own. Raises ServiceLostError."""
@@ -191,7 +179,7 @@ class OpenEnv(Playing):
         """A tool of MCP."""
         assert self._session is not None and self._facts is not None, "rollout has begun"
         if not self._facts.calls_tools_by_steps:
-            return self._result(await self._asked(self._session.call, tool, arguments))
+            return self._result(await self._ask_session(self._session.call, tool, arguments))
         step = await self._take({"type": "call_tool", "tool_name": tool, "arguments": dict(arguments)})
         error = step.observation.get("error")
         if error:
@@ -209,23 +197,13 @@ class OpenEnv(Playing):
     async def _take(self, action: Mapping[str, Any]) -> Step:
         """Take an action. Raises ValueError if the server refuses it."""
         assert self._session is not None, "rollout has begun"
-        step: Step = await self._asked(self._session.step, action)
+        step: Step = await self._ask_session(self._session.step, action)
         self._note(step.reward, done=step.done)
         return step
 
-    async def _asked(self, request: Any, *args: Any) -> Any:
-        """The answer of the session. Raises ValueError if the server refuses the request."""
+    async def _ask_session(self, request: Any, *args: Any) -> Any:
         assert self._loop is not None, "setup has run"
-        if self._is_over:
-            raise ValueError(OVER)
-        self._is_unknown = True  # until the answer is here
-        try:
-            found = await self._loop.run(request, *args)
-        except RefusedError as error:
-            self._is_unknown = False
-            raise self._refuse(str(error)) from error
-        self._is_unknown = False
-        return found
+        return await self._asked(self._loop.run, request, *args)
 
     # --- texts and settings -------------------------------------------------------------------------------------------
 
@@ -261,13 +239,3 @@ class OpenEnv(Playing):
             self._text_field(facts)
         if not facts.fields and not facts.tools:
             raise ConfigError(f"--env.url {self.url}: the server's action has no fields, and it has no tools")
-
-
-def _by_keyword(function: Any) -> Any:
-    """A tool's function that takes the model's arguments by keyword."""
-
-    async def called(**arguments: Any) -> str:
-        text: str = await function(arguments)
-        return text
-
-    return called

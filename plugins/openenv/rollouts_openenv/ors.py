@@ -14,15 +14,13 @@ import msgspec
 import trio
 
 from rollouts import Task, Tool
-from rollouts.env.json_schemas import plain_names, plain_schema
-from rollouts.env.services import Service, check_url
+from rollouts.env.services import Service, check_url, tools_of_server
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, ServiceLostError, suggestion
-from rollouts_openenv.calls import KEY_HEADER, FailedCallError, Session
-from rollouts_openenv.playing import OVER, Playing
-from rollouts_openenv.service import numbered_tasks, split_name, text_of_blocks
+from rollouts_openenv.calls import KEY_HEADER, Session
+from rollouts_openenv.playing import Playing
+from rollouts_openenv.service import text_of_blocks
 
 EXAMPLE = "http://127.0.0.1:8080"
-CALL_SECONDS = 5.0  # how much later than the session's deadline that of a tool is
 
 Seconds = Annotated[float, msgspec.Meta(gt=0)]
 
@@ -76,12 +74,7 @@ class ORS(Playing):
 
     def tasks(self, split: str, rng: random.Random, shared: Facts) -> Sequence[Task]:
         """The tasks of the server's split."""
-        flag, given = ("--env.train-split", self.train_split)
-        if split == "eval":
-            flag, given = ("--env.eval-split", self.eval_split)
-        name = split_name(shared.splits, given, split, flag)
-        counted = self._service().post(f"/{shared.name}/num_tasks", {"split": name})
-        return numbered_tasks(shared.name, name, (counted or {}).get("num_tasks"), self.instructions)
+        return self._tasks_of(self._service(), shared.name, shared.splits, split, self.instructions)
 
     async def setup(self, task: Task, shared: Facts) -> None:
         """Begin a session with the task. Raises ServiceLostError."""
@@ -96,17 +89,7 @@ class ORS(Playing):
 
     def tools(self, task: Task) -> list[Tool]:
         """The tools of the task."""
-        names = plain_names([str(each["name"]) for each in self._tools])
-        return [
-            Tool(
-                names[str(each["name"])],
-                self._function(str(each["name"])),
-                str(each.get("description") or ""),
-                plain_schema(each.get("input_schema") or {}),
-                self.call_seconds + CALL_SECONDS,
-            )
-            for each in self._tools
-        ]
+        return tools_of_server(self._tools, self._call, self.call_seconds)
 
     async def rollout(self, task: Task, model: Any) -> None:
         """Play the task. Pings keep the session meanwhile."""
@@ -122,24 +105,10 @@ class ORS(Playing):
         if session is not None:
             await session.close()
 
-    def _function(self, name: str) -> Any:
-        async def called(**arguments: Any) -> str:
-            return await self._call(name, arguments)
-
-        return called
-
     async def _call(self, tool: str, arguments: Mapping[str, Any]) -> str:
         """Call a tool of the server. Raises ValueError if it failed."""
         assert self._session is not None, "setup has run"
-        if self._is_over:
-            raise ValueError(OVER)
-        self._is_unknown = True  # until the answer is here
-        try:
-            output = await self._session.call(tool, arguments)
-        except FailedCallError as error:
-            self._is_unknown = False
-            raise self._refuse(str(error)) from error
-        self._is_unknown = False
+        output = await self._asked(self._session.call, tool, arguments)
         self._note(output.get("reward"), done=output.get("finished", False))
         return text_of_blocks(output.get("blocks"))
 

@@ -1,4 +1,4 @@
-"""What environments behind servers have in common: the loop of an episode, the sum of rewards, the metrics.
+"""What environments behind servers have in common: numbered tasks, the loop of an episode, its rewards and metrics.
 
 The first message of an episode is known only when its session is open, so the loop is `rollout`. Not here: how a server
 is spoken to (`sessions`, `calls`).
@@ -7,10 +7,13 @@ is spoken to (`sessions`, `calls`).
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from rollouts import Message, Score, Status, Task, Trajectory, metric, reward
-from rollouts.errors import ServiceLostError
+from rollouts.env.services import Service
+from rollouts.errors import EnvironmentDefinitionError, ServiceLostError
+from rollouts_openenv.service import RefusedError, split_name
 
 OBSERVATION_CHARACTERS = 16_000
 OVER = "the episode is over"
@@ -19,6 +22,8 @@ OVER = "the episode is over"
 class Playing:
     """An episode on a server. A subclass calls `_play` in its `rollout`, and `_note` for each step."""
 
+    train_split: str
+    eval_split: str
     rewards: str
     unjudged: float | None
     max_errors: int
@@ -27,6 +32,16 @@ class Playing:
         self._turn = self._errors = 0
         self._is_over = self._is_unknown = False
         self._gains: list[tuple[int, float | None]] = []  # the turn and the reward of each step
+
+    def _tasks_of(
+        self, service: Service, name: str, splits: Sequence[Mapping[str, Any]], split: str, prompt: str
+    ) -> list[Task]:
+        """A task for each of the server's tasks in its split for `train` or `eval`. Raises ConfigError."""
+        own = split_name(splits, getattr(self, f"{split}_split"), split, f"--env.{split}-split")
+        count = (service.post(f"/{name}/num_tasks", {"split": own}) or {}).get("num_tasks")
+        if not isinstance(count, int) or count < 1:
+            raise EnvironmentDefinitionError(f"the server says that the split {own} of {name} has {count!r} tasks")
+        return [Task(prompt, info={"split": own, "index": index}, id=f"{name}/{own}/{index}") for index in range(count)]
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -51,6 +66,19 @@ class Playing:
     async def _answer(self, text: str) -> str | None:
         """The answer to a reply without a call; None ends the episode."""
         return None
+
+    async def _asked(self, ask: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        """What the session answers. Raises ValueError if the episode is over, or the server refuses the request."""
+        if self._is_over:
+            raise ValueError(OVER)
+        self._is_unknown = True  # until the answer is here
+        try:
+            found = await ask(*args)
+        except RefusedError as error:
+            self._is_unknown = False
+            raise self._refuse(str(error)) from error
+        self._is_unknown = False
+        return found
 
     def _note(self, gain: Any, *, done: bool) -> None:
         """Note the reward of a step, which may be None, and whether it was the last."""

@@ -1,4 +1,4 @@
-"""The splits and tasks that a server offers, and texts of what it answers."""
+"""The splits of a server, texts of what it answers, and its refusals."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rollouts import Task
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, near_misses
+from rollouts.errors import ConfigError, in_lines, suggestion
+
+
+class RefusedError(Exception):
+    """The server refuses a request, or a call of a tool failed. `code` is that of its answer, if it has one."""
+
+    def __init__(self, words: str, code: str = "") -> None:
+        super().__init__(words)
+        self.code = code
 
 
 def split_name(known: Sequence[Mapping[str, Any]], given: str, split: str, flag: str) -> str:
@@ -18,21 +25,14 @@ def split_name(known: Sequence[Mapping[str, Any]], given: str, split: str, flag:
     if given:
         if given in names:
             return given
-        near = "".join(f"\ndid you mean: {each}?" for each in near_misses(given, names)[:1])
-        raise ConfigError(f"{flag} {given}: the server has the splits {', '.join(names)}{near}")
+        has = f"{flag} {given}: the server has the splits {', '.join(names)}"
+        raise ConfigError(in_lines(has, suggestion(given, names)))
     types = ("train",) if split == "train" else ("test", "validation")
     for kind in types:
         found = [str(each["name"]) for each in known if kind in (each.get("name"), each.get("type"))]
         if found:
             return found[0]
     return names[0]
-
-
-def numbered_tasks(name: str, split: str, count: Any, prompt: str) -> list[Task]:
-    """A task for each of the server's tasks in a split."""
-    if not isinstance(count, int) or count < 1:
-        raise EnvironmentDefinitionError(f"the server says that the split {split} of {name} has {count!r} tasks")
-    return [Task(prompt, info={"split": split, "index": index}, id=f"{name}/{split}/{index}") for index in range(count)]
 
 
 def as_text(value: Any) -> str:

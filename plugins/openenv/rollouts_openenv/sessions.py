@@ -15,6 +15,7 @@ import trio_websocket
 
 from rollouts.env.background import Background
 from rollouts.errors import ServiceLostError, leaves_of
+from rollouts_openenv.service import RefusedError
 
 CONNECT_SECONDS, CLOSE_SECONDS = 20.0, 2.0
 MESSAGE_BYTES_MAX = 100 * 2**20
@@ -28,14 +29,6 @@ class Step(NamedTuple):
     observation: dict[str, Any]
     reward: Any
     done: bool
-
-
-class RefusedError(Exception):
-    """The server refuses a request: `code` is that of its answer."""
-
-    def __init__(self, code: str, words: str) -> None:
-        super().__init__(words)
-        self.code = code
 
 
 class Session:
@@ -61,7 +54,7 @@ class Session:
         params = {"name": tool, "arguments": dict(arguments)}
         answer = await self._ask("mcp", "mcp", {"jsonrpc": "2.0", "method": "tools/call", "id": 1, "params": params})
         if isinstance(answer.get("error"), dict):
-            raise RefusedError("EXECUTION_ERROR", str(answer["error"].get("message")))
+            raise RefusedError(str(answer["error"].get("message")))
         result = answer.get("result")
         return result if isinstance(result, dict) else {"content": []}
 
@@ -83,7 +76,7 @@ class Session:
         answer = self._read(text)
         found: dict[str, Any] = answer["data"]
         if answer["type"] == "error":
-            raise RefusedError(str(found.get("code")), _words(found))
+            raise RefusedError(_words(found), str(found.get("code")))
         if answer["type"] != expected:
             raise self._lost(f"it answered a {kind} with a message of the type {answer['type']!r}")
         return found

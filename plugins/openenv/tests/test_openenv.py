@@ -255,14 +255,18 @@ def test_texts():
     assert split_name([{"name": "a", "type": "validation"}, {"name": "b", "type": "train"}], "", "train", "") == "b"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "path"), [("openenv", "guessing"), pytest.param("ors", "ors", marks=pytest.mark.nightly)]
+    ("name", "path", "only"),
+    [
+        ("openenv", "guessing", ["settings", "rewards", "restore"]),
+        pytest.param("openenv", "guessing", [], marks=pytest.mark.nightly),
+        pytest.param("ors", "ors", [], marks=pytest.mark.nightly),
+    ],
 )
-def test_keeps_the_contract(url, name, path, capsys):
-    assert main(["check", name, "--env.url", f"{url}/{path}", "--env.unjudged", "0", "--skip", "wheel"]) == 0, (
-        capsys.readouterr().out
-    )
+def test_keeps_the_contract(url, name, path, only, capsys):
+    flags = ["--env.url", f"{url}/{path}", "--env.unjudged", "0", "--skip", "wheel"]
+    flags += [word for check in only for word in ("--only", check)]
+    assert main(["check", name, *flags]) == 0, capsys.readouterr().out
 
 
 def test_facts_that_are_no_facts_are_refused(url):

@@ -1,7 +1,7 @@
 """A small Ray cluster on this machine, in a process of its own: `python ray_cluster.py PYTHONPATH_OF_THE_HEAD`.
 
-It has two nodes, `home` and `away`. The first line that it prints is the address; the others answer the commands that
-it reads: `remove` and `add` the node `away`. It ends when its input is closed.
+It begins with the node `home`. The first line that it prints is the address; the others answer the commands that it
+reads: `add` and `remove` the node `away`. It ends when its input is closed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def main(path: str) -> None:
     head = {**NODE, "resources": {"home": 2.0}, "include_dashboard": False, "env_vars": {"PYTHONPATH": path}}
     cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": SYSTEM})
     try:
-        away = cluster.add_node(**NODE, resources={"away": 2.0})
         print(cluster.address, flush=True)
+        away = None
         for command in sys.stdin:
             if command.strip() == "remove":
                 cluster.remove_node(away, allow_graceful=False)

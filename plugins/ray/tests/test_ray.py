@@ -1,4 +1,4 @@
-"""Workers on a real Ray cluster of two nodes: the same numbers as inline; workers, actors and nodes that die; and one
+"""Workers on a real Ray cluster: the same numbers as inline; workers, actors and nodes that die; and one
 clear error for each thing that can be wrong.
 """
 
@@ -124,6 +124,13 @@ def cluster() -> Iterator[RayCluster]:
     shutil.rmtree(folder)
 
 
+@pytest.fixture(scope="module")
+def two_nodes(cluster: RayCluster) -> RayCluster:
+    """The cluster with another node, `away`."""
+    cluster.do("add")
+    return cluster
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -151,13 +158,13 @@ class TestCluster:
     pytestmark = needs_ray
 
     def test_the_numbers_are_those_of_a_run_without_worker(self, cluster):
-        worker = {"kind": "ray", "address": cluster.address, "count": 2}
-        rollouts.run(env="calculator", loss="grpo", out="inline", **SHORT)
-        rollouts.run(env="calculator", loss="grpo", out="ray", worker=worker, **SHORT)
-        assert logged("ray") == logged("inline") and len(logged("ray")) == 2
+        worker = {"kind": "ray", "address": cluster.address}
+        rollouts.run(env="calculator", loss="grpo", out="inline", **{**SHORT, "steps": 1})
+        rollouts.run(env="calculator", loss="grpo", out="ray", worker=worker, **{**SHORT, "steps": 1})
+        assert logged("ray") == logged("inline") and len(logged("ray")) == 1
 
     @pytest.mark.nightly
-    def test_a_process_an_actor_and_a_node_die_and_the_run_goes_on(self, cluster):
+    def test_a_process_an_actor_and_a_node_die_and_the_run_goes_on(self, two_nodes):
         ways = ["process", "actor", "node"]
 
         def order(report: Any) -> None:
@@ -166,12 +173,12 @@ class TestCluster:
 
         def remove() -> None:
             wait_until(Path("node-taken").exists)
-            cluster.do("remove")
-            cluster.do("add")
+            two_nodes.do("remove")
+            two_nodes.do("add")
 
         remover = threading.Thread(target=remove)
         remover.start()
-        worker = {"kind": "ray", "address": cluster.address, "count": 2, "resources": {"away": 1.0}}
+        worker = {"kind": "ray", "address": two_nodes.address, "count": 2, "resources": {"away": 1.0}}
         given = {**SHORT, "steps": 6, "retries": 3, "eval_tasks": 0}
         rollouts.run(
             env="./fragile.py:Fragile", loss="grpo", filter="none", on_step=order, worker=worker, out="run", **given
@@ -190,7 +197,9 @@ class TestCluster:
         ("how", "said"),
         [
             ("process", r"ended \(exit code 137.*\n.*playing\n  it ran on the node [0-9.]+ of the Ray cluster"),
-            ("actor", r"the worker on the node [0-9.]+ of the Ray cluster was lost: "),
+            pytest.param(
+                "actor", r"the worker on the node [0-9.]+ of the Ray cluster was lost: ", marks=pytest.mark.nightly
+            ),
         ],
     )
     def test_the_error_of_a_dead_worker_names_the_node(self, how, said, cluster):
@@ -214,19 +223,26 @@ class TestCluster:
             run.wait()
         wait_until(lambda: not any(map(psutil.pid_exists, worker_pids())))
 
+    @pytest.mark.nightly
+    def test_a_resource_that_the_cluster_lacks(self, cluster):
+        worker = {"kind": "ray", "address": cluster.address, "resources": {"big_disk": 1.0}}
+        with pytest.raises(ConfigError, match=r"has no node with big_disk 1\nits nodes: .*\(CPU 2, home 2\)"):
+            rollouts.run(env="calculator", worker=worker, **SHORT)
+
+    @pytest.mark.nightly
     @pytest.mark.parametrize(
         ("settings", "said"),
         [
-            ({"resources": {"big_disk": 1.0}}, r"has no node with big_disk 1\nits nodes: .*\(CPU 2, home 2\)"),
             ({"num_gpus": 1.0}, "has no node with GPU 1"),
             ({"resources": {"home": 1.0, "away": 1.0}}, "has no node with CPU 1 and away 1 and home 1"),
             ({"count": 9}, "has room for 4 workers with CPU 1 each, and worker.count is 9"),
         ],
     )
-    def test_what_the_cluster_lacks(self, settings, said, cluster):
+    def test_what_two_nodes_lack(self, settings, said, two_nodes):
         with pytest.raises(ConfigError, match=said):
-            rollouts.run(env="calculator", worker={"kind": "ray", "address": cluster.address, **settings}, **SHORT)
+            rollouts.run(env="calculator", worker={"kind": "ray", "address": two_nodes.address, **settings}, **SHORT)
 
+    @pytest.mark.nightly
     def test_what_is_in_use(self, cluster):
         def pool(**own: Any) -> WorkerPool:
             made = rollouts_ray.RayWorkers("calculator", 1, Options(), address=cluster.address, **own)
@@ -242,10 +258,21 @@ class TestCluster:
         second.close()
         third.close()
 
-    def test_a_node_that_cannot_import_the_environment(self, cluster):
-        worker = {"kind": "ray", "address": cluster.address, "resources": {"home": 1.0}}
-        rollouts.run(env="only_at_home:Fragile", loss="grpo", worker=worker, out="run", **{**SHORT, "steps": 1})
-        worker["resources"] = {"away": 1.0}
+    @pytest.mark.nightly
+    def test_an_environment_that_no_node_has(self, cluster):
+        worker = {"kind": "ray", "address": cluster.address}
+        with pytest.raises(ConfigError, match=r"the environment only_there:Fragile: .*there is no module"):
+            rollouts.run(env="only_there:Fragile", loss="grpo", worker=worker, **SHORT)
+
+    @pytest.mark.nightly
+    def test_a_node_that_cannot_import_the_environment(self, two_nodes):
+        own = {"address": two_nodes.address, "resources": {"home": 1.0}}
+        pool = WorkerPool(
+            "there", rollouts_ray.RayWorkers("only_at_home:Fragile", 1, Options(), **own), WorkerSettings(kind="ray")
+        )
+        assert pool.call("describe", {"name": "only_at_home:Fragile"}).class_name == "Fragile"
+        pool.close()
+        worker = {"kind": "ray", "address": two_nodes.address, "resources": {"away": 1.0}}
         with pytest.raises(ConfigError, match=r"the environment only_at_home:Fragile: .*there is no module"):
             rollouts.run(env="only_at_home:Fragile", loss="grpo", worker=worker, **SHORT)
 
@@ -255,9 +282,9 @@ class TestCluster:
     ("address", "said"),
     [
         ("127.0.0.1:1", r"no Ray cluster answers at 127.0.0.1:1 \(Connection refused\)"),
-        ("ray://127.0.0.1:1", r"no Ray cluster answers at ray://127.0.0.1:1"),
+        pytest.param("ray://127.0.0.1:1", r"no Ray cluster answers at ray://127.0.0.1:1", marks=pytest.mark.nightly),
         ("somewhere", "expected HOST:PORT, ray://HOST:PORT or auto"),
-        ("http://127.0.0.1:1", "expected HOST:PORT, ray://HOST:PORT or auto"),
+        pytest.param("http://127.0.0.1:1", "expected HOST:PORT, ray://HOST:PORT or auto", marks=pytest.mark.nightly),
     ],
 )
 def test_addresses_without_a_cluster(address, said):

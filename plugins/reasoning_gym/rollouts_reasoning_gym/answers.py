@@ -19,13 +19,7 @@ INSTRUCTIONS: dict[Format, str] = {
 LITERALS = {"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"}
 """Data sets that call `eval` on an answer, which may be a list."""
 
-EXPRESSIONS = {
-    "countdown",
-    "intermediate_integration",
-    "polynomial_multiplication",
-    "puzzle24",
-    "simple_integration",
-}
+EXPRESSIONS = {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
 """Data sets that parse an answer with sympy."""
 
 FUNCTIONS = set("Abs acos acot asin atan cos cosh cot csc exp ln log sec sin sinh sqrt tan tanh".split())

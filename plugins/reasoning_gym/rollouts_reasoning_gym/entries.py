@@ -25,9 +25,7 @@ import msgspec
 
 from rollouts.errors import ConfigError, in_lines, suggestion
 
-HASHED = {
-    *("codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"),
-}
+HASHED = {"codeio", "isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 """Data sets whose entries depend on the order of a set of texts, so on Python's hash seed."""
 
 ORACLES = {"graph_color": "possible_answer", "propositional_logic": "example_answer"}
@@ -56,6 +54,11 @@ def about(name: str) -> str:
     data_set_class, _ = factory().DATASETS[name]
     said = inspect.cleandoc(data_set_class.__doc__ or "").partition("\n\n")[0]
     return " ".join(said.split()).rstrip(".") or name
+
+
+def abouts() -> dict[str, str]:
+    """The names of all data sets, with what they are."""
+    return {name: about(name) for name in data_set_names()}
 
 
 def config_of(name: str, given: Mapping[str, Any], level: int | None, place: str = "--env.config") -> Any:

@@ -2,26 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from rollouts.plugins.families import Family, environment_families
 
-from rollouts import hookimpl
-
-PREFIX = "reasoning_gym/"
-
-
-@hookimpl
-def rollouts_find_component(kind: str, name: str) -> Any:
-    if kind != "environments" or not name.startswith(PREFIX):
-        return None
-    from rollouts_reasoning_gym import environment_of
-
-    return environment_of(name.removeprefix(PREFIX))
-
-
-@hookimpl
-def rollouts_list_components(kind: str) -> dict[str, str] | None:
-    if kind != "environments":
-        return None
-    from rollouts_reasoning_gym.entries import about, data_set_names
-
-    return {PREFIX + name: about(name) for name in data_set_names()}
+rollouts_find_component, rollouts_list_components = environment_families(
+    {"reasoning_gym": Family("rollouts_reasoning_gym:environment_of", "rollouts_reasoning_gym.entries:abouts")}
+)

@@ -54,12 +54,7 @@ class RewardModel:
 
 
 def load_reward_model(
-    name: str,
-    *,
-    label: str | int = "",
-    probability: bool = False,
-    device: str = "auto",
-    dtype: str = "float32",
+    name: str, *, label: str | int = "", probability: bool = False, device: str = "auto", dtype: str = "float32"
 ) -> RewardModel:
     """A reward model, from a folder or a hub name. A second call with the same arguments returns the same object.
 

@@ -56,10 +56,7 @@ def similar(
 
 
 def novelty(
-    trajectories: list[Trajectory],
-    *,
-    measure: Measure = "words",
-    characters_max: Annotated[int, Meta(ge=1)] = 2000,
+    trajectories: list[Trajectory], *, measure: Measure = "words", characters_max: Annotated[int, Meta(ge=1)] = 2000
 ) -> list[float]:
     """1 minus the mean similarity to the other replies of the group. A reply without others is new: 1.
 

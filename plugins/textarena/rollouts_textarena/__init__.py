@@ -25,7 +25,7 @@ from rollouts_textarena import catalog
 if TYPE_CHECKING:
     from rollouts_textarena.client import Game, Host
 
-__all__ = ["SelfPlay", "TextArena", "environment_of"]
+__all__ = ["SelfPlay", "TextArena", "environment_of", "self_play_of"]
 
 SEEDS = 2**32
 
@@ -147,13 +147,19 @@ class SelfPlay(_Games):
         return self._outcome(int(trajectory.role.removeprefix("player_")))
 
 
-@functools.cache
-def environment_of(game: str, *, is_self_play: bool = False) -> type[_Games] | None:
-    """The environment of a game; None if upstream has no game of this id, or none for two players for self-play."""
+def environment_of(game: str) -> type[_Games] | None:
+    """The environment of a game; None if upstream has no game of this id."""
     players = catalog.players_by_game().get(game)
-    if players is None or (is_self_play and players < 2):
-        return None
-    base: type[_Games] = SelfPlay if is_self_play else TextArena
-    ending = ", against itself." if is_self_play else "."
+    return None if players is None else _named(game, players, TextArena, "", ".")
+
+
+def self_play_of(game: str) -> type[_Games] | None:
+    """The environment of a game in which the model plays both sides; None if upstream has none for two of this id."""
+    players = catalog.players_by_game().get(game)
+    return None if players is None or players < 2 else _named(game, players, SelfPlay, "Self", ", against itself.")
+
+
+@functools.cache
+def _named(game: str, players: int, base: type[_Games], suffix: str, ending: str) -> type[_Games]:
     attributes = {"game": game, "players": players, "__doc__": f"{game} of TextArena{ending}", "__module__": __name__}
-    return type("".join(filter(str.isalnum, game)) + ("Self" if is_self_play else ""), (base,), attributes)
+    return type("".join(filter(str.isalnum, game)) + suffix, (base,), attributes)

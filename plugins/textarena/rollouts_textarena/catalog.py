@@ -42,6 +42,19 @@ def players_by_game() -> dict[str, int]:
     return {game: _players_of(_source_of(specification)) for game, specification in sorted(registry().items())}
 
 
+def abouts() -> dict[str, str]:
+    """The games for one and two players, with what they are."""
+    against = {1: "for one player", 2: "against a scripted opponent"}
+    players = players_by_game()
+    return {game: f"{game} of TextArena, {against[count]}" for game, count in players.items() if count in against}
+
+
+def abouts_of_self_play() -> dict[str, str]:
+    """The games that a model can play against itself, with what they are."""
+    both = [game for game, count in players_by_game().items() if count == 2]
+    return {game: f"{game} of TextArena, against itself" for game in both}
+
+
 @functools.cache
 def refusal(game: str) -> str:
     """Why a game cannot be served here; empty if it can."""

@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("textarena", reason="textarena is not installed; to run these tests: make test-adapters")
 
 import trio
-from rollouts_textarena import SelfPlay, TextArena, catalog, environment_of
+from rollouts_textarena import SelfPlay, TextArena, catalog, environment_of, self_play_of
 from rollouts_textarena.client import Host
 from rollouts_textarena.hooks import rollouts_list_components
 from rollouts_textarena.host import random_action
@@ -188,7 +188,7 @@ def check_self_play(game: str, seed: int, upstreams, host) -> None:
 
             return SimpleNamespace(say=say)
 
-    env = environment_of(game, is_self_play=True)(unfinished=-7.0)
+    env = self_play_of(game)(unfinished=-7.0)
     task = task_of(game, seed, host, [0, 1])
     env.setup(task, host)
     try:

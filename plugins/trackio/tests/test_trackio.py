@@ -48,7 +48,6 @@ def python(code, *arguments, **environment):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_a_local_run_is_written_and_continued(tmp_path):
     kept = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
     said = python(RUN, str(tmp_path / "run-7"), **kept)
@@ -60,7 +59,6 @@ def test_a_local_run_is_written_and_continued(tmp_path):
     assert [(value["step"], value["value"]) for value in values] == [(step, step / 8) for step in range(4)]
 
 
-@pytest.mark.slow
 def test_the_real_library_takes_its_variables(tmp_path):
     """A server of one's own, without the token that it needs: one error that names both."""
     code = (

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rollouts.errors import ConfigError, in_lines, named, suggestion
+from rollouts.errors import ConfigError, check_known, named
 
 SHIPPED = "verifiers.v1.tasksets"
 """The package of the tasksets in upstream's wheel."""
@@ -93,7 +93,8 @@ def make(taskset: str, config: Mapping[str, Any], harness: str = "", of_harness:
         raise ConfigError(f"{name} is no taskset that can be imported: {named(error)}") from error
     if loaders.task_type(taskset).NEEDS_CONTAINER or module_of(taskset) in IN_CONTAINERS:
         raise ConfigError(f"{name} cannot be served: {CONTAINER}")
-    _check_config(name, config_type, config)
+    known = [field for field in config_type.model_fields if field != "id"]
+    check_known(config, known, f"{name} has no field --env.config.", f"the fields of {name}")
     roles = list(agent_config_fields(env_type()))
     if len(roles) != 1:
         raise ConfigError(f"{name} cannot be served: it has several agents ({', '.join(roles)}), and a run trains one")
@@ -128,15 +129,6 @@ def _refuse_runtime(name: str, toolset: Any) -> None:
         raise ConfigError(
             f"{name} cannot be served: its tools {toolset.server_name} run in {kind}, not on this machine"
         )
-
-
-def _check_config(name: str, config_type: Any, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a field that the config does not have."""
-    known = [field for field in config_type.model_fields if field != "id"]
-    for key in given:
-        if key not in known:
-            has = f"the fields of {name}: {', '.join(known)}"
-            raise ConfigError(in_lines(f"{name} has no field --env.config.{key}", suggestion(key, known), has))
 
 
 def _reason(error: Exception) -> str:

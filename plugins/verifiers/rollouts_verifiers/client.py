@@ -32,12 +32,7 @@ class PolicyClient(Client):  # type: ignore[misc]
         self.conversations: dict[str, Conversation] = {}
 
     async def get_response(
-        self,
-        dialect: Dialect,
-        body: dict[str, Any],
-        sampling: Any,
-        session_id: str | None = None,
-        **_: Any,
+        self, dialect: Dialect, body: dict[str, Any], sampling: Any, session_id: str | None = None, **_: Any
     ) -> Response:
         """The reply of the model of this rollout. Raises ProviderError."""
         request = dialect.parse_request(body)

@@ -2,27 +2,8 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import Any
+from rollouts.plugins.families import Family, environment_families
 
-from rollouts import hookimpl
-
-PREFIX = "verifiers/"
-
-
-@hookimpl
-def rollouts_find_component(kind: str, name: str) -> Any:
-    if kind != "environments" or not name.startswith(PREFIX) or find_spec("verifiers") is None:
-        return None
-    from rollouts_verifiers import environment_of
-
-    return environment_of(name.removeprefix(PREFIX))
-
-
-@hookimpl
-def rollouts_list_components(kind: str) -> list[str] | None:
-    if kind != "environments" or find_spec("verifiers") is None:
-        return None
-    from rollouts_verifiers.catalog import taskset_names
-
-    return [PREFIX + name for name in taskset_names()]
+rollouts_find_component, rollouts_list_components = environment_families(
+    {"verifiers": Family("rollouts_verifiers:environment_of", "rollouts_verifiers.catalog:taskset_names", "verifiers")}
+)

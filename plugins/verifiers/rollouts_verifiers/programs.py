@@ -24,7 +24,7 @@ from verifiers.v1.runtimes import SubprocessRuntime
 from verifiers.v1.types import Response
 from verifiers.v1.utils import loaders
 
-from rollouts.errors import ConfigError, in_lines, named, suggestion
+from rollouts.errors import ConfigError, check_known, named
 from rollouts.gateway.endpoint import Endpoint
 
 OVER = '"episode_over"'
@@ -80,10 +80,7 @@ def check_harness(name: str, harness: str, config: Mapping[str, Any]) -> None:
             "environment `agent`: --env agent --env.command COMMAND"
         )
     known = [field for field in config_type.model_fields if field != "id"]
-    for key in config:
-        if key not in known:
-            has = f"the fields of {harness}: {', '.join(known)}"
-            raise ConfigError(in_lines(f"{label} has no field --env.harness-config.{key}", suggestion(key, known), has))
+    check_known(config, known, f"{label} has no field --env.harness-config.", f"the fields of {harness}")
 
 
 def check_tools(name: str, harness: str, tools: Collection[Any]) -> None:

@@ -334,7 +334,7 @@ def test_a_harness_equals_upstream(taskset, config, index, replies, harness, of_
 def test_names():
     own = [f"verifiers/{name}-v1" for name in ("adder", "boxes", "guess", "sums")]
     shipped = [f"verifiers/{name}" for name in ("harbor", "nemo-gym", "openenv", "textarena")]
-    assert rollouts_list_components("environments") == sorted([*own, *shipped])
+    assert list(rollouts_list_components("environments")) == sorted([*own, *shipped])
     assert rollouts_list_components("rewards") is None
     assert issubclass(rollouts_find_component("environments", "verifiers/sums-v1"), Verifiers)
     assert environment_of("somebody/sums-v1@1.0").taskset == "somebody/sums-v1@1.0", "a name of the hub"

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from rollouts.errors import ConfigError, in_lines, named, suggestion
+from rollouts.errors import ConfigError, check_known, named
 from rollouts_verifiers_v0.verdicts import record_failures
 
 SANDBOX = "it runs what the model writes in a sandbox of Prime Intellect's servers"
@@ -134,10 +134,8 @@ def _check_args(name: str, function: Any, given: Mapping[str, Any]) -> None:
     parameters = inspect.signature(function).parameters.values()
     known = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
-    for key in given if not takes_any else ():
-        if key not in known:
-            has = f"the arguments of {name}: {', '.join(known) or 'none'}"
-            raise ConfigError(in_lines(f"{name} has no argument --env.args.{key}", suggestion(key, known), has))
+    if not takes_any:
+        check_known(given, known, f"{name} has no argument --env.args.", f"the arguments of {name}")
     required = [each.name for each in parameters if each.name in known and each.default is each.empty]
     lacking = [key for key in required if key not in given]
     if lacking:

@@ -308,7 +308,8 @@ def test_equals_upstream(package, args, index, replies):
 
 
 def test_names():
-    assert rollouts_list_components("environments") == [f"verifiers-v0/vf-{n}" for n in ("capitals", "higher", "shop")]
+    names = [f"verifiers-v0/vf-{name}" for name in ("capitals", "higher", "shop")]
+    assert list(rollouts_list_components("environments")) == names
     assert rollouts_list_components("rewards") is None
     assert issubclass(rollouts_find_component("environments", "verifiers-v0/vf-capitals"), VerifiersV0)
     assert environment_of("somebody/vf-capitals").package == "somebody/vf-capitals", "a name of the hub"

@@ -19,13 +19,13 @@ from rollouts_check.descriptions import description
 from rollouts.config.files import NOWHERE
 from rollouts.config.merging import Component
 from rollouts.config.names import names_file, names_module
-from rollouts.config.settings import AUTO, COMPONENT_KINDS, OWN, OWN_KEYS
+from rollouts.config.settings import COMPONENT_KINDS
 from rollouts.data.source import KIND
 from rollouts.errors import AmbiguousComponentError, ConfigError, UnknownComponentError, UserError, words_of
 from rollouts.plugins.index import scan
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import Signature
-from rollouts.runs.components import Chosen, choose, read_component
+from rollouts.runs.components import OF_LOSS, Chosen, choose, read_component
 
 WAIT_SECONDS = 3.0  # how long an answer waits for an import
 FAILED_SECONDS = 10.0  # after this time, a component that failed is tried again
@@ -152,7 +152,7 @@ def chosen_alone(key: str, component: Component, loss: str = "") -> Chosen:
 
 def is_own(key: str, name: str) -> bool:
     """Whether the name of a component means a part of the loss."""
-    return (key in OWN_KEYS and not name) or (key, name) in (("shaping", OWN), ("filter", OWN), ("correction", AUTO))
+    return OF_LOSS.get(key) == name
 
 
 def names_of(key: str) -> list[dict[str, str]]:

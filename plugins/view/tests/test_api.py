@@ -307,6 +307,23 @@ def test_without_numpy_the_tasks_are_shown_all_the_same(make, asked, monkeypatch
     assert found["others"][0]["paired"] is None and len(found["others"][0]["tasks"]) == 2
 
 
+def test_a_read_only_disk(asked, make, monkeypatch):
+    run = make.run()
+    for index in (run / "trajectories").glob(".*.index"):
+        index.unlink()
+
+    def refuse(*given, **more):
+        raise OSError(30, "Read-only file system")
+
+    for module in ("rollouts.runs.times", "rollouts_view.listing"):
+        monkeypatch.setattr(f"{module}.write_whole", refuse)
+    assert asked("/api/runs/RUN/step_000000")["lines"] == 8
+    assert asked("/api/runs/RUN/step_000000/lines/5")["group"] == 1
+    assert not list((run / "trajectories").glob(".*.index"))
+    status, words = refusal(asked, "/api/runs/RUN/labels", body=b'{"note": "look"}', method="POST")
+    assert status == 507 and "Read-only file system" in words
+
+
 def test_labels_are_written_and_checked(make, asked):
     run = make.run()
     assert asked("/api/runs/RUN/labels", body=b'{"tags": ["best", "best"]}', method="POST")["tags"] == ["best"]

@@ -24,6 +24,7 @@ def write_times(run, name="step_000000"):
     (run / "trajectories" / f".{name}.times").write_bytes(rollouts.encoding.encode(times))
 
 
+@pytest.mark.nightly
 def test_a_run_is_followed_while_it_trains(opened, make):
     page = opened()  # before there is a run
     seen = []
@@ -73,6 +74,7 @@ def test_health(opened, make):
     page.wait_for_selector("text=step_000000, line 1")
 
 
+@pytest.mark.nightly
 def test_a_damaged_run(opened, recorded, make):
     opened.expected = "the server responded with a status of 400"
     file = recorded / "trajectories" / "step_000000.jsonl"
@@ -93,6 +95,7 @@ def test_a_damaged_run(opened, recorded, make):
     assert "Its settings cannot be read." in page.inner_text("main") and "damaged" in page.inner_text(".state")
 
 
+@pytest.mark.nightly
 def test_an_empty_run_and_an_old_one(opened, make):
     run = make.run()
     new = (run / "trajectories" / "step_000000.jsonl").read_text().splitlines()
@@ -207,26 +210,6 @@ def test_two_viewers_at_once(browser, serve, make):
         page.reload()
         page.wait_for_selector("text=1 run,")
     context.close()
-
-
-def test_a_read_only_disk(opened, make, monkeypatch):
-    opened.expected = "507"
-    run = make.run()
-    for index in (run / "trajectories").glob(".*.index"):
-        index.unlink()
-
-    def refuse(*given, **more):
-        raise OSError(30, "Read-only file system")
-
-    for module in ("rollouts.runs.times", "rollouts_view.listing"):
-        monkeypatch.setattr(f"{module}.write_whole", refuse)
-    assert "8 rows" in opened("run/RUN/step_000000").inner_text("main")
-    assert "step_000000, line 5" in opened("run/RUN/step_000000/5").inner_text("main")
-    assert not list((run / "trajectories").glob(".*.index"))
-    page = opened("run/RUN")
-    page.fill("input[aria-label=Note]", "look")
-    page.keyboard.press("Enter")
-    assert "Read-only file system" in page.inner_text("[role=alert]")
 
 
 def test_a_screen_reader_finds_names(opened, recorded):

@@ -240,6 +240,7 @@ def test_the_data_page(site, width):
     assert "owned" not in page.title() and not page.query_selector("main img")
 
 
+@pytest.mark.nightly
 def test_data_that_cannot_be_used(site):
     Path("bad.jsonl").write_text('{"messages": [\n[1]\n\n{"a": 1}\n')
     page = site(page_of_data("bad.jsonl"), data={"bad.jsonl": {"data": {"name": "bad.jsonl"}}})

@@ -75,15 +75,17 @@ def test_the_link_gives_a_cookie_and_the_cookie_everything(served, make):
     assert process.wait(20) == 0 and process.stderr.read() == ""
 
 
-def test_mistakes(make, tmp_path, served, capsys):
-    _, address, _ = served
+def test_mistakes(make, tmp_path, capsys):
+    make.run()
+    taken = socket.create_server(("127.0.0.1", 0))
     (tmp_path / "empty").mkdir()
     cases = [
         ([str(tmp_path / "nowhere")], "there is no directory"),
         ([str(tmp_path / "empty")], "has no runs"),
-        ([str(make.directory), "--port", address.rpartition(":")[2]], "it is taken; type another --port"),
+        ([str(make.directory), "--port", str(taken.getsockname()[1])], "it is taken; type another --port"),
         ([str(make.directory), "--port", "99999"], "--port"),
     ]
-    for arguments, words in cases:
-        assert main(["view", *arguments]) == 2
-        assert words in capsys.readouterr().err
+    with taken:
+        for arguments, words in cases:
+            assert main(["view", *arguments]) == 2
+            assert words in capsys.readouterr().err

@@ -51,7 +51,6 @@ def python(code, *arguments, **environment):
     return done.stdout
 
 
-@pytest.mark.slow
 def test_an_offline_run_is_in_the_run_folder(tmp_path):
     folder = tmp_path / "run-7"
     folder.mkdir()
@@ -68,7 +67,6 @@ def test_an_offline_run_is_in_the_run_folder(tmp_path):
     assert tables["samples"]["data"] == [["user: <b>2 + 2?", 1.0], ["user: 3?", None]]
 
 
-@pytest.mark.slow
 def test_the_real_library_takes_its_variables(tmp_path):
     """As its run has them, and in the file that `wandb sync` sends."""
     (tmp_path / "elsewhere").mkdir()

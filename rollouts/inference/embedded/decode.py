@@ -6,7 +6,7 @@ The decode slots (`decode_slots.py`) hold the caches and compute the logits. A f
 a queued row takes the slot. Everything here runs in the torch thread. The same rows in the same order give the same
 operations; nothing depends on time. The caller passes the version of the weights.
 
-top-p, top-k and min-p are not supported, because the trainer would have to reproduce them (see numerics.md).
+top-p, top-k and min-p are not supported, because the trainer would have to reproduce them.
 """
 
 from __future__ import annotations
@@ -69,21 +69,8 @@ class Decoder:
         Raises InferenceError if the model's logits are not finite.
         """
         self.statistics.batches += 1
-        for role in dict.fromkeys(row.role for row in rows):
-            if role:
-                use_adapter(self.model, role)
-            self._run([row for row in rows if row.role == role], version, deliver)
-
-    def _run(self, rows: list[DecodeRow], version: int, deliver: Callable[[list[DecodeRow]], None]) -> None:
-        """Sample rows of one role."""
         with evaluating(self.model):
-            for row in rows:
-                saved = None if row.session is None else self.sessions.take(row.session, version, row.role)
-                if saved is not None:
-                    # The common prefix is reused; the last token is always computed.
-                    row.cached = common_prefix(saved.tokens, row.tokens[:-1])
-                    row.saved = saved if row.cached else None
-            for queue, count in self._plan(rows):
+            for queue, count in self._parts(rows, version):
                 slots = self._slots(queue, count, version)
                 active: list[DecodeRow] = []
                 while queue or active:
@@ -104,6 +91,26 @@ class Decoder:
                         active = slots.release(active, finished)
                         deliver(done)
                 del slots  # frees its buffer before the next one is allocated
+
+    def _parts(self, rows: list[DecodeRow], version: int) -> Iterator[tuple[list[DecodeRow], int]]:
+        """The parts of a batch, each with its number of decode slots. In turn, the adapter of each role becomes active,
+        and its rows get the caches of their sessions.
+        """
+        for role in dict.fromkeys(row.role for row in rows):
+            if role:
+                use_adapter(self.model, role)
+            own = [row for row in rows if row.role == role]
+            for row in own:
+                saved = None if row.session is None else self.sessions.take(row.session, version, role)
+                if saved is not None:
+                    # The common prefix is reused; the last token is always computed.
+                    row.cached = common_prefix(saved.tokens, row.tokens[:-1])
+                    row.saved = saved if row.cached else None
+            shape = self.cache_support.shape
+            if shape is None:
+                yield sorted(own, key=lambda row: len(row.tokens)), self.rows_max
+            else:
+                yield from split_batch(own, self.rows_max, max(1, self.cache_bytes // shape.token_bytes))
 
     def _draw(self, rows: list[DecodeRow], logits: Tensor) -> None:
         """Sample one token for each row."""
@@ -135,12 +142,6 @@ class Decoder:
                 targets = ids[0, start + 1 : start + 1 + part.shape[0]].unsqueeze(1)
                 scores += part.gather(1, targets).squeeze(1).tolist()
         return scores
-
-    def _plan(self, rows: list[DecodeRow]) -> list[tuple[list[DecodeRow], int]]:
-        """The parts of a batch, each with its number of decode slots."""
-        if self.cache_support.shape is None:
-            return [(sorted(rows, key=lambda row: len(row.tokens)), self.rows_max)]
-        return split_batch(rows, self.rows_max, max(1, self.cache_bytes // self.cache_support.shape.token_bytes))
 
     def _slots(self, batch: list[DecodeRow], slots: int, version: int) -> DecodeSlots:
         shape = self.cache_support.shape

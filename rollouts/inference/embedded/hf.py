@@ -90,7 +90,7 @@ class HFInference:
         self._decoder = Decoder(
             model, rows_max=self.rows_max, cache_bytes=size, prefill_tokens_max=self.prefill_tokens_max
         )
-        self._scheduler = BatchScheduler()
+        self._scheduler = BatchScheduler(self._start_batch)
         own = context_tokens_max(model)
         self.context_tokens_max: int = min(own, self.context_tokens or own)
         self.vocabulary_size: int = model.get_input_embeddings().weight.shape[0]
@@ -123,15 +123,12 @@ class HFInference:
     def release_session(self, session: str) -> None:
         """From now on, no batch waits for this session (see `WaitsForSessions`)."""
         self._scheduler.release(session)
-        self._launch(self._scheduler.take_batch())
 
     def close_session(self, session: str) -> None:
         """End the session: free its cache, and start batches without it. It is safe to close a session twice."""
-        self._scheduler.close(session)
         self._decoder.sessions.close(session)
-        if self._scheduler.sessions:
-            self._launch(self._scheduler.take_batch())
-        else:
+        self._scheduler.close(session)
+        if not self._scheduler.sessions:
             # Frees the memory for the trainer. If the queue is full, the next batch replaces the buffer.
             with contextlib.suppress(queue.Full):
                 self._thread.submit(self._decoder.release_buffer)
@@ -148,12 +145,10 @@ class HFInference:
         pending = PendingRequest(request)
         pending.wait_scope.deadline = trio.current_time() + self.wait_seconds
         try:
-            if self._scheduler.add(pending):
-                self._launch(self._scheduler.take_batch())
-            else:
+            if not self._scheduler.add(pending):
                 await trio.lowlevel.checkpoint()
                 if pending.row is None:
-                    self._launch(self._scheduler.take_sessionless())
+                    self._scheduler.start_sessionless()
             with pending.wait_scope:
                 await pending.done.wait()
             if pending.answer is None:
@@ -165,8 +160,6 @@ class HFInference:
                 )
         finally:
             self._scheduler.remove(pending)
-            if self._scheduler.may_start:
-                self._launch(self._scheduler.take_batch())
         if isinstance(pending.answer, InferenceError):
             raise pending.answer
         return pending.answer
@@ -238,9 +231,8 @@ class HFInference:
         way = f"whole contexts: {cache_support.reason}" if is_slow else "with session caches"
         return Health(True, self.version, f"decoding {way}")
 
-    def _launch(self, pending_requests: list[PendingRequest]) -> None:
-        if not pending_requests:
-            return
+    def _start_batch(self, pending_requests: list[PendingRequest]) -> None:
+        """Called by the scheduler: decode these requests in the torch thread."""
         from rollouts.inference.embedded.decode import uniforms
         from rollouts.inference.embedded.decode_slots import DecodeRow
 

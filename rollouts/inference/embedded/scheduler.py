@@ -1,8 +1,9 @@
 """Starts batches of requests. This is the trio side of the embedded engine; it does not import torch.
 
-A batch starts when every open session either waits in `generate` or has closed. It contains all waiting requests. When
-a batch starts and how it is sorted depends on the episodes alone, never on the order in which trio runs tasks. A
-request without an open session does not wait for the others: it starts at the next scheduling point.
+A batch starts when every open session either waits in `generate` or has closed. It contains all waiting requests. Each
+method that changes a session or a request then looks whether a batch is ready (`_start_ready`); nothing else starts
+one. When a batch starts and how it is sorted depends on the episodes alone, never on the order in which trio runs
+tasks. A request without an open session does not wait for the others: it starts at the next scheduling point.
 
 No batch waits for a released session, whose episode is played by a program with a pace of its own. If all open sessions
 are released, their waiting requests start when no other batch runs.
@@ -10,6 +11,7 @@ are released, their waiting requests start when no other batch runs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,10 +64,14 @@ class PendingRequest:
 
 
 class BatchScheduler:
-    """Tracks the open `sessions` and the waiting requests. Every method is synchronous and runs in trio's thread."""
+    """Tracks the open `sessions` and the waiting requests. Every method is synchronous and runs in trio's thread.
 
-    def __init__(self) -> None:
+    `start` is called with the requests of a batch, in order.
+    """
+
+    def __init__(self, start: Callable[[list[PendingRequest]], None]) -> None:
         self.sessions: set[str] = set()
+        self._start = start
         self._released: set[str] = set()
         self._waiting: dict[str, list[PendingRequest]] = {}  # by open session
         self._sessionless: list[PendingRequest] = []  # requests without an open session
@@ -83,6 +89,7 @@ class BatchScheduler:
         """From now on, no batch waits for this session."""
         if session in self.sessions:
             self._released.add(session)
+        self._start_ready()
 
     def close(self, session: str) -> None:
         """Forget the session. Its waiting requests get an InferenceError. It is safe to close a session twice."""
@@ -90,17 +97,19 @@ class BatchScheduler:
         self._released.discard(session)
         for pending in self._waiting.pop(session, []):
             pending.resolve(InferenceError(f"session {session} was closed while it waited for a reply"))
+        self._start_ready()
 
     def add(self, pending: PendingRequest) -> bool:
-        """Queue a request. Returns whether the request belongs to an open session, and so waits for the other
-        sessions.
+        """Queue a request. Returns whether it belongs to an open session, and so waits for the other sessions. If not,
+        call `start_sessionless` at the next scheduling point.
         """
         session = pending.request.session
-        if session is not None and session in self.sessions:
-            self._waiting.setdefault(session, []).append(pending)
-            return True
-        self._sessionless.append(pending)
-        return False
+        if session is None or session not in self.sessions:
+            self._sessionless.append(pending)
+            return False
+        self._waiting.setdefault(session, []).append(pending)
+        self._start_ready()
+        return True
 
     def remove(self, pending: PendingRequest) -> None:
         """Remove a request that was answered or cancelled. Its session has no waiting request any more."""
@@ -113,6 +122,7 @@ class BatchScheduler:
             self._waiting[session].remove(pending)
             if not self._waiting[session]:
                 del self._waiting[session]
+        self._start_ready()
 
     def abort(self, session: str) -> None:
         """End the session's requests. Decoding rows leave at the next step; requests that wait return no tokens."""
@@ -122,32 +132,28 @@ class BatchScheduler:
             if pending.request.session == session:
                 pending.abandon()
 
-    def take_batch(self) -> list[PendingRequest]:
-        """All waiting requests, in order; an empty list while an open session may still send one. A released session
-        is not waited for.
-        """
-        if len(self._waiting) < len(self.sessions):
-            if self.missing() or (self._running and len(self._released) == len(self.sessions)):
-                return []
-        requests = [pending for waiting in self._waiting.values() for pending in waiting]
-        self._waiting.clear()
-        return self._take(requests)
-
-    def take_sessionless(self) -> list[PendingRequest]:
-        """All waiting requests without an open session, in order."""
+    def start_sessionless(self) -> None:
+        """Start all waiting requests without an open session."""
         requests, self._sessionless = self._sessionless, []
-        return self._take(requests)
+        self._begin(requests)
 
     def missing(self) -> list[str]:
         """The open sessions without a waiting request. The batch waits for them."""
         return sorted(self.sessions - self._waiting.keys() - self._released)
 
-    @property
-    def may_start(self) -> bool:
-        """Whether released sessions alone wait, and no batch runs."""
-        return bool(self._waiting) and not self._running and len(self._released) == len(self.sessions)
+    def _start_ready(self) -> None:
+        """Start all waiting requests, unless an open session may still send one. A released session is not waited for,
+        but if all are released, their requests wait for the running batch.
+        """
+        if len(self._waiting) < len(self.sessions):
+            if self.missing() or (self._running and len(self._released) == len(self.sessions)):
+                return
+        requests = [pending for waiting in self._waiting.values() for pending in waiting]
+        self._waiting.clear()
+        self._begin(requests)
 
-    def _take(self, requests: list[PendingRequest]) -> list[PendingRequest]:
-        self._running.update(requests)
-        # By (group, rollout, turn); requests without an order are sorted by seed and tokens.
-        return sorted(requests, key=lambda each: (each.request.order, each.request.seed, each.request.tokens))
+    def _begin(self, requests: list[PendingRequest]) -> None:
+        if requests:
+            self._running.update(requests)
+            # By (group, rollout, turn); requests without an order are sorted by seed and tokens.
+            self._start(sorted(requests, key=lambda each: (each.request.order, each.request.seed, each.request.tokens)))

@@ -5,23 +5,20 @@ environments. Not here: what rows and conversations are (`rollouts.data`).
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rollouts.chat.format import ChatFormat
 from rollouts.chat.masks import SupervisedRow, tokenize_supervised
-from rollouts.chat.shown import lost_words
 from rollouts.config.convert import unflagged
 from rollouts.config.settings import Settings
-from rollouts.data.conversations import BadRowError, add_unread, described, read_conversation, unread_words
-from rollouts.data.loaders import NotARow
+from rollouts.data.conversations import BadRowError, read_conversation
 from rollouts.data.source import DataRow, RowSettings, choose_loader, open_rows
-from rollouts.errors import ConfigError, ModelError, counted
+from rollouts.errors import ConfigError, counted
 from rollouts.runs.components import takes_rows
 from rollouts.runs.environments import HeldOutPrompts, PlannedEnvironment, demonstrations
 from rollouts.runs.plan import Plan
-from rollouts.training.datasets.chat_rows import ChatOptions, supervised_rows
+from rollouts.training.datasets.chat_rows import ChatOptions
 from rollouts.training.datasets.prepared import Preparer, ShuffledSamples, divided, prepare
 from rollouts.types import Message, Sample, Task
 
@@ -49,7 +46,7 @@ def training_rows(plan: Plan, held_out: Sequence[Task], chat: ChatFormat, watch:
     settings = plan.settings
     if not takes_rows(settings.mode, plan.chosen):
         return TrainingRows(demonstration_samples(plan.environments, held_out, settings, chat), [], [])
-    name, rows, found = _open(plan)
+    name, rows, found = open_data(plan)
     if rows.patience and not (rows.held_out and settings.eval_every):
         raise ConfigError(
             f"--data.patience {rows.patience}: it compares evaluations, so type --data.held-out 0.05 --eval-every 20"
@@ -73,7 +70,7 @@ def training_rows(plan: Plan, held_out: Sequence[Task], chat: ChatFormat, watch:
     return TrainingRows(samples, own, notes, rows.patience)
 
 
-def _open(plan: Plan) -> tuple[str, RowSettings, Iterator[DataRow]]:
+def open_data(plan: Plan) -> tuple[str, RowSettings, Iterator[DataRow]]:
     """The name of `--data`, its settings, and its rows."""
     (component,) = plan.resolved.components["data"]
     data = {"name": component.name, **unflagged(component.settings)}
@@ -104,41 +101,6 @@ class _Answers:
             self.count += answers
             if not answers:
                 yield row
-
-
-def tried_rows(plan: Plan, chat: ChatFormat, count: int) -> tuple[str, bool]:
-    """Describe the rows of the first `count` conversations, which are not kept, and say whether these are all. Raises
-    ConfigError for one that the run would refuse, and if there is none.
-    """
-    _, rows, opened = _open(plan)
-    forms, unread, lost, tokens, live, bad = Counter[str](), set[str](), Counter[str](), 0, 0, 0
-    for place, value in opened:
-        if sum(forms.values()) + bad == count:
-            break
-        try:
-            if isinstance(value, NotARow):
-                raise BadRowError(value.why)
-            conversation = read_conversation(value)
-            found, _, fields = supervised_rows(conversation, chat, chat_options(plan, rows))
-        except (BadRowError, ModelError) as error:
-            if rows.bad_rows != "skip":
-                raise ConfigError(f"{place}: {error}") from error
-            bad += 1
-            continue
-        forms[conversation.form] += 1
-        add_unread(unread, conversation.unread)
-        lost.update(fields)
-        tokens += sum(len(row.tokens) for row in found)
-        live += sum(weight > 0 for row in found for weight in row.loss_mask)
-    else:
-        count = -1
-    if not forms:
-        why = f"none of its first {counted(bad, 'row')} is one" if bad else "it holds none"
-        raise ConfigError(f"{plan.settings.data}: no conversations: {why}")
-    skipped = f"; {counted(bad, 'row')} skipped" if bad else ""
-    skipped += "".join(f"; {words}" for words in (unread_words(unread), lost_words(lost)) if words)
-    words = f"{described(forms, sum(forms.values()))}: {counted(tokens, 'token')}, {live} of them trained{skipped}"
-    return words if count < 0 else f"the first {words}", count < 0
 
 
 def chat_options(plan: Plan, rows: RowSettings) -> ChatOptions:

@@ -1,21 +1,26 @@
 """An evaluation: make and check the engine, play every held-out task, write the results. No training backend is made.
 
-The folder has every finished episode, also if the process is killed, and the evaluation can be resumed (`played`). Not
-here: how results are computed (`rollouts.evaluate`), and the parts of a session that all runs share (`session`).
+The folder has every finished episode, also if the process is killed, and the evaluation can be resumed. Not here:
+how results are computed (`rollouts.evaluate`), and the parts of a session that all runs share (`session`).
 """
 
 from __future__ import annotations
 
 import math
+import os
+import shlex
 import signal
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import trio
 
-from rollouts.errors import BudgetSpentError, counted
+from rollouts.disk import read_regular
+from rollouts.encoding import encode
+from rollouts.errors import BudgetSpentError, ConfigError, counted
 from rollouts.evaluate import numbers_of
 from rollouts.inference.base import CanMeter, InferenceBackend
 from rollouts.reducers import Reducer
@@ -33,7 +38,6 @@ from rollouts.runs.manifest import (
 from rollouts.runs.observer import PLAYING, Observer
 from rollouts.runs.opponents import entered, make_opponents
 from rollouts.runs.plan import Plan
-from rollouts.runs.played import PLAYED, keep, read_played
 from rollouts.runs.resume import resume_command
 from rollouts.runs.sample_rows import EVAL_SAMPLES, Judged
 from rollouts.runs.session import (
@@ -48,14 +52,15 @@ from rollouts.runs.session import (
 )
 from rollouts.runs.times import Start, evaluation_times
 from rollouts.runs.workers import death_metrics, open_folder
-from rollouts.training.rollout_gen.groups import check_judged, group_scorer
+from rollouts.training.rollout_gen.groups import check_judged, group_scorer, with_task
 from rollouts.training.rollout_gen.pool import FailurePolicy, Failures, Job, run_episodes
 from rollouts.types import Episode, Score, Task
 
 TRAJECTORIES = "eval"  # trajectories/eval.jsonl
+PLAYED = "trajectories/eval.played"
 
 
-def play_evaluation(
+def run_evaluation(
     plan: Plan, observer: Observer, started: Start, home: Path, resume: Path | None = None
 ) -> dict[str, Any]:
     """Play the evaluation to its end. Returns the content of summary.json. `started` is the start of the run.
@@ -75,9 +80,9 @@ def play_evaluation(
     with Session(observer, started, plan.manager) as session:
         folder = open_folder(session, plan.environments, make_folder, parts=("trajectories",))
         played, notes = read_played(folder.path, tasks)
-        engine_gets = plan.inference_arguments(None, str(folder.path))
         observer.phase(f"loading {Path(settings.model).name}")
-        inference = make_inference(plan.one("inference"), engine_gets, plan.environments, must_train=False)
+        spec = plan.engine._replace(folder=str(folder.path))
+        inference = make_inference(plan.one("inference"), spec, plan.environments, must_train=False)
         files = code_files(plan.references, plan.resolved.source)
         manifest = make_manifest(settings.seed, plan.references, files, folder)
         if resume is None:
@@ -214,7 +219,7 @@ class EvaluationJob:
 
     def _keep(self, job: Job, episode: Episode) -> None:
         self._episodes[job.order] = episode
-        keep(self._session.folder, episode)
+        self._session.folder.append(PLAYED, encode(episode) + b"\n")
         if episode.score.value is not None:
             self._rewards.append(episode.score.value)
         reward_mean = statistics.fmean(self._rewards) if self._rewards else None
@@ -250,3 +255,43 @@ def _metrics(summary: dict[str, Any]) -> dict[str, float]:
     flat |= {f"role/{role}/reward_mean": own["reward_mean"] for role, own in summary.get("roles", {}).items()}
     numbers = {name: value for name, value in flat.items() if isinstance(value, int | float)}
     return {f"eval/{name}": float(value) for name, value in numbers.items() if math.isfinite(value)}
+
+
+# --- the episodes, kept as they end ---
+# PLAYED has a line of JSON for each finished episode, in the order in which they ended, without the rewards of whole
+# groups. A resumed evaluation reads it and plays the rest. It is removed when no episode is left to play.
+
+
+def read_played(folder: Path, tasks: Sequence[Task]) -> tuple[dict[tuple[int, int], Episode], list[str]]:
+    """The episodes that an evaluation of these tasks has finished, by (task, sample), and notes for the user.
+
+    Episodes that failed because of the infrastructure are left out, and so are lines that cannot be read, such as the
+    last line of a killed process: they are played again. Raises ConfigError if the tasks are others now.
+    """
+    path = folder / PLAYED
+    if not path.exists():
+        return {}, []
+    content = read_regular(path)
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        os.truncate(path, len(whole))  # the next line begins on its own
+    found, damaged = dict[tuple[int, int], Episode](), 0
+    for row, line in enumerate(whole.splitlines(), start=1):
+        try:
+            episode = msgspec.json.decode(line, type=Episode)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            damaged += 1
+            continue
+        index = episode.order[0]
+        if index >= len(tasks) or tasks[index].key != episode.task.key:
+            again = shlex.quote(str(folder / CONFIG))
+            raise ConfigError(
+                f"{path}, line {row}: task {index} of this evaluation is another one now: the environment, its data or "
+                f"its package has changed\nto begin a new evaluation, type: rollouts eval {again}"
+            )
+        found[episode.order] = with_task(episode, tasks[index])
+    failed = {order for order, episode in found.items() if episode.status.is_infrastructure}
+    notes = [f"warning: {counted(damaged, 'line')} of {PLAYED} cannot be read"] if damaged else []
+    if failed:
+        notes.append(f"{counted(len(failed), 'failed episode')} are played again")
+    return {order: episode for order, episode in found.items() if order not in failed}, notes

@@ -1,4 +1,4 @@
-"""The evaluations of a training run, also while training goes on; its engines and its training backend.
+"""The evaluations of a training run, also while training goes on.
 
 With `--eval-inference`, an evaluation between two steps has an engine of its own, which gets the weights of that step.
 Training goes on while it plays, and at most one plays at a time: the next one waits for it. Not here: when a run
@@ -9,28 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import trio
 
-from rollouts.errors import ConfigError, cause_of, counted
+from rollouts.errors import cause_of, counted
 from rollouts.evaluate import Evaluation, check_passes, evaluate, evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import read_lines
-from rollouts.runs.components import make_component
 from rollouts.runs.folder import EVALUATED, METRICS, episode_records
 from rollouts.runs.jobs.saving import ranking_of
-from rollouts.runs.plan import Plan, config_text
 from rollouts.runs.resume import RunState
 from rollouts.runs.sample_rows import EVAL_SAMPLES, held_out_rollouts
-from rollouts.runs.session import Player, Session, make_inference
+from rollouts.runs.session import Player, Session
 from rollouts.runs.times import evaluation_times
-from rollouts.training.batches import RankServer, TrainingBackend
+from rollouts.training.batches import TrainingBackend
 from rollouts.training.batching import make_batch
 from rollouts.training.rollout_gen.groups import GroupScorer
 from rollouts.training.rollout_gen.pool import Failures, Job
@@ -56,7 +52,7 @@ class HeldOutTasks:
         """Whether there is anything to evaluate."""
         return bool(self.tasks and self.player.rewards)
 
-    async def play(self, when: str, done: int, inference: InferenceBackend, *, shows: bool = True) -> dict[str, Any]:
+    async def measure(self, when: str, done: int, inference: InferenceBackend, *, shows: bool = True) -> dict[str, Any]:
         """The results of an evaluation after `done` steps, in the form of summary.json. The episodes are kept in
         `trajectories/eval_*.jsonl`. `shows`: the observer and the loggers see the episodes.
 
@@ -104,22 +100,6 @@ class HeldOutTasks:
 
 
 # --- while training goes on -------------------------------------------------------------------------------------------
-
-
-def make_engines(plan: Plan, backend: TrainingBackend, folder: Path) -> list[InferenceBackend]:
-    """The run's engine, and that of `--eval-inference` if there is one, not entered. Raises UserError."""
-    environments, gets = plan.environments, plan.inference_arguments(backend, str(folder))
-    engines = [make_inference(plan.one("inference"), gets, environments, must_train=plan.settings.samples)]
-    for chosen in plan.chosen["eval_inference"]:
-        gets = plan.inference_arguments(backend, str(folder / "eval_inference"), pinned=True)
-        pinned = make_inference(chosen, gets, environments, must_train=True)
-        if not pinned.capabilities.owns_weights:
-            raise ConfigError(
-                f"--eval-inference {chosen.name}: it shares the weights of the trainer, which change while it "
-                "evaluates; an engine that names `pinned` in its factory can make a copy (docs/inference.md)"
-            )
-        engines.append(pinned)
-    return engines
 
 
 class Finished(NamedTuple):
@@ -183,7 +163,7 @@ class Evaluator:
             return loss
         # These weights may have been evaluated just before the run stopped.
         if when != "after" or not done or self._last is None or self._last.done != done:
-            self._last = Finished(done, await self.own.play(when, done, self._engine))
+            self._last = Finished(done, await self.own.measure(when, done, self._engine))
         evaluation = self._last.evaluation
         if when in self.results:
             self.results[when] = evaluation
@@ -213,7 +193,7 @@ class Evaluator:
 
     async def _play_beside(self, done: int) -> None:
         assert self._beside is not None, "started without a second engine"
-        self._finished = Finished(done, await self.own.play(f"step {done}", done, self._beside, shows=False))
+        self._finished = Finished(done, await self.own.measure(f"step {done}", done, self._beside, shows=False))
         self._ended.set()
 
     async def wait(self) -> float:
@@ -288,34 +268,3 @@ async def held_out_loss(backend: TrainingBackend, samples: Sequence[Sample], per
             total -= sum(w * p for w, p in zip(row.loss_mask, logprobs, strict=True))
             weight += sum(row.loss_mask)
     return total / weight
-
-
-# --- the training backend ---------------------------------------------------------------------------------------------
-
-
-def make_training(plan: Plan, watch: Callable[[str], None] = lambda name: None) -> TrainingBackend | RankServer:
-    """The training backend with its model loaded; on a rank above 0 of a distributed backend, the RankServer. `watch`
-    is called with the name of this phase.
-
-    Raises UserError, also if a launcher started several processes and the backend supports only one.
-    """
-    settings, chosen = plan.settings, plan.one("training")
-    watch(f"loading {Path(settings.model).name}")
-    available = plan.training_arguments() | {"config": config_text(plan.resolved, with_secrets=True)}
-    backend: TrainingBackend | RankServer = make_component("training backend", chosen, available)
-    if isinstance(backend, RankServer):
-        return backend
-    launched = os.environ.get("WORLD_SIZE", "1")
-    if launched != "1" and backend.world_size == 1:
-        backend.close()
-        raise ConfigError(
-            f"a launcher started {launched} processes (WORLD_SIZE), but --training {chosen.name} trains in one; type "
-            "--training fsdp, or start it without a launcher"
-        )
-    if settings.profile and not backend.can_profile:
-        backend.close()
-        raise ConfigError(
-            f"--profile {settings.profile}: the training backend {chosen.name} cannot be profiled; leave --profile "
-            "out, or choose another one, such as --training torch"
-        )
-    return backend

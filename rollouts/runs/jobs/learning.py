@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollouts.config.settings import Settings
-from rollouts.models.loading import BUNDLED
 from rollouts.training.algorithms.advantages import SPREAD_MIN
 from rollouts.training.algorithms.algorithm import Algorithm, function_label, needs, requests
 from rollouts.training.algorithms.checks import ONE_SAMPLE, compares_groups
@@ -37,10 +36,7 @@ UNKNOWN = "tool_failure/unknown_tool"
 """The metric of a trajectory that counts its calls of tools that do not exist."""
 
 ADVICE = "train on demonstrations first, or longer (--mode sft+rl), or give --model a model that can call tools"
-"""What to do if the model cannot call tools. `advice_after_sft` is for a run that begins with demonstrations."""
-
-LOW, HIGH = 0.1, 0.98
-"""Shares of the largest reward. A mean reward outside of them leaves reinforcement little to learn from."""
+"""What to do if the model cannot call tools."""
 
 
 @dataclass
@@ -91,41 +87,11 @@ def findings(
     metrics: Mapping[str, float],
     algorithm: Algorithm,
     settings: Settings,
-    advice: str = ADVICE,
 ) -> dict[str, str]:
     """What is wrong with one step of mode rl, by topic, for `LearningCheck.see`. `advantages` [N] are the mean
-    advantages of the kept groups' rollouts. `advice` is what to do if the model cannot call tools.
+    advantages of the kept groups' rollouts.
     """
-    return {NOTHING: why_nothing(groups, advantages, metrics, algorithm, settings), **failing_calls(groups, advice)}
-
-
-def advice_after_sft(sft: Settings) -> str:
-    """What to do if the model cannot call tools after a supervised phase with these settings."""
-    return f"train longer on demonstrations first ({_longer(sft)}), or give --model a model that can call tools"
-
-
-def _longer(sft: Settings) -> str:
-    """Flags for a longer supervised phase."""
-    steps = f"--sft.steps {max(300, 2 * sft.steps)}"
-    if sft.model not in BUNDLED or sft.lora_rank:
-        return steps
-    return f"{steps} --sft.lr 1e-3 --sft.prompts-per-step {max(32, sft.prompts_per_step)}"
-
-
-def note_after_sft(evaluation: Mapping[str, Any], sft: Settings) -> str:
-    """What to do if the supervised phase has left a reward that reinforcement learns little from; else empty.
-    `evaluation` has the form of summary.json, and `sft` are the settings of the phase. The largest reward is taken to
-    be the sum of the weights above 0.
-    """
-    mean, largest = evaluation.get("reward_mean"), sum(w for w in evaluation.get("weights", {}).values() if w > 0)
-    if mean is None or not largest:
-        return ""
-    after = f"after the supervised phase the sampled reward is {mean:.3f}"
-    if abs(mean) < LOW * largest:
-        return f"{after}, and reinforcement needs about {LOW * largest:g} to learn from; train longer: {_longer(sft)}"
-    if HIGH * largest <= mean <= largest:
-        return f"{after}, so nothing is left to learn; give harder tasks, or fewer supervised steps (--sft.steps)"
-    return ""
+    return {NOTHING: why_nothing(groups, advantages, metrics, algorithm, settings), **failing_calls(groups)}
 
 
 def why_nothing_demonstrated(metrics: Mapping[str, float]) -> str:
@@ -227,7 +193,7 @@ def _why_truncated(played: Sequence[Episode], settings: Settings) -> str:
     return f"all replies were cut off: {reasons.most_common(1)[0][0]}"
 
 
-def failing_calls(groups: Iterable[Group], advice: str = ADVICE) -> dict[str, str]:
+def failing_calls(groups: Iterable[Group]) -> dict[str, str]:
     """For each tool that was called: why it failed in every call, with the first error; empty if a call went well. The
     topic CALLS has the calls that no tool answered, because they were malformed or of an unknown tool. Trajectories
     of a saved run do not say which tools there were; their counts say if a tool was unknown.
@@ -240,7 +206,7 @@ def failing_calls(groups: Iterable[Group], advice: str = ADVICE) -> dict[str, st
             first_error = next(iter(text.removeprefix(ERROR).splitlines()), "")
             is_error = text.startswith(ERROR)
             if call.error or (is_error and may_be_unknown and call.name not in known):
-                words = f"no tool ran, for every call was malformed or of an unknown tool: {first_error!r}; {advice}"
+                words = f"no tool ran, for every call was malformed or of an unknown tool: {first_error!r}; {ADVICE}"
                 found.setdefault(CALLS, words)
             elif not is_error or not known:
                 found[call.name] = ""
@@ -248,7 +214,7 @@ def failing_calls(groups: Iterable[Group], advice: str = ADVICE) -> dict[str, st
                 words = f"the tool `{call.name}` failed in every call: {trajectory.tool_errors[call.name]}"
                 found.setdefault(call.name, words)
             else:
-                words = f"the tool `{call.name}` got wrong arguments in every call: {first_error}; {advice}"
+                words = f"the tool `{call.name}` got wrong arguments in every call: {first_error}; {ADVICE}"
                 found.setdefault(call.name, words)
     if found.keys() - {CALLS}:  # a tool was called, and says more
         found |= {CALLS: ""} if CALLS in found else {}

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollouts.chat.format import ChatFormat
 from rollouts.inference.base import InferenceBackend
-from rollouts.runs.components import chosen_sampler
-from rollouts.runs.environments import HeldOutPrompts, few_held_out_notes, task_buffer
+from rollouts.runs.components import chosen_sampler, takes_rows
+from rollouts.runs.environments import HeldOutPrompts, demonstrations, few_held_out_notes, task_buffer
 from rollouts.runs.plan import Plan
 from rollouts.training.algorithms.algorithm import Algorithm, stage_at
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import advantage_rewards, why_untrained
-from rollouts.training.rollout_gen.groups import Group, GroupScorer
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.groups import Group, GroupRules, GroupScorer
+from rollouts.training.rollout_gen.manager import GroupManager
 from rollouts.training.rollout_gen.pool import Failures, Play
-from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.rollout_gen.steps import StepSettings
 from rollouts.types import Sample, Task
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ def run_data(
         notes = [*saved.notes(settings, chat.tokenizer), *notes]
         return RunData(held_out, positions_buffer(len(saved.places), settings.seed), notes, saved)
     if settings.mode == "rl":
-        buffer = task_buffer(plan.environments, held_out, settings.prompts_per_step, chosen_sampler(plan.chosen))
-        return RunData(held_out, buffer, notes)
+        return RunData(held_out, _tasks(plan, held_out), notes)
     from rollouts.runs.jobs.chat_data import training_rows
 
     rows = training_rows(plan, [*held_out, *also_held_out], chat, watch)
@@ -69,6 +68,24 @@ def run_data(
     notes += [f"{shared} {words}: demonstrations('train', rng) must not return any"] if shared else []
     notes = [*rows.notes, *notes]
     return RunData(held_out, DataBuffer([]), notes, None, rows.samples, rows.held_out, rows.patience)
+
+
+def check_data(plan: Plan, held_out: Sequence[Task]) -> None:
+    """Raise UserError if a run without these tasks has nothing to train on. Rows of `--data` are not read."""
+    settings = plan.settings
+    if settings.from_run:
+        from rollouts.runs.saved import open_runs
+
+        open_runs(settings, held_out)
+    elif settings.mode == "rl":
+        _tasks(plan, held_out)
+    elif settings.mode == "sft" and not takes_rows(settings.mode, plan.chosen):
+        next(demonstrations(plan.environments, held_out, settings.prompts_per_step))
+
+
+def _tasks(plan: Plan, held_out: Sequence[Task]) -> DataBuffer:
+    sampler = chosen_sampler(plan.chosen)
+    return task_buffer(plan.environments, held_out, plan.settings.prompts_per_step, sampler)
 
 
 def group_source(
@@ -80,7 +97,7 @@ def group_source(
     inference: InferenceBackend,
     score_groups: GroupScorer | None,
     failures: Failures,
-) -> AsyncRolloutManager | SavedGroups:
+) -> GroupManager | SavedGroups:
     """The source of a run's groups, in its `state` of the checkpoint; empty for a run that begins."""
     settings, saved = plan.settings, data.saved
 
@@ -90,7 +107,8 @@ def group_source(
     def see_rewards(group: Group, step: int) -> list[float | None]:
         return advantage_rewards(group, algorithm(step), step, max_tokens=settings.max_tokens)
 
-    source: AsyncRolloutManager | SavedGroups
+    source: GroupManager | SavedGroups
+    rules = GroupRules(plan.filters, see_rewards, score_groups)
     if saved is not None:
         from rollouts.training.rollout_gen.saved import SavedGroups
 
@@ -98,13 +116,12 @@ def group_source(
             data.buffer,
             len(saved.places),
             saved.group,
-            RolloutConfig(settings.prompts_per_step),
+            StepSettings(settings.prompts_per_step),
             why_untrained=lambda g, step: why_untrained(g, algorithm(step), step, max_tokens=settings.max_tokens),
-            filters=plan.filters,
-            see_rewards=see_rewards,
+            rules=rules,
         )
     else:
-        config = RolloutConfig(
+        config = StepSettings(
             settings.prompts_per_step,
             settings.samples_per_prompt,
             settings.over_sampling,
@@ -113,16 +130,7 @@ def group_source(
             refills_max=max(1, settings.refill),
             staleness=settings.staleness,
         )
-        source = AsyncRolloutManager(
-            data.buffer,
-            config,
-            play=play,
-            inference=inference,
-            filters=plan.filters,
-            see_rewards=see_rewards,
-            score_groups=score_groups,
-            failures=failures,
-        )
+        source = GroupManager(data.buffer, config, play, inference, rules, failures)
     if state:
         source.load_state_dict(dict(state))
     return source

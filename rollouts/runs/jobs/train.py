@@ -18,6 +18,7 @@ parts of a session that all runs share (`session`), and the checkpoint from whic
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -27,31 +28,42 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import trio
 
-from rollouts.errors import cause_of, counted
+from rollouts.errors import ConfigError, cause_of, counted
 from rollouts.evaluate import evaluation_metrics
 from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.jsonl import JSONLLogger
+from rollouts.runs.components import make_component
 from rollouts.runs.folder import MakeFolder
 from rollouts.runs.held_objects import again_command
 from rollouts.runs.jobs import learning, sources
-from rollouts.runs.jobs.evaluating import Evaluator, HeldOutLoss, HeldOutTasks, make_engines, make_training
+from rollouts.runs.jobs.evaluating import Evaluator, HeldOutLoss, HeldOutTasks
 from rollouts.runs.jobs.saving import Occasion, Saver, profiled_steps, write_step, write_times
 from rollouts.runs.jobs.stopping import FinishedStep, Stopping, call_on_step, summary_of
 from rollouts.runs.manifest import MANIFEST, changed_code, code_files, keep_code, make_manifest
 from rollouts.runs.observer import GENERATING, SAVING, SYNCING, TRAINING, Observer
 from rollouts.runs.opponents import entered, make_opponents
-from rollouts.runs.plan import Plan, title
+from rollouts.runs.plan import Plan, config_text, title
 from rollouts.runs.resume import REVISION, Resumed, RunState, logged_steps, restore, take_back
 from rollouts.runs.sample_rows import SAMPLES, step_rollouts
-from rollouts.runs.session import Interrupts, Player, Session, Watching, chat_notes, load_chat, second_interrupt_at_once
+from rollouts.runs.session import (
+    Interrupts,
+    Player,
+    Session,
+    Watching,
+    chat_notes,
+    load_chat,
+    make_inference,
+    second_interrupt_at_once,
+)
 from rollouts.runs.times import Start
 from rollouts.runs.workers import death_metrics, open_folder
 from rollouts.training.algorithms.algorithm import stage_at
+from rollouts.training.algorithms.corrections import applied_stages, samples_current_weights
 from rollouts.training.batches import RankServer, TrainingBackend
-from rollouts.training.loops.rl import LoopState, StepReport, train_rl
+from rollouts.training.loops.rl import Callbacks, LoopState, StepReport, train_rl
 from rollouts.training.loops.rl_batch import RLSettings
 from rollouts.training.rollout_gen.groups import Group, group_scorer
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
+from rollouts.training.rollout_gen.manager import GroupManager
 from rollouts.training.rollout_gen.pool import FailurePolicy, Failures
 from rollouts.training.rollout_gen.steps import environment_metrics
 from rollouts.training.weights.store import best_checkpoint
@@ -75,14 +87,13 @@ def train(
     also_held_out: Sequence[Task] = (),
     on_begin: Callable[[], None] = lambda: None,
     hours_from: Start | None = None,
-    advice: str = learning.ADVICE,
 ) -> dict[str, Any]:
     """Run the plan to its end; returns the content of summary.json. On a rank above 0 it serves rank 0, and returns {}.
 
     `started` is the start of the run; `--max-hours` count from `hours_from`, if that was earlier. A run that `resumes`
     continues from `checkpoint`, or from the last one in the folder (with `--resume auto`: the last undamaged one).
     Tasks in `also_held_out` are neither demonstrated nor evaluated. `on_begin` is called after all checks, before the
-    folder changes. `advice` is what to do if the model cannot call tools.
+    folder changes.
 
     Raises:
         UserError: before anything is written; also later, if only playing an environment shows its mistake.
@@ -127,11 +138,55 @@ def train(
         stopping = Stopping(settings, (hours_from or started).wall, observer.note, data.patience, before)
         opponents = make_opponents(plan.opponents, settings, plan.environments, str(folder.path))
         player = Player(settings, plan.environments, plan.rewards, chat, opponents)
-        job = Training(plan, session, player, backend, engines, data, resumed, stopping, advice)
+        job = Training(plan, session, player, backend, engines, data, resumed, stopping)
         notes = [*plan.notes, *chat_notes(chat), *backend.notes, *data.notes, *(resumed.notes if resumed else ())]
         session.begin(job, title(plan), settings.steps, notes, plan.plain)
-        job.play()
+        job.start()
     return job.summary
+
+
+def make_training(plan: Plan, watch: Callable[[str], None] = lambda name: None) -> TrainingBackend | RankServer:
+    """The training backend with its model loaded; on a rank above 0 of a distributed backend, the RankServer. `watch`
+    is called with the name of this phase.
+
+    Raises UserError, also if a launcher started several processes and the backend supports only one.
+    """
+    settings, chosen = plan.settings, plan.one("training")
+    watch(f"loading {Path(settings.model).name}")
+    available = plan.training_arguments() | {"config": config_text(plan.resolved, with_secrets=True)}
+    backend: TrainingBackend | RankServer = make_component("training backend", chosen, available)
+    if isinstance(backend, RankServer):
+        return backend
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched != "1" and backend.world_size == 1:
+        backend.close()
+        raise ConfigError(
+            f"a launcher started {launched} processes (WORLD_SIZE), but --training {chosen.name} trains in one; type "
+            "--training fsdp, or start it without a launcher"
+        )
+    if settings.profile and not backend.can_profile:
+        backend.close()
+        raise ConfigError(
+            f"--profile {settings.profile}: the training backend {chosen.name} cannot be profiled; leave --profile "
+            "out, or choose another one, such as --training torch"
+        )
+    return backend
+
+
+def make_engines(plan: Plan, backend: TrainingBackend, folder: Path) -> list[InferenceBackend]:
+    """The run's engine, and that of `--eval-inference` if there is one, not entered. Raises UserError."""
+    spec = plan.engine._replace(training=backend, folder=str(folder))
+    engines = [make_inference(plan.one("inference"), spec, plan.environments, must_train=plan.settings.samples)]
+    for chosen in plan.chosen["eval_inference"]:
+        spec = spec._replace(folder=str(folder / "eval_inference"), pinned=True)
+        pinned = make_inference(chosen, spec, plan.environments, must_train=True)
+        if not pinned.capabilities.owns_weights:
+            raise ConfigError(
+                f"--eval-inference {chosen.name}: it shares the weights of the trainer, which change while it "
+                "evaluates; an engine that names `pinned` in its factory can make a copy (docs/inference.md)"
+            )
+        engines.append(pinned)
+    return engines
 
 
 class Training:
@@ -150,11 +205,9 @@ class Training:
         data: sources.RunData,
         resumed: Resumed | None,
         stopping: Stopping,
-        advice: str = learning.ADVICE,
     ) -> None:
         settings, note, self.inference = plan.settings, session.observer.note, engines[0]
         self.plan, self.session, self.backend, self.data, self.stopping = plan, session, backend, data, stopping
-        self.advice = advice
         self._start = resumed.state if resumed is not None else RunState(0, settings.mode, {})
         self._resumes = resumed is not None and resumed.checkpoint is not None
         self._interrupts = Interrupts()
@@ -186,7 +239,7 @@ class Training:
             **({"resumed_from": self._start.step} if resumed is not None else {}),
         }
 
-    def play(self) -> None:
+    def start(self) -> None:
         """Run to the end under trio. After Ctrl-C the last finished step is saved."""
         try:
             trio.run(self.run, signal.getsignal(signal.SIGINT), restrict_keyboard_interrupt_to_checkpoints=True)
@@ -224,10 +277,7 @@ class Training:
         begun = kept.get("start_versions", kept.get("begun_with", ()))
         start = LoopState(self._start.step, kept.get("kl_coefficients", {}), begun)
         play = own.player.at(settings.temperature, settings.seed, self._watching.begin, self._watching.end)
-        # A group that is carried over or prefetched was sampled with older weights. An automatic correction then
-        # applies to all tokens; else it skips those that the trainer's own copy of the model sampled.
-        is_synchronous = settings.over_sampling == settings.sync_every == 1 and settings.staleness == 0
-        is_current = settings.samples and self.inference.capabilities.in_process and is_synchronous
+        is_own_policy = self.inference.capabilities.in_process and samples_current_weights(settings)
         config = RLSettings(
             settings.steps,
             # Without sampling no engine needs the weights of a step: evaluations sync before they begin.
@@ -260,22 +310,16 @@ class Training:
 
             await train_rl(
                 self.backend,
-                self.data.buffer,
                 manager,
-                [self.inference],
                 config,
-                self.session.loggers,
-                algorithm=plan.algorithm,
-                schedule=[stage.inside() for stage in plan.schedule] if is_current else plan.schedule,
-                on_samples=self._begin_training,
-                on_step=self._on_step,
-                on_logged=on_logged,
-                should_stop=lambda: self._stop is not None,
+                stages=applied_stages(plan.schedule, is_own_policy=is_own_policy),
                 syncing=self._syncing,
+                metrics_logger=self.session.loggers,
+                callbacks=Callbacks(self._begin_training, self._on_step, on_logged, lambda: self._stop is not None),
                 start=start,
             )
 
-    def _loop_state(self, loop: LoopState, manager: AsyncRolloutManager | SavedGroups) -> dict[str, Any]:
+    def _loop_state(self, loop: LoopState, manager: GroupManager | SavedGroups) -> dict[str, Any]:
         own = {"kl_coefficients": dict(loop.kl_coefficients), "start_versions": list(loop.start_versions)}
         return {"data": self.data.buffer.state_dict(), "rollouts": manager.state_dict(), "loop": own}
 
@@ -296,7 +340,7 @@ class Training:
         self._parts.see(report.groups)
         algorithm = stage_at(plan.schedule, report.step).algorithm
         of_step = report.groups, report.advantages, report.metrics, algorithm, plan.settings
-        self._learning.see(learning.findings(*of_step, self.advice))
+        self._learning.see(learning.findings(*of_step))
         return own | await self._between(report.step, report.metrics | own, report.groups)
 
     async def _supervised(self) -> None:

@@ -2,7 +2,8 @@
 
     algorithm recipes              the composition (Term, KL, Algorithm) and what it needs; the named algorithms
     checks objective               checks before a model loads; an algorithm's value on tensors
-    losses kl corrections          one value per token; KL to the reference; weights for tokens of another sampler
+    losses kl                      one value per token; KL to the reference
+    corrections                    what a ratio compares with; weights for tokens of another sampler
     rewards                        mixers and shapings, before the advantage
     advantages token_advantages    of one group; of the whole batch (GAE, REINFORCE++)
     selection                      which rollouts are trained; which are compared

@@ -99,8 +99,7 @@ class Algorithm(NamedTuple):
 class Stage(NamedTuple):
     """The `algorithm` from `step` on (0-based), and its name in the backend.
 
-    `correction_auto`: the run added the correction by itself. It then applies only to tokens that another engine or
-    older weights sampled.
+    `correction_auto`: the run added the correction by itself (see `corrections.applied_stages`).
     """
 
     step: int

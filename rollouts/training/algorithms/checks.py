@@ -4,7 +4,8 @@ invalid setting. Imports torch only to try out settings.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -33,9 +34,6 @@ TEACHER_NAMES = frozenset({"teacher_logprobs", "teacher_topk_ids", "teacher_topk
 GROUP_ADVANTAGE_AVAILABLE: frozenset[str] = frozenset({"lengths", "rewards", "turn_rewards"})
 
 ONE_SAMPLE = "one sample per prompt has nothing to compare with; type --samples-per-prompt 8"
-
-EXTREME = 1e6
-"""A reward far beyond usual ones."""
 
 _REASONS = {
     **dict.fromkeys(CRITIC_NAMES, "this run has no critic; type --critic head (or a model's name)"),
@@ -128,58 +126,17 @@ def is_weighed(algorithm: Algorithm) -> bool:
 
 
 def keeps_own_tokens(correction: Any) -> bool:
-    """Whether a correction gives the weight 1 to every token that the trainer's own policy sampled."""
-    names = set(VOCABULARY["corrections"]) - {"step"}
-    return bool(
-        _of_invented(
-            correction, "corrections", names, lambda: (call_with(correction, _three_tokens(None)) == 1).all().item()
-        )
-    )
-
-
-def keeps_one_reward(mix: Any, weight: float) -> bool:
-    """Whether a mixer of one reward returns what the run would without it: the weight times the reward."""
-    rewards = [0.0, 0.25, 1.0, 4.0]
-    parts = [{"": reward} for reward in rewards]
-    found = _of_invented(mix, "mixers", {"parts", "weights"}, lambda: calls.mixed_rewards(mix, parts, {"": weight}))
-    return bool(found == [weight * reward for reward in rewards])
-
-
-def selects_all(select: Any, size: int) -> bool:
-    """Whether a selector keeps all rollouts of every group of this size, whatever their rewards are."""
-    spread = [EXTREME * (2 * place / max(size - 1, 1) - 1) for place in range(size)]
-
-    def keeps(rewards: list[float]) -> bool:
-        return all(calls.selected(select, rewards, [True] * size, lengths=[1] * size))
-
-    groups = (spread, spread[::-1], [-EXTREME] * size)
-    return bool(_of_invented(select, "selectors", {"rewards"}, lambda: all(map(keeps, groups))))
-
-
-def decisions_on_groups_of_one(function: Any, settings: Mapping[str, Any]) -> set[bool]:
-    """What a filter of rewards decides on groups of one rollout, whatever its reward is: {True} if it keeps all of
-    them, {False} if it drops all. Empty if this cannot be known.
+    """Whether a correction of rollouts gives the weight 1 to every token that the trainer's own policy sampled. False
+    for one that names `step`, and for an author's, which may keep a state.
     """
-    rewards = [place / 20 for place in range(21)] + [sign * size for sign in (-1, 1) for size in (0.5, 2, 5, EXTREME)]
-    groups = [{"rewards": [reward], "scores": [reward], "parts": [{}]} for reward in rewards]
-    found = _of_invented(
-        function, "filters", groups[0], lambda: {call_with(function, each, settings) is True for each in groups}
-    )
-    return found or set()
-
-
-def _of_invented(function: Any, kind: str, names: Collection[str], call: Callable[[], Any]) -> Any:
-    """What `call` returns, which calls a function of the core with invented inputs. None if the function names another
-    input, such as the step, if it raises, or if it is an author's, which may keep a state.
-    """
-    plain = unwrapped(function)
+    plain = unwrapped(correction)
     is_ours = isinstance(plain, FunctionType) and plain.__module__.startswith("rollouts.")
-    if not is_ours or not set(requests(function, kind)) <= set(names):
-        return None
-    try:
-        return call()
-    except Exception:  # an author's function may not accept invented numbers; the run reports what it raises
-        return None
+    if not is_ours or "step" in requests(correction, "corrections"):
+        return False
+    with contextlib.suppress(ModuleNotFoundError):  # without torch, nothing is tried
+        weights = _probe(correction, _three_tokens(None))
+        return weights is not _NO_ANSWER and bool((weights == 1).all())
+    return False
 
 
 def _check_pairs(algorithm: Algorithm, pairs: Callable[..., Any], samples_per_prompt: int | None) -> None:

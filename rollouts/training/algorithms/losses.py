@@ -2,9 +2,9 @@
 
 Legend: T tokens of a batch, P pairs of rollouts, K alternatives of one token; pi the policy (`logprobs` [T], with
 gradient), A `advantages`, r = pi / pi_old the ratio to `old_logprobs`. All inputs but pi are detached. Losses return
-unreduced values. The engine masks, weighs and normalizes them (aggregation.py), so no loss can use a wrong denominator.
-To report metrics, a loss returns `(values, {"name": [T] or scalar})`. An invalid setting raises ConfigError. Not here:
-KL terms (kl.py), and the weights of off-policy samples (corrections.py).
+unreduced values. The trainer masks, weighs and normalizes them (aggregation.py), so no loss can use a wrong
+denominator. To report metrics, a loss returns `(values, {"name": [T] or scalar})`. An invalid setting raises
+ConfigError. Not here: KL terms (kl.py), and the weights of off-policy samples (corrections.py).
 """
 
 from __future__ import annotations

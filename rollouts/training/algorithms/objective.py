@@ -65,8 +65,8 @@ def evaluate_objective(
 
     Args:
         mask: [T], above 0 at live positions
-        weights: [T] of an off-policy correction. They multiply the terms whose expectation is over sampled tokens:
-            those that name `advantages` or `old_logprobs`
+        weights: [T] of a correction (`corrections.importance_weights`). They multiply the terms whose expectation is
+            over sampled tokens: those that name `advantages` or `old_logprobs`
     """
     import torch
 
@@ -98,29 +98,11 @@ def evaluate_objective(
     return Objective(total, metrics, nan)
 
 
-def importance_weights(algorithm: Algorithm, available: Mapping[str, Any], mask: Tensor) -> Tensor | None:
-    """The correction's weights [T], detached; None if there is no correction. Raises TrainingError if the correction
-    fails.
-    """
-    import torch
-
-    function = algorithm.correction
-    if function is None:
-        return None
-    with torch.no_grad():
-        weights = call_author("off-policy correction", function, available)
-    if not isinstance(weights, torch.Tensor) or weights.shape != mask.shape or weights.isnan().any():
-        shape = str(list(weights.shape)) if isinstance(weights, torch.Tensor) else type(weights).__name__
-        expected = f"one number per token, shape [{mask.shape[0]}], and no NaN"
-        raise wrong_result("off-policy correction", function, shape, expected)
-    return weights.detach()
-
-
 def check_loss_values(word: str, values: Any, function: Any, unit: Unit, count: int) -> None:
     """Raise TrainingError if a loss or a KL estimator (`word`) returned anything but `count` values, one per unit."""
     import torch
 
-    how = ": unreduced, because the engine masks, weighs and normalizes"
+    how = ": unreduced, because the trainer masks, weighs and normalizes"
     if unit != "token":
         how = f", in the order of their numbers in `{unit}_index`"
     expected = f"one value per {unit}, shape [{count}]{how}"

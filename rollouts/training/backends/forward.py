@@ -101,7 +101,7 @@ def make_streams(
 ) -> dict[str, Tensor]:
     """The fields of the rows, and their rollout, group, pair and segment numbers, as tensors [T].
 
-    `sampled` says whether the sampler's logprobs are known; if not, `rollout_logprobs` is 0.0. `returns` are the
+    `is_known` says whether the sampler's logprobs are known; if not, `rollout_logprobs` is 0.0. `returns` are the
     rollout's reward if the rows have values and no returns.
     """
     chosen = [(rows[row], positions) for row, positions in zip(selection.rows, selection.positions, strict=True)]
@@ -119,7 +119,7 @@ def make_streams(
     indices = ("rollout_index", "group_index", "pair_index")
     numbers = {name: [getattr(row, name) for row, _ in chosen] for name in indices}
     numbers["segments"] = [row.segment for row, _ in chosen]
-    numbers["sampled"] = [int(row.rollout_logprobs is not None) for row, _ in chosen]
+    numbers["is_known"] = [int(row.rollout_logprobs is not None) for row, _ in chosen]
     # numpy converts lists of numbers several times faster than torch.
     table = torch.from_numpy(np.array(list(floats.values()), dtype=np.float32)).to(device)
     repeated = np.repeat(np.array(list(numbers.values()), dtype=np.int64), counts, axis=1)

@@ -18,9 +18,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 import msgspec
 from torch import distributed
@@ -30,23 +30,25 @@ from rollouts.errors import ConfigError, RankError, RolloutsError, words_of
 from rollouts.models import revisions
 from rollouts.training.backends import rendezvous
 from rollouts.training.backends.heartbeats import FailureDetector, Heartbeat, RankFailure
-from rollouts.training.backends.metric_sums import Reading
 from rollouts.training.backends.rendezvous import SECRET, RankChannel, RankPlace
 from rollouts.training.backends.sharding import BatchShard
-from rollouts.training.backends.torch import Command, CommandName, Executor
+from rollouts.training.backends.torch import COMMANDS, Command, Executor, run_on_trainer
 from rollouts.training.backends.trainer import Trainer
-from rollouts.training.batches import StepResult
 
 _WAIT_SECONDS = 30.0  # a worker waits this long for a command, then waits again
 _CLOSE_SECONDS = 15.0
 FILES_SECONDS = 1800.0
 _LEAVE_SECONDS = 5.0
-_ANSWERED: dict[str, Any] = {
-    "forward": dict[str, list[list[float]]],
-    "forward_backward": Reading,
-    "save": dict[str, Any],
-    "optim_step": StepResult,
-}
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class RankCommand(msgspec.Struct):
+    """A command for a rank above 0: the name of a method of `Trainer`, and its arguments."""
+
+    name: str
+    settings: dict[str, Any]
+    shard: BatchShard | None = None
 
 
 @dataclass(eq=False)
@@ -224,14 +226,15 @@ class DistributedExecutor(Executor):
         self._number = 0
         self._is_broken = False
 
-    def call(self, name: CommandName, **settings: Any) -> Any:
+    def call(self, command: Command[P, T], *args: P.args, **settings: P.kwargs) -> T:
         """Run the command on every rank. Returns the result of rank 0."""
-        return self.each(name, **settings)[0]
+        return self.call_all(command, *args, **settings)[0]
 
-    def each(self, name: CommandName, shards: Sequence[BatchShard | None] = (), **settings: Any) -> list[Any]:
+    def run(self, command: Callable[..., T], shards: Sequence[BatchShard], **settings: Any) -> list[T]:
         """Send the command, run it here too, and collect the answers. After an error the ranks are out of step, and
         the executor is unusable.
         """
+        name = command.__name__
         self._group.check()
         assert not self._is_broken, f"{name} after a command that failed"
         self._is_broken = True
@@ -240,13 +243,12 @@ class DistributedExecutor(Executor):
         status.begin(name, self._number)
         self._group.heartbeat.works_in_this_thread()
         sent = {key: value for key, value in settings.items() if key != "weights"}
-        shards = shards or [None] * self.size
         with self._group.failures():
             for rank in range(1, self.size):
-                message = msgspec.msgpack.encode(Command(name, sent, shards[rank]))
+                message = msgspec.msgpack.encode(RankCommand(name, sent, shards[rank] if shards else None))
                 self._group.channel.send(f"command/{self._number}/{rank}", message)
-            results = [Command(name, settings, shards[0]).run(self.trainer)]
-            results += [self._answer(rank, name) for rank in range(1, self.size)]
+            results = [run_on_trainer(self.trainer, command, *shards[:1], **settings)]
+            results += [self._answer(rank, command) for rank in range(1, self.size)]
         status.done = True
         self._is_broken = False
         return results
@@ -255,13 +257,13 @@ class DistributedExecutor(Executor):
         """End the other ranks. Kills ranks that do not answer."""
         if not self._is_broken:
             with contextlib.suppress(RankError):
-                self.each("close")
+                self.call_all(Trainer.close)
                 self._group.end()
                 return
         self.trainer.close()
         self._group.kill()
 
-    def _answer(self, rank: int, name: CommandName) -> Any:
+    def _answer(self, rank: int, command: Callable[..., T]) -> T:
         group, key = self._group, f"answer/{self._number}/{rank}"
         deadline, pause = time.monotonic() + group.stall_seconds, 0.0002
         while not group.channel.is_there(key):
@@ -272,7 +274,8 @@ class DistributedExecutor(Executor):
             time.sleep(pause)
             pause = min(pause * 1.5, 0.01)
         data = group.channel.receive(key, group.stall_seconds)
-        return msgspec.msgpack.decode(data, type=_ANSWERED[name]) if name in _ANSWERED else None
+        answer: T = msgspec.msgpack.decode(data, type=get_type_hints(command)["return"])
+        return answer
 
 
 @dataclass(eq=False)
@@ -299,19 +302,20 @@ class RankWorker:
             name = command.name
             heartbeat.status.begin(name, number)
             try:
-                value = command.run(self.trainer)
+                shards = [] if command.shard is None else [command.shard]
+                value = run_on_trainer(self.trainer, COMMANDS[name], *shards, **command.settings)
             except BaseException as error:
                 report_failure(channel, rank, error, heartbeat.status.words())
                 raise
             if name == "close":
                 heartbeat.end()  # rank 0 may end as soon as it has the answer
-            channel.send(f"answer/{number}/{rank}", msgspec.msgpack.encode(value if name in _ANSWERED else None))
+            channel.send(f"answer/{number}/{rank}", msgspec.msgpack.encode(value))
             heartbeat.status.done = True
 
-    def _next(self, key: str) -> Command:
+    def _next(self, key: str) -> RankCommand:
         while True:
             try:
-                return msgspec.msgpack.decode(self.group.channel.receive(key, _WAIT_SECONDS), type=Command)
+                return msgspec.msgpack.decode(self.group.channel.receive(key, _WAIT_SECONDS), type=RankCommand)
             except Exception as error:
                 if not rendezvous.is_timeout(error):
                     raise

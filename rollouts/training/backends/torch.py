@@ -5,9 +5,9 @@
    reads the metrics from the device once
 3. `optim_step`: divides by D, clips, steps, and increases the version of the weights
 
-An executor runs commands, in this process or on all ranks (`ranks`). A command is the name of a method of `Trainer`,
-and plain data, never a function, so that any rank can run it. If a microbatch needs too much memory, the batch runs
-once more in smaller ones. Left out: tensor, context and pipeline parallelism, dropout, a scaler for float16. Not here:
+An executor runs commands, in this process or on all ranks (`ranks`). A command is a method of `Trainer` (`COMMANDS`).
+Other ranks get its name and plain data, never a function. If a microbatch needs too much memory, the batch runs once
+more in smaller ones. Left out: tensor, context and pipeline parallelism, dropout, a scaler for float16. Not here:
 what a rank does (`trainer`), and how ranks start (`fsdp`).
 """
 
@@ -16,15 +16,14 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
-import msgspec
 import torch
 
 from rollouts.errors import OutOfMemoryError, TrainingError, first_line
 from rollouts.models import lora
 from rollouts.models.estimates import ModelSize, estimated_as, peak_flops, train_flops
-from rollouts.models.futures import TorchThread, TrainFuture, free_memory, memory_cause, on_thread, training_words
+from rollouts.models.futures import TorchThread, TrainFuture, free_memory, memory_cause, training_words
 from rollouts.models.loading import load_hf_model, resolve_model_name
 from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
@@ -110,30 +109,30 @@ def put_in(causal: Any, settings: TorchSettings, lora_rank: int, seed: int, role
 # --- executors --------------------------------------------------------------------------------------------------------
 
 
-_Computing = Literal["forward", "forward_backward", "forget_gradients", "optim_step"]
-_Moving = Literal["get_weights", "load_weights", "save", "load", "start_profile", "stop_profile", "close"]
-CommandName = Literal[_Computing, _Moving]
+P = ParamSpec("P")
+T = TypeVar("T")
+Command = Callable[Concatenate[Trainer, P], T]
+ShardCommand = Callable[Concatenate[Trainer, BatchShard, P], T]
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    method.__name__: method
+    for method in (
+        *(Trainer.forward, Trainer.forward_backward, Trainer.forget_gradients, Trainer.optim_step),
+        *(Trainer.get_weights, Trainer.load_weights, Trainer.save, Trainer.load),
+        *(Trainer.start_profile, Trainer.stop_profile, Trainer.close),
+    )
+}
+"""The methods of a trainer that a backend calls on every rank, by name."""
 
 
-class Command(msgspec.Struct):
-    """A command for a rank: the name of a trainer's method, its settings, and the rank's `shard` of a batch."""
-
-    name: CommandName
-    settings: dict[str, Any]
-    shard: BatchShard | None = None
-
-    def run(self, trainer: Trainer) -> Any:
-        """Run it on this rank. Raises what the trainer raises, and OutOfMemoryError."""
-        return run_on_trainer(trainer, self.name, *([] if self.shard is None else [self.shard]), **self.settings)
-
-
-def run_on_trainer(trainer: Trainer, name: CommandName, *shards: BatchShard, **settings: Any) -> Any:
+def run_on_trainer(trainer: Trainer, command: Command[P, T], *args: P.args, **settings: P.kwargs) -> T:
     """Call a method of the trainer. Raises what it raises; OutOfMemoryError if the device has too little memory, with
     `can_halve` if the trainer is as it was before.
     """
+    name = command.__name__
     can_halve = not trainer.is_sharded and (name == "forward" or not trainer.has_gradients)
     try:
-        return getattr(trainer, name)(*shards, **settings)
+        return command(trainer, *args, **settings)
     except Exception as error:
         why = memory_cause(error)
         if not why:
@@ -141,7 +140,8 @@ def run_on_trainer(trainer: Trainer, name: CommandName, *shards: BatchShard, **s
     free_memory(trainer.device)
     rows, checkpoints = trainer.microbatch, trainer.settings.gradient_checkpointing
     tokens = trainer.microbatch_tokens(rows)
-    smaller = _smaller(trainer, shards[0].batch, tokens) if shards else 0
+    shard = args[0] if args else None
+    smaller = _smaller(trainer, shard.batch, tokens) if isinstance(shard, BatchShard) else 0
     lengths = [len(row.tokens) for row in rows]
     words = training_words(name, lengths, tokens, smaller, trainer.device, why, checkpoints=checkpoints)
     raise OutOfMemoryError(words, tokens=tokens, can_halve=can_halve and len(rows) > 1)
@@ -166,23 +166,32 @@ def _smaller(trainer: Trainer, batch: TrainBatch, tokens: int) -> int:
 
 
 class Executor:
-    """Runs commands on all ranks of a backend, from rank 0. This class has rank 0 only; `ranks` has the others."""
+    """Runs commands on all ranks of a backend, from rank 0. This class has rank 0 only; `ranks` has the others. Other
+    ranks get arguments by name. A call raises what rank 0 raises, or RankError.
+    """
 
     size = 1
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
 
-    def call(self, name: CommandName, **settings: Any) -> Any:
-        """Run the command on every rank. Returns the result of rank 0.
+    def call(self, command: Command[P, T], *args: P.args, **settings: P.kwargs) -> T:
+        """Run the command on every rank. Returns the result of rank 0."""
+        return run_on_trainer(self.trainer, command, *args, **settings)
 
-        Raises what rank 0 raises, or RankError.
-        """
-        return run_on_trainer(self.trainer, name, **settings)
+    def call_all(self, command: Command[P, T], *args: P.args, **settings: P.kwargs) -> list[T]:
+        """Run the command on every rank. Returns all results, rank 0 first."""
+        return self.run(command, (), *args, **settings)
 
-    def each(self, name: CommandName, shards: Sequence[BatchShard] = (), **settings: Any) -> list[Any]:
-        """Like `call`, with a shard of a batch for each rank. Returns all results, rank 0 first."""
-        return [run_on_trainer(self.trainer, name, *shards, **settings)]
+    def call_each(
+        self, command: ShardCommand[P, T], shards: Sequence[BatchShard], *args: P.args, **settings: P.kwargs
+    ) -> list[T]:
+        """Like `call_all`, with a shard of a batch for each rank."""
+        return self.run(command, shards, *args, **settings)
+
+    def run(self, command: Callable[..., T], shards: Sequence[BatchShard], **settings: Any) -> list[T]:
+        """Run the command on every rank, each with its shard, if there are any."""
+        return [run_on_trainer(self.trainer, command, *shards, **settings)]
 
     def close(self) -> None:
         """Stop the other ranks. Called once, when no command is running."""
@@ -220,24 +229,28 @@ class TorchBackend:
         """The algorithms that a batch may name."""
         return self._trainer.algorithms
 
-    @on_thread
     def forward(
         self, batch: TrainBatch, needs: tuple[str, ...] = ("logprobs",), *, only_live: bool = False
-    ) -> ForwardOutput:
+    ) -> TrainFuture[ForwardOutput]:
         """Compute the fields of ForwardOutput in `needs`, for every token of every row [L] or for live ones only.
 
         No gradient. Raises TrainingError if this backend has no reference, teacher or critic and `needs` names one.
         """
+        return self.thread.submit(self._forward, batch, needs, only_live)
+
+    def _forward(self, batch: TrainBatch, needs: tuple[str, ...], only_live: bool) -> ForwardOutput:
         self._trainer.check_forward(needs)
         shard = functools.partial(self._shard, batch, "", only_live=only_live, trained=False)
-        shards, outputs = self._run_shards("forward", shard, needs=needs, only_live=only_live)
+        shards, outputs = self._run_shards(Trainer.forward, shard, needs=needs, only_live=only_live)
         return gather_outputs(batch, shards, outputs)
 
-    @on_thread
-    def forward_backward(self, batch: TrainBatch) -> dict[str, float]:
+    def forward_backward(self, batch: TrainBatch) -> TrainFuture[dict[str, float]]:
         """Accumulate gradients and D. Returns `policy/`, `mismatch/` and `perf/` metrics. Sets `recorded` of a batch
         that asks for a `record`. Raises TrainingError.
         """
+        return self.thread.submit(self._forward_backward, batch)
+
+    def _forward_backward(self, batch: TrainBatch) -> dict[str, float]:
         trainer = self._trainer
         algorithm = trainer.algorithms.get(batch.algorithm)
         if algorithm is None:
@@ -246,7 +259,7 @@ class TorchBackend:
         keep = _kept_together(algorithm)
         start = time.perf_counter()
         shard = functools.partial(self._shard, batch, keep, only_live=True, trained=True)
-        shards, readings = self._run_shards("forward_backward", shard)
+        shards, readings = self._run_shards(Trainer.forward_backward, shard)
         seconds = time.perf_counter() - start
         learned = [reading.learned for reading in readings if reading.learned is not None]
         try:
@@ -257,7 +270,7 @@ class TorchBackend:
                 raise TrainingError(f"{what}; compute them from `logprobs` or `entropy`, {without}")
             metrics = batch_metrics(readings, batch.denominator)
         except TrainingError:
-            self._executor.call("forget_gradients")
+            self._executor.call(Trainer.forget_gradients)
             raise
         if batch.record:
             places, records = [shard.places for shard in shards], [reading.recorded for reading in readings]
@@ -269,23 +282,26 @@ class TorchBackend:
 
         Raises TrainingError when the third step in a row is skipped because of non-finite gradients.
         """
-        return self.thread.submit(self._executor.call, "optim_step")
+        return self.thread.submit(self._executor.call, Trainer.optim_step)
 
-    @on_thread
-    def get_weights(self, kind: Literal["full", "adapter"] = "full") -> dict[str, Any]:
+    def get_weights(self, kind: Literal["full", "adapter"] = "full") -> TrainFuture[dict[str, Any]]:
         """A CPU copy by name. `full` has the adapters merged in. `adapter` raises TrainingError without LoRA."""
+        return self.thread.submit(self._get_weights, kind)
+
+    def _get_weights(self, kind: Literal["full", "adapter"]) -> dict[str, Any]:
         if kind == "adapter" and self._trainer.adapter is None:
             raise TrainingError('this run trains all weights, so there is no adapter; ask for kind "full"')
         if kind == "full" and self._trainer.roles:
             raise TrainingError('each role has an adapter, so there are no merged weights; ask for kind "adapter"')
-        weights: dict[str, Any] = self._executor.call("get_weights", kind=kind)
-        return weights
+        return self._executor.call(Trainer.get_weights, kind=kind)
 
-    @on_thread
-    def load_weights(self, weights: dict[str, Any]) -> None:
+    def load_weights(self, weights: dict[str, Any]) -> TrainFuture[None]:
         """Replace the trained weights: all, or with LoRA the adapter's. Raises TrainingError if names do not fit."""
+        return self.thread.submit(self._load_weights, weights)
+
+    def _load_weights(self, weights: dict[str, Any]) -> None:
         self._trainer.check_weights(weights)
-        self._executor.call("load_weights", weights=weights)
+        self._executor.call(Trainer.load_weights, weights=weights)
 
     def save(self, path: str, state: Mapping[str, Any] | None = None) -> TrainFuture[None]:
         """Write a checkpoint folder: weights in the format of transformers or peft, the trainer's state, and `state`.
@@ -298,7 +314,7 @@ class TorchBackend:
     def _save(self, path: str, state: dict[str, Any]) -> None:
         trainer = self._trainer
         with store.new_checkpoint(path) as folder:
-            random_states = self._executor.each("save", path=str(folder))
+            random_states = self._executor.call_all(Trainer.save, path=str(folder))
             store.finish_checkpoint(
                 folder,
                 kind=trainer.kind,
@@ -308,42 +324,48 @@ class TorchBackend:
                 state={"backend": trainer.state() | {"random": random_states}, "run": state},
             )
 
-    @on_thread
-    def load(self, path: str) -> dict[str, Any]:
+    def load(self, path: str) -> TrainFuture[dict[str, Any]]:
         """Restore what `save` wrote, on any number of ranks. On the same number, the next step is bit-equal.
 
         Returns the `state` that was saved. Raises ConfigError, ModelError.
         """
+        return self.thread.submit(self._load, path)
+
+    def _load(self, path: str) -> dict[str, Any]:
         # First check and read everything on rank 0: after an error, the other ranks would wait.
         self._trainer.check_checkpoint(path)
         weights = self._trainer.read_weights(path)
-        self._executor.call("load", path=path, weights=weights)
+        self._executor.call(Trainer.load, path=path, weights=weights)
         state: dict[str, Any] = store.read_state(path)["run"]
         return state
 
     def start_profile(self) -> TrainFuture[None]:
         """Start to profile the thread, on every rank."""
-        return self.thread.submit(self._executor.call, "start_profile")
+        return self.thread.submit(self._executor.call, Trainer.start_profile)
 
     def stop_profile(self, folder: str) -> TrainFuture[None]:
         """Write the profile into `folder`. Raises OutputError."""
-        return self.thread.submit(self._executor.call, "stop_profile", folder=folder)
+        return self.thread.submit(self._executor.call, Trainer.stop_profile, folder=folder)
 
     def close(self) -> None:
         """Finish submitted work, then stop the thread and the other ranks."""
         self.thread.close(last=self._executor.close)
 
     def _run_shards(
-        self, name: CommandName, make_shards: Callable[[], list[BatchShard]], **settings: Any
-    ) -> tuple[list[BatchShard], list[Any]]:
+        self,
+        command: ShardCommand[P, T],
+        make_shards: Callable[[], list[BatchShard]],
+        *args: P.args,
+        **settings: P.kwargs,
+    ) -> tuple[list[BatchShard], list[T]]:
         """Run a command on the shards of a batch. Returns them and their results.
 
         If a microbatch does not fit into memory, the whole batch runs once more, in microbatches of at most half its
         size, which later batches of this command get too. Raises OutOfMemoryError.
         """
-        shards, trainer = make_shards(), self._trainer
+        shards, trainer, name = make_shards(), self._trainer, command.__name__
         try:
-            return shards, self._executor.each(name, shards, **settings)
+            return shards, self._executor.call_each(command, shards, *args, **settings)
         except OutOfMemoryError as error:
             if not error.can_halve:
                 raise
@@ -359,7 +381,7 @@ class TorchBackend:
             f"warning: {words}; the batch runs again, and from now on microbatches of {name} have at most {tokens} "
             f"tokens, unless their rows must stay together{type_this}",
         )
-        return shards, self._executor.each(name, shards, **settings)
+        return shards, self._executor.call_each(command, shards, *args, **settings)
 
     def _shard(self, batch: TrainBatch, keep: Keep, *, only_live: bool, trained: bool) -> list[BatchShard]:
         split = functools.partial(self._trainer.split, keep=keep, only_live=only_live, trained=trained)

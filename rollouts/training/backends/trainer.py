@@ -27,7 +27,8 @@ from rollouts.models.estimates import model_size_of, moments_of
 from rollouts.models.loading import prepare_gradient_checkpointing
 from rollouts.training import batching
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, needs, requests, setting_of
-from rollouts.training.algorithms.objective import evaluate_objective, importance_weights
+from rollouts.training.algorithms.corrections import importance_weights, resolve_logprobs
+from rollouts.training.algorithms.objective import evaluate_objective
 from rollouts.training.backends import forward, optimizer, sharding
 from rollouts.training.backends.auxiliary import Critic, Networks, ReferencePolicy, Teacher
 from rollouts.training.backends.forward import Models, Scored
@@ -525,12 +526,10 @@ class Trainer:
         requested = needs(algorithm)
         device = scored.logprobs.device
         tensors = forward.make_streams(rows, scored.selection, batch.rewards, device) | scored.extra
-        sampled = tensors.pop("sampled") > 0
-        anchored = torch.ones_like(sampled) if "old_logprobs" in tensors else sampled
-        policy = tensors.get("old_logprobs", scored.logprobs.detach())
-        tensors["rollout_logprobs"] = torch.where(sampled, tensors["rollout_logprobs"], policy)
-        if "old_logprobs" not in tensors:
-            tensors["old_logprobs"] = tensors["rollout_logprobs"] if batch.anchor == "sampler" else policy
+        is_known = tensors.pop("is_known") > 0
+        stored, sampler = tensors.get("old_logprobs"), tensors["rollout_logprobs"]
+        resolved = resolve_logprobs(scored.logprobs, stored, sampler, is_known, batch.anchor)
+        tensors |= {"old_logprobs": resolved.old_logprobs, "rollout_logprobs": resolved.rollout_logprobs}
         tensors["logprobs"] = scored.logprobs
         tensors["entropy"] = scored.entropy if "entropy" in requested else scored.entropy.detach()
         if scored.values is not None:
@@ -539,16 +538,15 @@ class Trainer:
         if "rewards" in requested:
             available["rewards"] = torch.tensor(batch.rewards, device=device)
         mask = tensors["mask"]
-        # With the sampler as the anchor, the ratio of the loss is the importance weight.
-        weights = importance_weights(algorithm, available, mask) if batch.anchor == "current" else None
+        importance = importance_weights(algorithm, available, mask, batch.anchor)
         evaluation = evaluate_objective(
-            algorithm, available, mask, unit=batch.unit, kl_coefficient=batch.kl_coefficient, weights=weights
+            algorithm, available, mask, unit=batch.unit, kl_coefficient=batch.kl_coefficient, weights=importance
         )
         objective = (evaluation.values * forward.unit_weights(tensors, batch.unit)).sum()
         seen = {name: tensor.detach() for name, tensor in tensors.items()}
-        seen |= {"sampled": sampled, "anchored": anchored}
-        if weights is not None:
-            seen["importance"] = weights.detach()
+        seen |= {"sampled": is_known, "anchored": resolved.is_anchored}
+        if importance is not None:
+            seen["importance"] = importance.detach()
         of_tokens = [rows[row] for row in scored.selection.rows]
         return Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.tokens, of_tokens)
 

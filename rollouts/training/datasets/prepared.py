@@ -60,8 +60,9 @@ _SAMPLE_CHARACTERS = 200
 
 
 class PieceReport(msgspec.Struct):
-    """What a piece holds. `bad` has the number of each row of the piece that is no conversation, with the reason and a
-    sample, `unread` the names of columns that no conversation read, `lost` counts fields that are in none of its rows.
+    """What one or several pieces hold. `bad` has the number of each row of a piece that is no conversation, with the
+    reason and a sample, `unread` the names of columns that no conversation read, `lost` counts fields that are in none
+    of the rows.
     """
 
     forms: dict[str, int] = {}
@@ -69,6 +70,14 @@ class PieceReport(msgspec.Struct):
     cut: Cut = Cut()
     unread: set[str] = set()
     lost: dict[str, int] = {}
+
+    def add(self, other: PieceReport) -> None:
+        """Add another piece, without its bad rows."""
+        self.cut = self.cut.plus(other.cut)
+        add_unread(self.unread, other.unread)
+        for own, new in ((self.forms, other.forms), (self.lost, other.lost)):
+            for name, count in new.items():
+                own[name] = own.get(name, 0) + count
 
 
 def cache_folder() -> Path:
@@ -159,10 +168,7 @@ class Preparer:
             except ModelError as error:
                 bad(number, error, raw)
                 continue
-            report.forms[conversation.form] = report.forms.get(conversation.form, 0) + 1
-            add_unread(report.unread, conversation.unread)
-            for name in lost:
-                report.lost[name] = report.lost.get(name, 0) + 1
+            report.add(PieceReport({conversation.form: 1}, unread=set(conversation.unread), lost=Counter(lost)))
             yield planned, rows, raw
 
 
@@ -208,16 +214,13 @@ def _plain(rows: Iterable[DataRow], bad: list[tuple[str, str, str]]) -> Iterator
 
 @dataclass
 class Prepared:
-    """The prepared conversations: the files, and where each row is in them. `bad` has place, reason and sample of each
-    row that is no conversation, `unread` the names of columns that were not read, `lost` the fields that are in no row.
+    """The prepared conversations: the files, what all pieces hold, and where each row is in the files. `bad` has place,
+    reason and sample of each row that is no conversation.
     """
 
     files: list[Any] = field(default_factory=list)
-    forms: Counter[str] = field(default_factory=Counter)
+    report: PieceReport = field(default_factory=PieceReport)
     bad: list[tuple[str, str, str]] = field(default_factory=list)
-    cut: Cut = field(default_factory=Cut)
-    unread: set[str] = field(default_factory=set)
-    lost: Counter[str] = field(default_factory=Counter)
     file_of: array[int] = field(default_factory=lambda: array("i"))
     starts: array[int] = field(default_factory=lambda: array("q"))
     ends: array[int] = field(default_factory=lambda: array("q"))
@@ -234,10 +237,7 @@ class Prepared:
 
         file: Any = safe_open(path, "np")
         report = msgspec.json.decode(file.metadata()["report"], type=PieceReport)
-        self.forms.update(report.forms)
-        self.cut = self.cut.plus(report.cut)
-        add_unread(self.unread, report.unread)
-        self.lost.update(report.lost)
+        self.report.add(report)
         self.bad += [(places[number], why, sample) for number, why, sample in report.bad]
         ends, owners = file.get_tensor("ends").tolist(), file.get_tensor("owners").tolist()
         rows, conversations = len(self.ends), len(self.positions)
@@ -262,10 +262,11 @@ class Prepared:
 
     def words(self, name: str) -> list[str]:
         """What was taken for what, what was not read, cut and skipped, each in one line."""
-        lines = [f"{name}: {described(self.forms, sum(self.forms.values()))}"]
-        lines += [f"{name}: {words}" for words in (unread_words(self.unread), lost_words(self.lost)) if words]
-        if any(self.cut):
-            rows, left_out, tokens = self.cut
+        found = self.report
+        lines = [f"{name}: {described(found.forms, sum(found.forms.values()))}"]
+        lines += [f"{name}: {words}" for words in (unread_words(found.unread), lost_words(found.lost)) if words]
+        if any(found.cut):
+            rows, left_out, tokens = found.cut
             lost = f"cut {counted(rows, 'row')} and left out {counted(left_out, 'row')}"
             lines.append(f"{name}: max_length {lost}, {counted(tokens, 'token')} in all")
         if self.bad:
@@ -319,7 +320,7 @@ def prepare(
         why = "it holds no rows"
         if prepared.bad:
             why = f"no row is a conversation to train on: {bad_words(prepared.bad[0])}"
-        elif any(prepared.cut):
+        elif any(prepared.report.cut):
             nothing = f"max_length {preparer.options.max_length} leaves nothing of any conversation"
             why = f"{nothing}; type a larger one (for their lengths, type: rollouts data inspect {name})"
         raise ConfigError(f"{name}: {why}")

@@ -1,17 +1,17 @@
 """The reinforcement learning loop. Read it from top to bottom. A step of `train_rl`:
 
-1. takes the groups of the step from the manager, which plays them now or has prefetched them
+1. takes the groups of the step from their source, which plays them now or has prefetched them
 2. makes a batch of the kept groups (`rl_batch`): masks stale tokens, mixes and shapes rewards, computes advantages
 3. computes what the loss needs beside the policy: logprobs of a reference or a teacher, values
 4. runs `forward_backward` and `optim_step` for each minibatch
-5. pauses the manager, and gives the engines the new weights
+5. pauses the source, and gives the engines the new weights
 6. calls the observers, which evaluate, log and save
 
 It leaves out: training of two steps at the same time; recovery from an error, which ends the loop; and evaluations and
 checkpoints, which observers do inside the step, so that a checkpoint is never newer than the logs.
 
 `train_rl` returns the metrics. Of its arguments, it changes only the weights of the backend and the `policy_version` of
-the manager. Not here: how rollouts are played and prefetched (`rollout_gen.manager`), losses and gradients (the
+the source. Not here: how rollouts are played and prefetched (`rollout_gen.manager`), losses and gradients (the
 backend), when to evaluate and to save (`rollouts.runs.jobs`).
 """
 
@@ -24,17 +24,14 @@ from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol
 
 from rollouts.errors import ConfigError
-from rollouts.inference.base import InferenceBackend
 from rollouts.loggers.base import MetricsLogger
-from rollouts.training.algorithms.algorithm import KL, Algorithm, Stage, stage_at
+from rollouts.training.algorithms.algorithm import KL, Stage, stage_at
 from rollouts.training.batches import TrainBatch, TrainingBackend, step_metrics
 from rollouts.training.batching import part_batch
-from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl_batch import RLSettings, complete_batch, prepare_rl_batch, rollout_advantages
 from rollouts.training.rollout_gen.groups import Group
-from rollouts.training.rollout_gen.manager import RewardFn
-from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStep, rollout_metrics
-from rollouts.training.weights.sync import WeightSync, WeightSyncManager
+from rollouts.training.rollout_gen.steps import RolloutStep, StepSettings, rollout_metrics
+from rollouts.training.weights.sync import WeightSync
 from rollouts.types import Sample
 
 VERSIONS_KEPT = 64  # start versions beyond the staleness limit: the lag metrics of older tokens need them
@@ -55,15 +52,15 @@ class LoopState(NamedTuple):
 
 
 class GroupSource(Protocol):
-    """Where the loop gets its groups: AsyncRolloutManager samples them, SavedGroups reads them."""
+    """Where the loop gets its groups: GroupManager samples them, SavedGroups reads them."""
 
     policy_version: int | None
 
     @property
-    def config(self) -> RolloutConfig:
+    def config(self) -> StepSettings:
         """`staleness` is how many steps the source may be ahead."""
 
-    async def generate_batch(self, reward_fn: RewardFn | None = None, *, wanted: int | None = None) -> RolloutStep:
+    async def generate_batch(self, *, wanted: int | None = None) -> RolloutStep:
         """The groups of the next step. `wanted` steps will still be taken, including this one."""
 
     def pause(self) -> AbstractAsyncContextManager[None]:
@@ -96,74 +93,82 @@ OnLogged = Callable[[StepReport], Awaitable[None]]
 """Called after a step is logged, with all metrics. Save here: a checkpoint is then never newer than the logs."""
 
 
+class Callbacks(NamedTuple):
+    """What the loop calls.
+
+    Attributes:
+        on_samples: with the samples of each step, and the step, before they are trained
+        on_step: after the training of each step
+        on_logged: after a step is logged
+        should_stop: after that; the loop ends if it returns True
+    """
+
+    on_samples: Callable[[list[Sample], int], None] = lambda samples, step: None
+    on_step: OnStep | None = None
+    on_logged: OnLogged | None = None
+    should_stop: Callable[[], bool] = lambda: False
+
+
+NO_CALLBACKS = Callbacks()
+
+
 async def train_rl(
     backend: TrainingBackend,
-    data_buffer: DataBuffer,
-    rollout_manager: GroupSource,
-    inference_engines: Sequence[InferenceBackend],
+    source: GroupSource,
     config: RLSettings,
-    metrics_logger: MetricsLogger | None = None,
     *,
-    algorithm: Algorithm,
-    reward_fn: RewardFn | None = None,
-    schedule: Sequence[Stage] = (),
-    on_samples: Callable[[list[Sample], int], None] = lambda samples, step: None,
-    on_step: OnStep | None = None,
-    on_logged: OnLogged | None = None,
-    syncing: WeightSync | None = None,
-    should_stop: Callable[[], bool] = lambda: False,
+    stages: Sequence[Stage],
+    syncing: WeightSync,
+    metrics_logger: MetricsLogger | None = None,
+    callbacks: Callbacks = NO_CALLBACKS,
     start: LoopState = BEGINNING,
 ) -> list[dict[str, float]]:
     """Train until `config.num_steps` steps are done. Returns the metrics of each step of this call.
 
     With a `staleness` above 0, sampling continues while a step trains. A cancelled call leaves the weights of the last
-    complete step. Raises ConfigError if the manager has another staleness; RewardError or TrainingError for a bad
+    complete step. Raises ConfigError if the source has another staleness; RewardError or TrainingError for a bad
     reward, loss or advantage; InferenceError if an engine does not serve the weights that it received.
 
     Args:
-        algorithm: the algorithm that `backend` knows as "main"
-        reward_fn: replaces the manager's own
-        schedule: which algorithm applies from which step on, including step 0
-        on_samples: called with the samples of each step, and the step
-        syncing: sends weights to `inference_engines`, and remembers what they have; None for a new one
-        should_stop: called after each step is logged; the loop ends if it returns True
-        start: an earlier `StepReport.state`. Backend, buffer and manager must have their states of that time
+        stages: which algorithm applies from which step on, including step 0. `backend` knows them by their names
+        syncing: sends weights to the engines
+        start: an earlier `StepReport.state`. Backend and source must have their states of that time
     """
-    _check_staleness(rollout_manager.config.staleness, config.staleness)
-    stages = tuple(schedule) or (Stage(0, "main", algorithm),)
+    _check_staleness(source.config.staleness, config.staleness)
     coefficients, start_versions = _coefficients(stages, start), tuple(start.start_versions)
-    syncing = syncing or WeightSyncManager(inference_engines, temperature=config.temperature)
-    rollout_manager.policy_version = backend.version
+    source.policy_version = backend.version
     history: list[dict[str, float]] = []
     for step in range(start.step, config.num_steps):
         began, (_, name, algorithm, _) = time.perf_counter(), stage_at(stages, step)
-        rollouts = await rollout_manager.generate_batch(reward_fn, wanted=config.num_steps - step)
+        rollouts = await source.generate_batch(wanted=config.num_steps - step)
         generated = time.perf_counter()
         start_versions = (*start_versions, backend.version)[-VERSIONS_KEPT - (config.lag_max or 0) :]
         samples, advantages, batch, metrics = prepare_rl_batch(
             rollouts.kept, algorithm, config, step, name=name, start_versions=start_versions
         )
         batch.kl_coefficient = coefficients.get(algorithm.kl)
-        on_samples(samples, step)
+        callbacks.on_samples(samples, step)
         prepared = time.perf_counter()
         await complete_batch(backend, batch, algorithm, minibatches=config.minibatches)
         batch.record, reports = config.record, []
         for part in (parts := part_batch(batch, config.minibatches, algorithm.aggregation, config.response_tokens_max)):
+            # Both are queued before either is awaited, so that the trainer does not wait between them. If the first
+            # fails, there are no gradients, and the second changes nothing.
             forward_backward, optim_step = backend.forward_backward(part), backend.optim_step()
             reports.append(dict(await forward_backward) | step_metrics(await optim_step))
         metrics |= _training_metrics(reports, batch, algorithm.kl, (trained := time.perf_counter()) - prepared)
         coefficients |= _steered(algorithm.kl, batch.kl_coefficient, metrics)
-        async with rollout_manager.pause():
+        async with source.pause():
             if (step + 1) % config.sync_every == 0:
                 metrics |= await syncing.sync(backend)
-                rollout_manager.policy_version = backend.version
+                source.policy_version = backend.version
             phases = _phases(began, generated, prepared, trained, time.perf_counter())
-            metrics |= _rollout_metrics(rollouts, data_buffer.epoch_id, samples=config.samples) | _seconds(phases)
+            metrics |= _rollout_metrics(rollouts, samples=config.samples) | _seconds(phases)
             state = LoopState(step + 1, _by_stage(stages, coefficients), start_versions)
             means, kept = rollout_advantages(batch, len(advantages)), parts if config.record else ()
             finished = StepReport(step, metrics, rollouts.groups, means, state, kept, phases)
-            history.append(await _observed(finished, on_step, metrics_logger, on_logged))
-        if should_stop():
+            history.append(await _observed(finished, metrics_logger, callbacks))
+        if callbacks.should_stop():
             break
     return history
 
@@ -241,9 +246,9 @@ def _joined_metrics(reports: Sequence[dict[str, float]]) -> dict[str, float]:
     return joined
 
 
-def _rollout_metrics(rollouts: RolloutStep, epoch: int, *, samples: bool) -> dict[str, float]:
+def _rollout_metrics(rollouts: RolloutStep, *, samples: bool) -> dict[str, float]:
     """Metrics of a step's rollouts; if they were sampled, also the speed of sampling."""
-    metrics = {**rollout_metrics(rollouts.groups), **rollouts.metrics, "data/epoch": float(epoch)}
+    metrics = {**rollout_metrics(rollouts.groups), **rollouts.metrics, "data/epoch": float(rollouts.epoch_id)}
     if not samples:
         return {name: value for name, value in metrics.items() if not name.startswith("rollout/latency")}
     sampled = sum(sum(group.lengths) for group in rollouts.groups)
@@ -251,14 +256,12 @@ def _rollout_metrics(rollouts: RolloutStep, epoch: int, *, samples: bool) -> dic
     return metrics | {"perf/gen_tok_s": speed, "time/generate": rollouts.seconds}
 
 
-async def _observed(
-    report: StepReport, on_step: OnStep | None, metrics_logger: MetricsLogger | None, on_logged: OnLogged | None
-) -> dict[str, float]:
+async def _observed(report: StepReport, metrics_logger: MetricsLogger | None, callbacks: Callbacks) -> dict[str, float]:
     """Call the observers of a step. Returns all of its metrics."""
-    if on_step is not None:
-        report = report._replace(metrics=report.metrics | await on_step(report))
+    if callbacks.on_step is not None:
+        report = report._replace(metrics=report.metrics | await callbacks.on_step(report))
     if metrics_logger is not None:
         metrics_logger.log(report.metrics, report.step)
-    if on_logged is not None:
-        await on_logged(report)
+    if callbacks.on_logged is not None:
+        await callbacks.on_logged(report)
     return report.metrics

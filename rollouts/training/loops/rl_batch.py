@@ -27,6 +27,7 @@ from rollouts.training.algorithms.algorithm import (
     is_reward_placed,
     requests,
 )
+from rollouts.training.algorithms.corrections import anchor_of, needs_policy_pass, stored_anchors
 from rollouts.training.algorithms.token_advantages import rewards_to_go
 from rollouts.training.batches import ForwardOutput, TrainBatch, TrainingBackend
 from rollouts.training.batching import make_batch, turn_of_tokens
@@ -46,7 +47,7 @@ class RLSettings:
 
     Args:
         num_steps: steps of the whole run
-        sync_every: the engines get new weights after this many steps
+        sync_every: engines with a copy of the weights get new ones after this many steps
         temperature: the sampling temperature
         response_tokens_max: L_max of the aggregation dr_grpo and of overlong shaping
         minibatches: optimizer steps for each batch
@@ -119,7 +120,7 @@ def prepare_rl_batch(
         first = len(rewards)
         lengths = group.lengths
         own = advantage_rewards(group, algorithm, step, max_tokens=config.response_tokens_max)
-        eligible = [fit and index not in fresh.emptied for index, fit in enumerate(_trainable(group, own), first)]
+        eligible = [fit and index not in fresh.emptied for index, fit in enumerate(_selectable(group, own), first)]
         turns = group.turn_rewards(own)
         by_turn += turns
         if of_groups:
@@ -147,16 +148,14 @@ def prepare_rl_batch(
     )
     if is_batch_advantage(algorithm.advantage):
         batch.turn_rewards = by_turn
-    # A correction already multiplies each token by policy/sampler. With the sampler as the anchor too, the ratio in the
-    # loss would count this twice, so the anchor becomes the current policy. A loss with one value per rollout has no
-    # weight per token to correct: its ratio to the sampler is the correction.
-    if algorithm.correction is not None and batch.unit == "token":
-        batch.anchor = "current"
+    batch.anchor = anchor_of(algorithm, batch.unit)
     return PreparedBatch(fresh.samples, advantages, batch, fresh.metrics if config.samples else {})
 
 
-def _trainable(group: Group, rewards: Sequence[float | None]) -> list[bool]:
-    """Which rollouts [G] of the group may be trained on: those that were judged, not truncated and not empty."""
+def _selectable(group: Group, rewards: Sequence[float | None]) -> list[bool]:
+    """Which rollouts [G] a selector may take: those that were judged, not truncated and not empty. Their masks are from
+    `samples`.
+    """
     return [
         reward is not None and episode.status is Status.COMPLETED and length > 0
         for reward, episode, length in zip(rewards, group.episodes, group.lengths, strict=True)
@@ -168,7 +167,7 @@ def why_untrained(group: Group, algorithm: Algorithm, step: int, *, max_tokens: 
     nothing, or that no rollout is complete. None: at least one rollout is.
     """
     rewards, lengths = advantage_rewards(group, algorithm, step, max_tokens=max_tokens), group.lengths
-    fit = _trainable(group, rewards)
+    fit = _selectable(group, rewards)
     if not any(fit):
         return "no_complete_rollout"
     select, pairs = algorithm.select, algorithm.pairs
@@ -260,15 +259,10 @@ async def complete_batch(
 ) -> None:
     """Compute what the loss needs, store it in the rows, then estimate the advantages of the whole batch.
 
-    Runs one forward pass over live tokens for each model that is needed. With one optimizer step and known sampler
-    logprobs, the policy itself needs none: the training pass computes its logprobs. It needs one
-
-    - before several optimizer steps, if they are the anchor, because the first step changes the policy;
-    - for advantages or a KL in the rewards that read logprobs which the sampler did not report.
+    Runs one forward pass over live tokens for each model that is needed.
     """
     names = forward_needs(algorithm)
-    unknown = any(row.rollout_logprobs is None and any(row.loss_mask) for row in batch.rows)
-    if (minibatches > 1 and (batch.anchor == "current" or unknown)) or (unknown and any(_by_token(algorithm))):
+    if needs_policy_pass(batch, minibatches=minibatches, by_token=any(_by_token(algorithm))):
         names = (*names, "logprobs")
     if names and any(any(row.loss_mask) for row in batch.rows):
         _stamp(batch, await backend.forward(batch, names, only_live=True))
@@ -285,12 +279,11 @@ def _by_token(algorithm: Algorithm) -> tuple[KL | None, bool]:
 
 
 def _stamp(batch: TrainBatch, output: ForwardOutput) -> None:
-    """Store a forward pass in the rows. If the anchor is the sampler, known logprobs of the sampler stay."""
-    anchors = output.logprobs
-    if anchors is not None and batch.anchor == "sampler":
-        anchors = [row.rollout_logprobs or anchor for row, anchor in zip(batch.rows, anchors, strict=True)]
-    given = {field: getattr(output, name) for name, field in _STAMPS.items()}
-    for field, streams in {"old_logprobs": anchors, **given}.items():
+    """Store a forward pass in the rows."""
+    found = {field: getattr(output, name) for name, field in _STAMPS.items()}
+    if output.logprobs is not None:
+        found["old_logprobs"] = stored_anchors(batch, output.logprobs)
+    for field, streams in found.items():
         if streams is not None:
             for row, stream in zip(batch.rows, streams, strict=True):
                 setattr(row, field, stream)

@@ -19,7 +19,7 @@ import statistics
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 import trio
@@ -29,7 +29,6 @@ from rollouts.env import calls, mixing
 from rollouts.env.mixing import InvalidPolicy, RewardTerm, Verdict, turn_rewards
 from rollouts.error_log import report
 from rollouts.errors import RewardError, RolloutsError, RunError, words_of
-from rollouts.inference.base import GenerateRequest, Generation
 from rollouts.inference.suspend import SuspendedEpisode
 from rollouts.lazy import LazyValues
 from rollouts.plugins.signature import bind, call_with
@@ -332,6 +331,41 @@ def _one_each(
     return values
 
 
+class JudgesGroups(Protocol):
+    """What happens to the finished groups of a step."""
+
+    async def judge(self, groups: Sequence[Group], step: int) -> list[Group]:
+        """The groups with their final rewards, and with `dropped` set if one is not trained."""
+
+
+class GroupRules(NamedTuple):
+    """Implements JudgesGroups: rewards of whole groups, then filters.
+
+    Attributes:
+        filters: group filters, applied in order
+        see_rewards: computes the rewards that filters get, from a group and a step; None: the group's own
+        score_groups: adds group rewards; None if there are none
+    """
+
+    filters: Sequence[NamedFilter] = ()
+    see_rewards: SeeRewards | None = None
+    score_groups: GroupScorer | None = None
+
+    async def judge(self, groups: Sequence[Group], step: int) -> list[Group]:
+        """The groups with their group rewards, and with `dropped` set if a filter drops them."""
+        if self.score_groups is not None:
+            scored = await self.score_groups([group.episodes for group in groups])
+            groups = [group._replace(episodes=tuple(own)) for group, own in zip(groups, scored, strict=True)]
+        return [self.filtered(group, step) for group in groups]
+
+    def filtered(self, group: Group, step: int) -> Group:
+        """The group, with `dropped` set if a filter drops it."""
+        return filter_group(group, self.filters, step=step, see=self.see_rewards)
+
+
+NO_RULES = GroupRules()
+
+
 # --- an unfinished group ----------------------------------------------------------------------------------------------
 
 
@@ -382,21 +416,6 @@ class LiveGroup:
         """The unfinished jobs."""
         left = (index for index in range(self.size) if index not in self.outcomes)
         return [Job(self.task, (self.number, index), self.suspended.get(index)) for index in left]
-
-
-def pending_sample(prompt: Any, request: GenerateRequest, reply: Generation) -> Sample:
-    """The sample of a reply that is not finished: no reward could judge it yet."""
-    context = len(request.tokens)
-    return Sample(
-        prompt,
-        tokens=[*request.tokens, *reply.tokens],
-        loss_mask=[0.0] * context + [1.0] * len(reply.tokens),
-        reward=None,
-        rollout_log_probs=[0.0] * context + list(reply.logprobs),
-        status=Status.PENDING,
-        policy_versions=[-1] * context + reply.versions,
-        prompt_length=context,
-    )
 
 
 def drop_all_but_best(groups: Sequence[LiveGroup], count: int) -> None:

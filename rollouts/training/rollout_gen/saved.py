@@ -16,8 +16,8 @@ from typing import Any
 
 from rollouts.errors import ConfigError, RunError, counted
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.groups import Group, NamedFilter, SeeRewards, filter_group
-from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStep
+from rollouts.training.rollout_gen.groups import NO_RULES, Group, GroupRules
+from rollouts.training.rollout_gen.steps import RolloutStep, StepSettings
 from rollouts.types import Task
 
 
@@ -36,18 +36,16 @@ class SavedGroups:
         read: returns the group at a position
         config: `batch_size` is the number of groups of a step
         why_untrained: why nothing of a group is trained in a step; None: something is
-        filters: group filters, applied in order
-        see_rewards: as in AsyncRolloutManager
+        rules: its filters apply; the groups have their rewards
     """
 
     buffer: DataBuffer
     count: int
     read: Callable[[int], Group]
-    config: RolloutConfig
+    config: StepSettings
     _: KW_ONLY
     why_untrained: Callable[[Group, int], str | None]
-    filters: Sequence[NamedFilter] = ()
-    see_rewards: SeeRewards | None = None
+    rules: GroupRules = NO_RULES
 
     def __post_init__(self) -> None:
         self.policy_version: int | None = None
@@ -64,12 +62,11 @@ class SavedGroups:
         """Nothing is sampled at any time."""
         yield
 
-    async def generate_batch(self, reward_fn: Any = None, *, wanted: int | None = None) -> RolloutStep:
+    async def generate_batch(self, *, wanted: int | None = None) -> RolloutStep:
         """The groups of the next step, with those that were passed over.
 
         Raises RunError, which says what dropped how many groups, if nothing is left to train on.
         """
-        assert reward_fn is None, "saved groups have their rewards"
         began, groups = time.perf_counter(), list[Group]()
         kept = 0
         while kept < self.config.batch_size and len(groups) < self.count:
@@ -86,7 +83,7 @@ class SavedGroups:
         (task,) = self.buffer.get_prompts(1)
         assert task.id is not None, "the id is the position"
         group = self.read(int(task.id))
-        group = filter_group(group, self.filters, step=self._steps, see=self.see_rewards)
+        group = self.rules.filtered(group, self._steps)
         if group.dropped is None:
             group = group._replace(dropped=self.why_untrained(group, self._steps))
         number, self._begun = self._begun, self._begun + 1

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import trio
 
-from rollouts.errors import InferenceError
+from rollouts.errors import EngineRequestError, InferenceError
 from rollouts.inference.base import (
     TOLERANCE_HALF,
     Apart,
@@ -24,7 +24,6 @@ from rollouts.inference.base import (
     furthest_apart,
     members_of,
 )
-from rollouts.inference.servers.http import HTTPFailure
 from rollouts.models.folders import Kind
 from rollouts.training.batches import Row, TrainBatch, TrainingBackend
 
@@ -187,7 +186,7 @@ class Proof:
             if not isinstance(each, Exception):
                 found.append(each)
                 continue
-            if not isinstance(each, HTTPFailure):
+            if not isinstance(each, EngineRequestError):
                 raise each
             if engine.capabilities.is_pool:
                 await engine.health()  # a pool checks each of its servers, and leaves out dead ones

@@ -14,11 +14,12 @@ from typing import Any, Literal, NamedTuple
 
 import trio
 
+from rollouts.doors import open_module
 from rollouts.errors import InferenceError
 from rollouts.inference.base import InferenceBackend, Probe, WeightUpdate, members_of
 from rollouts.models.folders import Kind
 from rollouts.training.batches import TrainingBackend
-from rollouts.training.weights import broadcast, files, probe
+from rollouts.training.weights import files, probe
 
 _NOTHING = probe.Memory()
 REMEMBERED = 8  # the numbers of this many versions are kept
@@ -100,7 +101,8 @@ class _Sent(NamedTuple):
             return [
                 (probe.engine_label(each), functools.partial(each.update_weights, self.update)) for each in self.engines
             ]
-        send = functools.partial(broadcast.send_over_group, self.engines, self.update, self.tensors, device=device)
+        send_over_group = open_module("rollouts_servers.broadcast").send_over_group
+        send = functools.partial(send_over_group, self.engines, self.update, self.tensors, device=device)
         return [(" and ".join(map(probe.engine_label, self.engines)), send)]
 
 

@@ -13,10 +13,10 @@ from rollouts.training.algorithms import checks
 from rollouts.training.algorithms.advantages import group_mean, group_norm
 from rollouts.training.algorithms.aggregation import aggregate
 from rollouts.training.algorithms.algorithm import KL, Algorithm, Term
+from rollouts.training.algorithms.corrections import importance_weights
 from rollouts.training.algorithms.kl import k1_reward, k2_loss, rk3_loss
 from rollouts.training.algorithms.losses import entropy_bonus, ppo_clip
 from rollouts.training.algorithms.objective import evaluate_objective as evaluate_algorithm
-from rollouts.training.algorithms.objective import importance_weights
 from rollouts.training.algorithms.recipes import DPO, GRPO, OPD, PPO, RFT, SFT
 from rollouts.training.algorithms.selection import best_worst
 from rollouts.training.algorithms.token_advantages import gae

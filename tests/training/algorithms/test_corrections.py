@@ -12,8 +12,9 @@ from rollouts.errors import ConfigError
 from rollouts.plugins.signature import check_signature
 from rollouts.training.algorithms import corrections
 from rollouts.training.algorithms.algorithm import Algorithm, Term
+from rollouts.training.algorithms.corrections import importance_weights
 from rollouts.training.algorithms.losses import importance, reinforce
-from rollouts.training.algorithms.objective import evaluate_objective, importance_weights
+from rollouts.training.algorithms.objective import evaluate_objective
 
 partial = functools.partial
 ALL = (corrections.truncated, corrections.icepop, corrections.sequence_mask)

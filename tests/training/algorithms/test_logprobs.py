@@ -85,7 +85,7 @@ def with_gradients(head, hidden, found, weights):
 
 @pytest.mark.parametrize("which", NAMES)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("rows_a_chunk", [1, 4, 17])
+@pytest.mark.parametrize("rows_a_chunk", [4, *(pytest.param(rows, marks=pytest.mark.nightly) for rows in (1, 17))])
 @pytest.mark.parametrize("learned", ["all", "logprobs", "entropy", "alternatives"])
 def test_chunked_equals_naive(which, temperature, rows_a_chunk, learned, chunks_of, monkeypatch):
     chunks_of(rows_a_chunk)
@@ -139,7 +139,7 @@ def test_no_tokens_are_no_error(which):
 
 @pytest.mark.parametrize("which", NAMES)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("rows_a_chunk", [1, 7, 17])
+@pytest.mark.parametrize("rows_a_chunk", [7, *(pytest.param(rows, marks=pytest.mark.nightly) for rows in (1, 17))])
 def test_topk_is_that_of_the_whole(which, temperature, rows_a_chunk, chunks_of):
     chunks_of(rows_a_chunk)
     head = heads()[which]

@@ -46,7 +46,7 @@ def same_words(one, other, tolerance=1e-4):
             assert math.isclose(value, theirs[name], rel_tol=50 * tolerance, abs_tol=tolerance), name
 
 
-@pytest.mark.parametrize("counts", [(2,), pytest.param((1, 2, 4), marks=NIGHTLY)])
+@pytest.mark.parametrize("counts", [pytest.param(counts, marks=NIGHTLY) for counts in ((2,), (1, 2, 4))])
 def test_ranks_are_one_process(counts, tiny, folder, ranks_of, tmp_path):
     """Every aggregation, unequal token counts, several steps each; a rank with nothing to do; the checkpoint of any
     number of ranks loads into any other.
@@ -98,10 +98,12 @@ def test_ranks_are_one_process(counts, tiny, folder, ranks_of, tmp_path):
         pytest.param({"training": {"replicas": 2}}, marks=NIGHTLY, id="replicas"),
         pytest.param({"lora_rank": 4}, marks=NIGHTLY, id="lora"),
         pytest.param(
-            {"lora_rank": 4, "kl": "rk3_loss", "training": {"optimizer": "sgd"}}, id="lora with its base as reference"
+            {"lora_rank": 4, "kl": "rk3_loss", "training": {"optimizer": "sgd"}},
+            marks=NIGHTLY,
+            id="lora with its base as reference",
         ),
         pytest.param({"kl": "rk3_loss", "reference": {"name": "ema", "decay": 0.5}}, marks=NIGHTLY, id="ema"),
-        pytest.param({"loss": "ppo", "critic": "head"}, id="critic"),
+        pytest.param({"loss": "ppo", "critic": "head"}, marks=NIGHTLY, id="critic"),
         pytest.param({"loss": "gspo", "training": {"layout": "packed"}}, marks=NIGHTLY, id="packed"),
     ],
 )
@@ -158,9 +160,7 @@ def test_ranks_meet_in_the_backward_of_rows_without_an_advantage(tiny, folder, r
     close(*map(weights_of, crews))
 
 
-@pytest.mark.parametrize(
-    "family", ["gpt2", pytest.param("llama", marks=NIGHTLY), pytest.param("gemma2", marks=NIGHTLY)]
-)
+@pytest.mark.parametrize("family", [pytest.param(family, marks=NIGHTLY) for family in ("gpt2", "llama", "gemma2")])
 def test_two_ranks_of_other_families(family, tiny, ranks_of, tmp_path):
     """An untied head, transposed linear layers, a capped head; ranks above 0 get all weights from rank 0."""
     model = getattr(tiny, family)()

@@ -9,6 +9,7 @@ import pytest
 import torch
 import trio
 from backend_fakes import BackendFields
+from rollouts_notes.user_functions import sample_episode
 
 from rollouts.errors import TrainingError
 from rollouts.models.futures import ImmediateTrainFuture
@@ -30,7 +31,6 @@ from rollouts.training.loops.rl_batch import (
 )
 from rollouts.training.rollout_gen.groups import Group
 from rollouts.training.rollout_gen.steps import rollout_metrics
-from rollouts.training.rollout_gen.user_functions import sample_episode
 from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 

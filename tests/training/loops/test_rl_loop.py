@@ -7,6 +7,8 @@ import math
 import pytest
 import trio
 from backend_fakes import BackendFields
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.errors import InferenceError, RunError, TrainingError
 from rollouts.inference.base import Capabilities
@@ -16,12 +18,10 @@ from rollouts.training.algorithms.kl import rk3_loss
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.batches import ForwardOutput, StepResult
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.loops.rl import LoopState, train_rl
+from rollouts.training.loops.rl import BEGINNING, Callbacks, LoopState, train_rl
 from rollouts.training.loops.rl_batch import RLSettings, prepare_rl_batch
 from rollouts.training.rollout_gen.groups import Group, NamedFilter
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-from rollouts.training.rollout_gen.steps import RolloutConfig
-from rollouts.training.weights.sync import sync_weights
+from rollouts.training.weights.sync import WeightSyncManager, sync_weights
 from rollouts.types import Episode, Message, Score, Segment, Status, Task, Trajectory
 
 TASK = Task("question")
@@ -120,16 +120,16 @@ def train(
     )
 
     async def main():
+        given = {"stages": [Stage(0, "main", GRPO)], "start": BEGINNING, **(loop or {})}
         return await train_rl(
             backend,
-            buffer,
             manager,
-            fakes,
             RLSettings(steps, **config),
-            logger,
-            algorithm=GRPO,
-            on_samples=lambda samples, step: seen.append((step, len(samples))),
-            **loop or {},
+            stages=given.pop("stages"),
+            syncing=WeightSyncManager(fakes),
+            metrics_logger=logger,
+            start=given.pop("start"),
+            callbacks=Callbacks(lambda samples, step: seen.append((step, len(samples))), **given),
         )
 
     return trio.run(main), log, backend, fakes, logger, seen
@@ -276,7 +276,7 @@ def test_steered_coefficients_go_on_where_they_stood():
         return {}
 
     def steer(**loop):
-        return train(4, backend=Steered, loop={"schedule": stages, "on_step": on_step, **loop})
+        return train(4, backend=Steered, loop={"stages": stages, "on_step": on_step, **loop})
 
     whole = [metrics["policy/kl_coef"] for metrics in steer()[0]]
     assert whole == sorted(whole) and len(set(whole)) == 4

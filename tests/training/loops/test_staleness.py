@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import trio
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
@@ -17,6 +19,7 @@ from rollouts.errors import ConfigError
 from rollouts.inference.base import WeightUpdate
 from rollouts.inference.embedded.hf import HFInference
 from rollouts.models.loading import load_tokenizer
+from rollouts.training.algorithms.algorithm import Stage
 from rollouts.training.algorithms.recipes import DPO, GRPO, RFT
 from rollouts.training.algorithms.selection import top
 from rollouts.training.backends.torch import create_torch_backend
@@ -24,8 +27,7 @@ from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.loops.rl import train_rl
 from rollouts.training.loops.rl_batch import RLSettings, drop_stale, prepare_rl_batch
 from rollouts.training.rollout_gen.groups import Group
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.weights.sync import WeightSyncManager
 from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Task, Trajectory
 
 
@@ -109,7 +111,8 @@ def run(body: Any) -> Any:
 def test_staleness_0_is_generate_then_train_then_sync_bit_for_bit():
     async def library(backend: Any, own: Any, engine: Any, buffer: Any) -> Any:
         config = RLSettings(3, staleness=0)
-        history = await train_rl(backend, buffer, own, [engine], config, algorithm=GRPO)
+        stages, syncing = [Stage(0, "main", GRPO)], WeightSyncManager([engine])
+        history = await train_rl(backend, own, config, stages=stages, syncing=syncing)
         return [(line["policy/loss"], line["optim/grad_norm"]) for line in history]
 
     async def by_hand(backend: Any, own: Any, engine: Any, buffer: Any) -> Any:
@@ -153,7 +156,7 @@ def test_loop_and_manager_must_have_one_staleness():
     manager = AsyncRolloutManager(DataBuffer(["x"]), RolloutConfig(1, staleness=2, generate_fn=lambda prompts: []))
 
     async def main() -> None:
-        await train_rl(None, None, manager, [], RLSettings(1), algorithm=GRPO)
+        await train_rl(None, manager, RLSettings(1), stages=[Stage(0, "main", GRPO)], syncing=WeightSyncManager([]))
 
     with pytest.raises(ConfigError, match=r"staleness of 2 and the loop one of 0"):
         trio.run(main)

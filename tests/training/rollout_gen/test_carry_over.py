@@ -13,14 +13,14 @@ import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.env import reward, tool
 from rollouts.errors import ConfigError, RewardError
 from rollouts.inference.base import GenerateRequest, Generation, VersionSpan
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import NamedFilter
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Episode, Sample, Score, Status, Task, Trajectory
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

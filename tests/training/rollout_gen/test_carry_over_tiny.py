@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import trio
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.agent.episode import run_episode
 from rollouts.agent.model import EpisodeLimits
@@ -16,8 +18,6 @@ from rollouts.inference.embedded.hf import HFInference
 from rollouts.models.futures import TorchThread
 from rollouts.models.loading import load_hf_model, load_tokenizer
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Episode, Task
 
 

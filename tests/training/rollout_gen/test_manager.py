@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import trio
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.inference.base import Capabilities
 from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.rollout_gen.groups import NamedFilter
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics
+from rollouts.training.rollout_gen.steps import RolloutStatistics
 from rollouts.types import Episode, Score, Status, Trajectory
 
 
@@ -83,7 +84,9 @@ def test_numbering_continues_from_a_checkpoint():
     assert new.statistics == old.statistics
 
 
-@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (1, 1, 1.0, None, None, None, 0)])
+@pytest.mark.parametrize(
+    "sizes", [{"batch_size": 0}, {"batch_size": 1, "n_samples_per_prompt": 0}, {"batch_size": 1, "concurrency": 0}]
+)
 def test_sizes_are_positive(sizes):
     with pytest.raises(AssertionError, match="must be > 0"):
-        RolloutConfig(*sizes)
+        RolloutConfig(**sizes)

@@ -12,14 +12,17 @@ import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.errors import RewardError
+from rollouts.training.algorithms.algorithm import Stage
 from rollouts.training.batches import StepResult
 from rollouts.training.datasets.buffer import DataBuffer
-from rollouts.training.loops.rl import train_rl
+from rollouts.training.loops.rl import Callbacks, train_rl
 from rollouts.training.loops.rl_batch import RLSettings
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager, Prefetch
-from rollouts.training.rollout_gen.steps import RolloutConfig
+from rollouts.training.rollout_gen.manager import Prefetch
+from rollouts.training.weights.sync import WeightSyncManager
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from pipelines import GRPO, LateBackend, Plain, TokenEngine, live_versions, player, under_trio
@@ -89,13 +92,11 @@ def train(
         async with own:
             history = await train_rl(
                 backend,
-                buffer,
                 own,
-                [engine],
                 RLSettings(steps, staleness=staleness),
-                algorithm=GRPO,
-                on_samples=lambda samples, step: batches.append(samples),
-                **loop,
+                stages=[Stage(0, "main", GRPO)],
+                syncing=WeightSyncManager([engine]),
+                callbacks=Callbacks(lambda samples, step: batches.append(samples), **loop),
             )
         assert Plain.open == 0 and not engine.sessions
         return history, batches, trio.current_time(), engine

@@ -8,6 +8,8 @@ import statistics
 
 import pytest
 import trio
+from rollouts_notes.manager import NO_ENGINE, AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 
 from rollouts.env.checks import reward_term
 from rollouts.evaluate import Evaluation, evaluate, evaluation_metrics
@@ -19,8 +21,7 @@ from rollouts.training.datasets.buffer import DataBuffer
 from rollouts.training.filters import check_reward_nonzero_std
 from rollouts.training.loops.rl_batch import RLSettings, prepare_rl_batch
 from rollouts.training.rollout_gen.groups import Group, NamedFilter, group_samples, group_scorer, role_groups
-from rollouts.training.rollout_gen.manager import NO_ENGINE, AsyncRolloutManager
-from rollouts.training.rollout_gen.steps import RolloutConfig, RolloutStatistics, environment_metrics, rollout_metrics
+from rollouts.training.rollout_gen.steps import RolloutStatistics, environment_metrics, rollout_metrics
 from rollouts.types import Episode, Message, RoleResult, Score, Segment, Status, Task, Trajectory, mean_score
 
 MEAN = Algorithm(group_mean, "token_mean", (Term(ppo_clip, 1.0),))

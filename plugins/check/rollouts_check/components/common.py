@@ -16,13 +16,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from rollouts.author_code import authors_code, message_of, place_of, shown
+from rollouts.author_code import message_of, shown
 from rollouts.config.convert import toml_value
 from rollouts.config.files import Source
 from rollouts.config.flags import Flag
 from rollouts.config.settings import COMPONENT_KINDS, MULTIPLE, is_secret
 from rollouts.data.source import COLUMNS, RowSettings
-from rollouts.errors import ConfigError, RolloutsError, SignatureError, UserError, counted, leaves_of, words_of
+from rollouts.errors import ConfigError, SignatureError, UserError, counted
 from rollouts.plugins.index import HOOKS, KIND_WORDS
 from rollouts.plugins.manager import PluginManager
 from rollouts.plugins.signature import Signature, bind, converted
@@ -30,10 +30,10 @@ from rollouts.runs.components import signed
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, bind_algorithm
 from rollouts.training.algorithms.kl import make_kl
 from rollouts_check.environments.definition import at_setting, check_import, import_in
-from rollouts_check.environments.traces import Leftovers, random_calls
+from rollouts_check.environments.traces import random_calls
 from rollouts_check.finding import find_ref, load
 from rollouts_check.packages import Found
-from rollouts_check.report import FailedError, SkippedError, UntestedError, at
+from rollouts_check.report import Attempt, FailedError, UntestedError, at, trying
 
 WITH_TORCH = frozenset(
     "advantages corrections kl losses mixers optimizers pairings references selectors shapings training".split()
@@ -42,12 +42,11 @@ WITH_TORCH = frozenset(
 
 
 def imports(subject: Subject) -> str:
-    """The import is fast and opens no connection. If the kind needs no torch, the import does not load it."""
-    if not subject.found.is_importable:
-        raise SkippedError(f"the {subject.word} has no name that another process can import")
-    first = ["torch"] if subject.kind in WITH_TORCH else []
-    change = f"import it inside the function that needs it: a {subject.word} may be used where it is not installed"
-    return check_import(subject.found, change, first=first)
+    """The import is fast and opens no connection. If the kind needs no torch, the import does not load it.
+
+    Advice: import it inside the function that needs it: this kind may be used where it is not installed
+    """
+    return check_import(subject.found, first=["torch"] if subject.kind in WITH_TORCH else [])
 
 
 def wheel(subject: Subject) -> str:
@@ -81,8 +80,7 @@ def settings(subject: Subject) -> str:
             back = converted(subject.signature, known, subject.found.label, Source(), ())[name]
         except (TypeError, ConfigError) as error:
             raise FailedError(tried, f"{message_of(error)}{where}", change) from error
-        is_same = list(back) == list(value) if isinstance(value, tuple) and isinstance(back, list) else back == value
-        if not is_same:
+        if back != (list(value) if isinstance(value, tuple) and isinstance(back, list) else value):
             raise FailedError(tried, f"it was {shown(value)} and is {shown(back)} afterwards{where}", change)
     return counted(len(subject.settings), "setting")
 
@@ -103,30 +101,30 @@ def unchanged(subject: Subject) -> None:
 
         subject.try_out(call)
         for name, value, before in inputs:
-            if (now := snapshot(value)) != before:
-                was, other = _beginning_of_difference(before, now)
-                seen = f"it was {was} and is {other}{at(function)}"
-                change = f"change a copy of {name}: methods of tensors whose names end in _ change them in place"
-                raise FailedError(f"compare {name} before and after a call", seen, change)
+            change = f"change a copy of {name}: methods of tensors whose names end in _ change them in place"
+            attempt = Attempt(f"compare {name} before and after a call", function, change=change)
+            attempt.require((now := snapshot(value)) == before, _difference(before, now))
 
 
-def _beginning_of_difference(one: str, other: str) -> list[str]:
+def _difference(one: str, other: str) -> str:
     """Both texts from a little before their first difference."""
     place = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     first = max(0, place - 20)
-    return [f"{'...' if first else ''}{text[first : first + 60]}" for text in (one, other)]
+    texts = [f"{'...' if first else ''}{text[first : first + 60]}" for text in (one, other)]
+    return f"it was {texts[0]}, then {texts[1]}"
 
 
 def repeatable(subject: Subject) -> None:
-    """The same inputs give the same result, and no global random generator is used."""
+    """The same inputs give the same result, and no global random generator is used.
+
+    Advice: compute the result from the inputs alone: keep no state, and draw no random numbers
+    """
     for function in subject.functions:
         state = _torch_state()
         with random_calls() as calls:
             first, second = (snapshot(subject.try_out(function)) for _ in range(2))
         if first != second:
-            was, other = _beginning_of_difference(first, second)
-            change = "compute the result from the inputs alone: keep no state, and draw no random numbers"
-            raise FailedError("call it twice with the same inputs", f"it was {was}, then {other}{at(function)}", change)
+            raise FailedError("call it twice with the same inputs", f"{_difference(first, second)}{at(function)}")
         if state is not None and _torch_state() != state:
             calls.append("the state of the global generator of torch changed")
         if calls:
@@ -223,9 +221,13 @@ class Subject:
         """Random numbers that depend on `--seed` and the purpose alone."""
         return Random(f"{self.seed}/{purpose}")
 
-    def failed(self, tried: str, seen: str, change: str) -> FailedError:
-        """The error of a check, with the line where the component is defined."""
-        return FailedError(tried, f"{seen}{at(self.component)}", change)
+    def attempt(self, tried: str, change: str = "") -> Attempt:
+        """What a check tries. Its failures have the line where the component is defined."""
+        return Attempt(tried, self.component, change=change)
+
+    def trying(self, tried: str, change: str = "") -> contextlib.AbstractContextManager[Attempt]:
+        """Run the component's code: see `report.trying`."""
+        return trying(tried, self.component, change=change)
 
     def skipped(self, reason: str, enable: str = "do what the reason says") -> UntestedError:
         """The error that skips a check which cannot run here. If several checks are skipped for one reason, only the
@@ -246,11 +248,6 @@ class Subject:
                 reason = " ".join(message_of(error.__cause__).split())
                 raise self.skipped(f"it cannot be made with these settings: {reason}") from error
             raise
-
-    def require_nothing_left(self, before: Leftovers, tried: str, change: str, function: Any = None) -> None:
-        """Raise FailedError if there are threads, processes or temporary files which were not there `before`."""
-        if left := before.found():
-            raise FailedError(tried, f"it left {'; '.join(left)}{at(function or self.component)}", change)
 
     def try_out(self, function: Function) -> Any:
         """What a function returns for usual inputs."""
@@ -303,21 +300,3 @@ def make_subject(
 def alias_of(label: str) -> str:
     """The name that a run gives one of several components: the last part of `pack/name` and of `./file.py:name`."""
     return re.split("[:/]", label)[-1]
-
-
-@contextlib.contextmanager
-def trying(tried: str, change: str = "correct the line that raised the error", function: Any = None) -> Iterator[None]:
-    """Run an author's code. An error of it becomes a FailedError that says what was tried. If the error has no line of
-    a file, it gets that of `function`.
-    """
-    try:
-        with authors_code():
-            yield
-    except (FailedError, SkippedError):
-        raise
-    except Exception as error:  # the author's code may raise anything
-        leaf = next(leaves_of(error))
-        if not isinstance(leaf, RolloutsError) and place_of(leaf) is None:
-            raise  # a mistake of the check
-        seen = message_of(leaf) if isinstance(leaf, RolloutsError) else words_of(error)
-        raise FailedError(tried, seen if ", line " in seen else f"{seen}{at(function)}", change) from error

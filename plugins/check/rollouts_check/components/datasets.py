@@ -13,7 +13,7 @@ from rollouts.data.loaders import NotARow
 from rollouts.data.source import renamed
 from rollouts.errors import ConfigError, counted, first_line
 from rollouts.plugins.signature import call_with
-from rollouts_check.components.common import Function, Subject, snapshot, trying
+from rollouts_check.components.common import Function, Subject, snapshot
 from rollouts_check.report import FailedError, Passed, SkippedError, at
 
 ROWS = 200  # of the first rows; a loader may be endless
@@ -27,29 +27,30 @@ def trial(subject: Subject, function: Function) -> Any:
 
 
 def rows(subject: Subject) -> str:
-    """It returns rows: dicts with names of columns as their keys, and values that JSON can hold."""
+    """It returns rows: dicts with names of columns as their keys, and values that JSON can hold.
+
+    Advice: return an iterable of dicts, whose keys are the names of the columns
+    """
     source = subject.kept["source"]
     tried = f"read the first {ROWS} rows" + (f" of {source}" if source else "")
     try:
-        with trying(tried, "return an iterable of dicts", subject.function):
+        with subject.trying(tried) as attempt:
             found = _rows(subject, subject.function)
     except FailedError as error:
         if _takes_source(subject) and not source:
             reason = f"without a source, its error was: {first_line(error.__cause__ or error)}"
             raise subject.skipped(reason, "name one that it can read: --data.source FILE") from error
         raise
-    if not found:
-        raise subject.failed(tried, "there is none", "return at least one row")
+    attempt.require(found, "there is none", "return at least one row")
     known = [(number, row) for number, row in enumerate(found, start=1) if not isinstance(row, NotARow)]
     for number, row in known:
-        if not isinstance(row, dict) or not all(isinstance(column, str) for column in row):
-            change = "return dicts, whose keys are the names of the columns"
-            raise subject.failed(tried, f"row {number} is {shown(row)}", change)
+        is_row = isinstance(row, dict) and all(isinstance(column, str) for column in row)
+        attempt.require(is_row, f"row {number} is {shown(row)}")
         try:
             msgspec.json.encode(row)
         except (TypeError, ValueError, OverflowError) as error:
             change = "return text, numbers, lists and dicts: JSON has to hold a row"
-            raise subject.failed(tried, f"row {number} is {shown(row)}: {error}", change) from error
+            raise attempt.failed(f"row {number} is {shown(row)}: {error}", change) from error
     columns = dict.fromkeys(column for _, row in known for column in row)
     return f"{counted(len(found), 'row')} with the columns {', '.join(columns)}"
 
@@ -76,30 +77,34 @@ def usable(subject: Subject) -> str | Passed:
         except BadRowError as error:
             if not is_prompt:
                 notes.append(f"row {number} cannot be used: {error}; or a prompt: --data.prompt COLUMN")
-    if len(notes) == len(found):
-        tried = "read the rows as prompts, and as conversations"
-        seen = f"{notes[0]}"
-        raise subject.failed(tried, seen, f"name the columns prompt and answer, or those of a conversation: {FORMS}")
+    change = f"name the columns prompt and answer, or those of a conversation: {FORMS}"
+    attempt = subject.attempt("read the rows as prompts, and as conversations", change)
+    attempt.require(len(notes) < len(found), notes[0] if notes else "")
     said = [f"{counted(prompts, 'prompt')} for rollouts run"] if prompts else []
     said += [f"{described(forms, sum(forms.values()))} for rollouts sft"] if forms else []
     return Passed("; ".join(said), notes[:3])
 
 
 def streaming(subject: Subject) -> str:
-    """The rows are the same whether they are read at the start or while the run goes on."""
+    """The rows are the same whether they are read at the start or while the run goes on.
+
+    Advice: return the same rows in the same order
+    """
     if "streaming" not in subject.signature.requests:
         return "it does not ask"
     rows(subject)
     both = (map(snapshot, _rows(subject, subject.function, streams=each)) for each in (False, True))
+    attempt = subject.attempt("read the rows with `streaming`, and without")
     for number, (one, other) in enumerate(itertools.zip_longest(*both), start=1):
-        if one != other:
-            tried = "read the rows with `streaming`, and without"
-            raise subject.failed(tried, f"row {number} differs", "return the same rows in the same order")
+        attempt.require(one == other, f"row {number} differs")
     return ""
 
 
 def no_source(subject: Subject) -> str | Passed:
-    """A source that does not exist is an error that names it."""
+    """A source that does not exist is an error that names it.
+
+    Advice: name the source in the error: the user may have mistyped it
+    """
     if not _takes_source(subject):
         raise SkippedError("it takes no source")
     rows(subject)
@@ -109,9 +114,8 @@ def no_source(subject: Subject) -> str | Passed:
     except Exception as error:  # an author's code may raise anything
         if "missing.rows" in str(error):
             return ""
-        seen = f"the error was {type(error).__name__}: {first_line(error)}"
-        change = "name the source in the error: the user may have mistyped it"
-        raise subject.failed(f"read {missing}, which does not exist", seen, change) from error
+        attempt = subject.attempt(f"read {missing}, which does not exist")
+        raise attempt.failed(f"the error was {type(error).__name__}: {first_line(error)}") from error
     many = f"for the source {missing}, which does not exist, it returned {counted(len(found), 'row')}"
     return Passed("", [f"{many}; a loader that takes no source should not name `source`{at(subject.function)}"])
 

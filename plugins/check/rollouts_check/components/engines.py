@@ -17,7 +17,7 @@ from rollouts.inference.chatting import ChatReply, ChatRequest, is_evaluation_on
 from rollouts.plugins.checks import run_check
 from rollouts.plugins.signature import call_with
 from rollouts.types import Message
-from rollouts_check.components.common import Subject, trying
+from rollouts_check.components.common import Subject
 from rollouts_check.environments.agents import in_trio
 from rollouts_check.report import FailedError, SkippedError
 from rollouts_check.runner import once
@@ -32,13 +32,15 @@ NEAR = 1e-3  # nats
 
 
 def protocol(subject: Subject) -> str:
-    """The engine has every field and method of the Protocol and of its capabilities. Making it starts nothing."""
+    """The engine has every field and method of the Protocol and of its capabilities. Making it starts nothing.
+
+    Advice: add what is missing to the class: rollouts.inference.base.InferenceBackend
+    """
     engine = _engine(subject)
     try:
         check_engine(engine, subject.found.label)
     except RolloutsError as error:
-        change = "add what is missing to the class: rollouts.inference.base.InferenceBackend"
-        raise FailedError("make the engine, and read its fields and methods", message_of(error), change) from error
+        raise FailedError("make the engine, and read its fields and methods", message_of(error)) from error
     return ", ".join(name for name, value in engine.capabilities._asdict().items() if value is True)
 
 
@@ -50,7 +52,10 @@ def absent(subject: Subject) -> str:
 
 
 def replies(subject: Subject) -> str:
-    """It replies: ids with finite logprobs of 0 or less, or a message; at most `max_tokens`; one seed, one reply."""
+    """It replies: ids with finite logprobs of 0 or less, or a message; at most `max_tokens`; one seed, one reply.
+
+    Advice: return a ChatReply with Message("assistant", text)
+    """
 
     async def three(engine: Any) -> list[Any]:
         if engine.capabilities.chats:
@@ -60,25 +65,24 @@ def replies(subject: Subject) -> str:
 
     found = _ask(subject, three)
     if isinstance(found[0], ChatReply):
+        attempt = subject.attempt("ask for a reply")
         for each in found:
-            if not isinstance(each, ChatReply) or not isinstance(each.message, Message):
-                seen = f"it returned {shown(each)}"
-                raise subject.failed("ask for a reply", seen, "return a ChatReply with the assistant's Message")
-            if each.message.role != "assistant":
-                seen = f"the role is {each.message.role!r}"
-                raise subject.failed("ask for a reply", seen, 'return Message("assistant", text)')
+            is_message = isinstance(each, ChatReply) and isinstance(each.message, Message)
+            attempt.require(is_message and each.message.role == "assistant", f"it returned {shown(each)}")
         return shown(found[0].message.text, 40)
     for each in found:
         _check_generation(subject, each)
     first, second, _ = found
-    if first.tokens != second.tokens:
-        seen = f"the ids were {first.tokens}, and then {second.tokens}"
-        raise subject.failed("ask twice with the same seed", seen, "sample from a generator that `request.seed` seeds")
+    attempt = subject.attempt("ask twice with the same seed", "sample from a generator that `request.seed` seeds")
+    attempt.require(first.tokens == second.tokens, f"the ids were {first.tokens}, then {second.tokens}")
     return f"{counted(len(first.tokens), 'token')}, {first.finish}"
 
 
 def scores(subject: Subject) -> str:
-    """`score` gives the logprobs with which it sampled: one for each id, the first one 0."""
+    """`score` gives the logprobs with which it sampled: one for each id, the first one 0.
+
+    Advice: score at the sampling temperature, with the same weights
+    """
     capabilities = _engine(subject).capabilities
     if not capabilities.trainable:
         raise SkippedError("it returns no token ids")
@@ -89,18 +93,19 @@ def scores(subject: Subject) -> str:
 
     generation, scored = _ask(subject, reply_and_scores)
     wanted = len(TOKENS) + len(generation.tokens)
-    if len(scored) != wanted or scored[0] != 0.0:
-        seen = f"it returned {shown(scored)} for {wanted} ids"
-        raise subject.failed("score a sampled reply", seen, "return one logprob for each id, and 0.0 for the first")
+    attempt = subject.attempt("score a sampled reply")
+    change = "return one logprob for each id, and 0.0 for the first"
+    attempt.require(len(scored) == wanted and not scored[0], f"it returned {shown(scored)} for {wanted} ids", change)
     apart = max(abs(a - b) for a, b in zip(scored[len(TOKENS) :], generation.logprobs, strict=True))
-    if apart > max(capabilities.tolerance, NEAR):
-        seen = f"the logprobs differ by {apart:.3g} nats"
-        raise subject.failed("score a sampled reply", seen, "score at the sampling temperature, with the same weights")
+    attempt.require(apart <= max(capabilities.tolerance, NEAR), f"the logprobs differ by {apart:.3g} nats")
     return f"within {apart:.1g} nats"
 
 
 def sessions(subject: Subject) -> None:
-    """Sessions have different names, may be closed twice, and `health` says that the engine works."""
+    """Sessions have different names, may be closed twice, and `health` says that the engine works.
+
+    Advice: return a different text for each session
+    """
 
     async def two(engine: Any) -> tuple[list[Any], Any]:
         names = [engine.open_session((0, number)) for number in range(2)]
@@ -109,28 +114,24 @@ def sessions(subject: Subject) -> None:
         return names, await engine.health()
 
     names, health = _ask(subject, two)
-    if len(set(names)) != 2 or not all(isinstance(name, str) for name in names):
-        seen = f"the names are {shown(names)}"
-        raise subject.failed("open two sessions", seen, "return a different text for each session")
-    if not isinstance(health, Health) or not health.ok:
-        raise subject.failed("ask for its health", f"it said {shown(health)}", "return Health(True, version)")
+    attempt = subject.attempt("open two sessions, and ask for its health")
+    is_named = len(set(names)) == 2 and all(isinstance(name, str) for name in names)
+    attempt.require(is_named, f"the names are {shown(names)}")
+    is_well = isinstance(health, Health) and health.ok
+    attempt.require(is_well, f"the health is {shown(health)}", "return Health(True, version)")
 
 
 def _check_generation(subject: Subject, found: Any) -> None:
-    tried = f"ask for {MAX_TOKENS} tokens"
-    if not isinstance(found, Generation):
-        raise subject.failed(tried, f"it returned {shown(found)}", "return a Generation")
-    size = len(found.tokens)
-    is_valid = all(math.isfinite(each) and each <= 0 for each in found.logprobs)
-    if not 1 <= size <= MAX_TOKENS or len(found.logprobs) != size or not is_valid:
-        seen = f"{counted(size, 'id')} with the logprobs {shown(found.logprobs)}"
-        raise subject.failed(tried, seen, "return at most max_tokens ids, each with a finite logprob of 0 or less")
-    if len(found.versions) != size:
-        seen = f"the spans have {len(found.versions)} of {counted(size, 'token')}"
-        raise subject.failed(tried, seen, "return spans that cover every token: VersionSpan(version, 0, len(tokens))")
-    limit = _engine(subject).vocabulary_size
-    if limit and max(found.tokens) >= limit:
-        raise subject.failed(tried, f"the id {max(found.tokens)} of {limit}", "return ids below vocabulary_size")
+    change = "return a Generation of at most max_tokens ids, each with a finite logprob of 0 or less"
+    attempt = subject.attempt(f"ask for {MAX_TOKENS} tokens", change)
+    attempt.require(isinstance(found, Generation), f"it returned {shown(found)}")
+    size, logprobs = len(found.tokens), found.logprobs
+    is_valid = len(logprobs) == size and all(math.isfinite(each) and each <= 0 for each in logprobs)
+    attempt.require(1 <= size <= MAX_TOKENS and is_valid, f"{counted(size, 'id')} with the logprobs {shown(logprobs)}")
+    change = "return spans that cover every token: VersionSpan(version, 0, len(tokens))"
+    attempt.require(len(found.versions) == size, f"the spans have {len(found.versions)} of {size} tokens", change)
+    largest, limit = max(found.tokens), _engine(subject).vocabulary_size
+    attempt.require(not limit or largest < limit, f"the id {largest} of {limit}", "return ids below vocabulary_size")
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -154,12 +155,11 @@ def _ask(subject: Subject, question: Callable[[Any], Awaitable[T]]) -> T:
             async with _new_engine(subject) as engine:
                 return await question(engine)
 
-    with trying("start the engine and ask it"):
+    with subject.trying("start the engine and ask it", "give each request a deadline") as attempt:
         try:
             return in_trio(ask)
         except trio.TooSlowError:
-            seen = f"it took longer than {REPLY_SECONDS:g} seconds"
-            raise subject.failed("ask for a reply", seen, "give each request a deadline") from None
+            raise attempt.failed(f"it took longer than {REPLY_SECONDS:g} seconds") from None
 
 
 @once
@@ -177,7 +177,7 @@ def _why_absent(subject: Subject) -> str:
                 raise InferenceError("its servers start with a run", is_transient=False)
 
     try:
-        with trying("call `check`", "raise ConfigError, with what was given and what to type"):
+        with subject.trying("call `check`", "raise ConfigError, with what was given and what to type"):
             in_trio(reach)
     except FailedError as error:
         if not isinstance(error.__cause__, UserError | InferenceError):

@@ -10,7 +10,7 @@ from rollouts.author_code import shown
 from rollouts.errors import counted
 from rollouts.training.rollout_gen.groups import Group, NamedFilter, filter_group
 from rollouts.types import Episode, Score
-from rollouts_check.components.common import Function, Subject, trying
+from rollouts_check.components.common import Function, Subject
 from rollouts_check.components.rewards import TASK, invented_trajectory
 
 GROUPS: dict[str, tuple[float | None, ...]] = {
@@ -33,40 +33,42 @@ def trial(subject: Subject, function: Function) -> Any:
 
 
 def values(subject: Subject) -> str:
-    """It returns True to keep a group, and False or a reason as text to drop it."""
-    tried = "call it on groups of rollouts"
-    change = "return True to keep the group; False, or a short text that says why, to drop it"
+    """It returns True to keep a group, and False or a reason as text to drop it.
+
+    Advice: return True to keep the group; False, or a short text that says why, to drop it
+    """
     kept = 0
     for rewards in list(GROUPS.values())[:USUAL]:
-        with trying(tried, change, subject.function):
+        with subject.trying("call it on groups of rollouts") as attempt:
             returned = _filtered(subject, subject.function, _group(rewards))
-        if not isinstance(returned, bool | str) and type(returned).__name__ not in ("bool_", "bool"):
-            raise subject.failed(tried, f"it returned {shown(returned)} ({type(returned).__name__})", change)
-        if isinstance(returned, str) and not returned.strip():
-            raise subject.failed(tried, "it returned an empty text", change)
+        is_verdict = returned.strip() if isinstance(returned, str) else type(returned).__name__ in ("bool", "bool_")
+        attempt.require(is_verdict, f"it returned {shown(returned)} ({type(returned).__name__})")
         kept += returned is True
     return f"keeps {kept} of {USUAL} groups"
 
 
 def any_group(subject: Subject) -> str:
-    """It accepts rollouts that no reward could judge (None), groups of one rollout, and empty replies."""
+    """It accepts rollouts that no reward could judge (None), groups of one rollout, and empty replies.
+
+    Advice: leave out None: [r for r in rewards if r is not None]
+    """
     for words, rewards in GROUPS.items():
-        with trying(f"call it on a group with {words}", "leave out None: [r for r in rewards if r is not None]"):
+        with subject.trying(f"call it on a group with {words}"):
             _filtered(subject, subject.function, _group(rewards))
-    with trying("call it on a group whose replies are empty"):
+    with subject.trying("call it on a group whose replies are empty"):
         _filtered(subject, subject.function, _group((1.0, 0.0), live=0, reply=""))
     return counted(len(GROUPS) + 1, "group")
 
 
 def order(subject: Subject) -> None:
-    """The order of the rollouts has no effect."""
+    """The order of the rollouts has no effect.
+
+    Advice: compute the verdict from all rollouts, not from their positions
+    """
     for words, rewards in list(GROUPS.items())[:USUAL]:
-        orders = (rewards, rewards[::-1])
-        one, other = (_filtered(subject, subject.function, _group(each)) for each in orders)
-        if one != other:
-            seen = f"it returned {shown(one)} for {list(rewards)}, and {shown(other)} in the other order"
-            change = "compute the verdict from all rollouts, not from their positions"
-            raise subject.failed(f"call it on a group with {words}, and in the other order", seen, change)
+        one, other = (_filtered(subject, subject.function, _group(each)) for each in (rewards, rewards[::-1]))
+        attempt = subject.attempt(f"call it on a group with {words}, and in the other order")
+        attempt.require(one == other, f"it returned {shown(one)}, then {shown(other)}")
 
 
 def _group(rewards: Sequence[float | None], *, live: int = 3, reply: str = "") -> Group:

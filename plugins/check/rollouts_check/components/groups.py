@@ -15,9 +15,9 @@ from rollouts.author_code import shown
 from rollouts.errors import counted
 from rollouts.training.algorithms import calls
 from rollouts.training.algorithms.algorithm import is_batch_advantage
-from rollouts_check.components.common import Function, Subject, trying
+from rollouts_check.components.common import Function, Subject
 from rollouts_check.components.tokens import Tokens, beside_mask, usual_tokens
-from rollouts_check.report import FailedError, SkippedError, at
+from rollouts_check.report import Attempt, SkippedError, trying
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,19 +91,23 @@ def finite(subject: Subject) -> str:
 
 
 def order(subject: Subject) -> None:
-    """The order of the rollouts has no effect: in another order they get the same results."""
+    """The order of the rollouts has no effect: in another order they get the same results.
+
+    Advice: compute the result of a rollout from its reward and the group, not from its position
+    """
     first = _results(subject, subject.function, USUAL)
     for places in ((5, 4, 3, 2, 1, 0), (2, 0, 5, 1, 4, 3)):
         again = _results(subject, subject.function, USUAL.permuted(places))
         wanted = _permuted(first, places)
-        if not _same(again, wanted):
-            seen = f"the results were {shown(wanted)}, and are {shown(again)}"
-            change = "compute the result of a rollout from its reward and the group, not from its position"
-            raise subject.failed(f"call it on {USUAL.words} in the order {list(places)}", seen, change)
+        attempt = subject.attempt(f"call it on {USUAL.words} in the order {list(places)}")
+        attempt.require(_same(again, wanted), f"the results were {shown(wanted)}, then {shown(again)}")
 
 
 def better(subject: Subject) -> None:
-    """A better rollout is not treated worse: a higher reward with equal lengths gives no lower result."""
+    """A better rollout is not treated worse: a higher reward with equal lengths gives no lower result.
+
+    Advice: correct the sign: what is better must be reinforced
+    """
     function = subject.function
     if _is_batch(subject):
         raise SkippedError("it names `batch`: the results of tokens are not compared")
@@ -120,29 +124,28 @@ def better(subject: Subject) -> None:
             for (one, ours), (two, theirs) in itertools.pairwise(both)
             if theirs < ours - SLACK
         ]
-    if worse:
-        change = "correct the sign: what is better must be reinforced"
-        raise FailedError("compare rollouts that differ in their rewards only", f"{worse[0]}{at(function)}", change)
+    Attempt("compare rollouts that differ in their rewards only", function).require(not worse, next(iter(worse), ""))
 
 
 def masked(subject: Subject) -> None:
-    """An advantage of the whole batch does not depend on masked positions, nor on rollouts that were not judged."""
+    """An advantage of the whole batch does not depend on masked positions, nor on rollouts that were not judged.
+
+    Advice: leave masked positions out: name `mask`, and write x.where(mask > 0, 0.0)
+    """
     import torch
 
     if not _is_batch(subject):
         raise SkippedError("it sees rewards, and no tokens")
     function, tokens = subject.function, usual_tokens(subject.random("tokens"))
-    with trying("call it on a batch in which a rollout was not judged: its reward is NaN", NAN, function):
+    with trying("call it on a batch in which a rollout was not judged: its reward is NaN", function, change=NAN):
         first = _of_tokens(function, tokens)
     other = _of_tokens(function, beside_mask(tokens, subject.random("mask")))
-    if not all(torch.allclose(one, two, atol=SLACK) for one, two in zip(first, other, strict=True)):
-        change = "leave masked positions out: name `mask`, and write x.where(mask > 0, 0.0)"
-        seen = "the advantages of other tokens changed"
-        raise subject.failed("change the inputs at masked positions", seen, change)
+    is_same = all(torch.allclose(one, two, atol=SLACK) for one, two in zip(first, other, strict=True))
+    subject.attempt("change the inputs at masked positions").require(is_same, "the advantages of other tokens changed")
     rewards = torch.tensor([1.0, float("nan"), 0.5, -1.0, float("nan")], dtype=torch.float64)
     mask = tokens.inputs["mask"].where(tokens.inputs["rollout_index"] != 1, 0.0)
     turns = [[] if number in (1, 4) else own for number, own in enumerate(tokens.inputs["turn_rewards"])]
-    with trying("call it with a rollout whose reward is NaN and whose tokens are masked", NAN, function):
+    with trying("call it with a rollout whose reward is NaN and whose tokens are masked", function, change=NAN):
         _of_tokens(function, tokens.changed(rewards=rewards, turn_rewards=turns, mask=mask))
 
 
@@ -156,7 +159,7 @@ def _try_each(subject: Subject, cases: Sequence[Case]) -> str:
         "pairings": "return a list of (chosen, rejected): two different positions in `rewards`",
     }.get(subject.kind, "return a tensor with one finite number for each reward that it received")
     for each in cases:
-        with trying(f"call it on {each.words}", change, subject.function):
+        with trying(f"call it on {each.words}", subject.function, change=change):
             _results(subject, subject.function, each)
     return counted(len(cases), "group")
 

@@ -14,9 +14,9 @@ from rollouts.config.resolving import resolve
 from rollouts.errors import counted
 from rollouts.loggers.base import MetricsLogger, SampleSettings
 from rollouts.plugins.signature import call_with
-from rollouts_check.components.common import Subject, trying
+from rollouts_check.components.common import Subject
 from rollouts_check.environments.traces import Leftovers
-from rollouts_check.report import FailedError, SkippedError, at
+from rollouts_check.report import Attempt, SkippedError, trying
 
 RESUMED_AT = 18  # the step at which a run is resumed
 LOG_SECONDS = 1.0  # a run waits for each call
@@ -46,16 +46,16 @@ def opens(subject: Subject) -> None:
     """It opens in the folder of a run, and has the methods `log` and `close`."""
     with _opened(subject, "opens") as logger:
         lacking = [name for name in ("log", "close") if not callable(getattr(logger, name, None))]
-        if lacking or not isinstance(logger, MetricsLogger):
-            seen = f"it made {shown(logger)}, which has no {' and no '.join(lacking)}"
-            raise subject.failed("make the logger", seen, "write `def log(self, metrics, step)` and `def close(self)`")
-        with trying("close it without a step"):
+        attempt = subject.attempt("make the logger", "write `def log(self, metrics, step)` and `def close(self)`")
+        is_one = not lacking and isinstance(logger, MetricsLogger)
+        attempt.require(is_one, f"it made {shown(logger)}, which has no {' and no '.join(lacking)}")
+        with subject.trying("close it without a step"):
             logger.close()
 
 
 def logs(subject: Subject) -> None:
     """It logs steps in their order, the last step twice, and is closed."""
-    with _opened(subject, "logs") as logger, trying("log three steps, the last one twice, and close"):
+    with _opened(subject, "logs") as logger, subject.trying("log three steps, the last one twice, and close"):
         for step in (0, 1, 2):
             logger.log(dict(STEP), step)
         logger.log({"eval/reward_mean": 0.5}, 2)
@@ -63,54 +63,63 @@ def logs(subject: Subject) -> None:
 
 
 def any_metric(subject: Subject) -> str:
-    """It accepts every metric: NaN, infinities, new and long names, no metric at all."""
+    """It accepts every metric: NaN, infinities, new and long names, no metric at all.
+
+    Advice: accept any number, also NaN, and any text as its name
+    """
     with _opened(subject, "any_metric") as logger:
         for step, (words, metrics) in enumerate(STRANGE.items()):
-            tried = f"log {words}: {shown(metrics, 60)}"
-            with trying(tried, "accept any number, also NaN, and any text as its name"):
+            with subject.trying(f"log {words}: {shown(metrics, 60)}"):
                 logger.log({**STEP, **metrics} if metrics else {}, step)
-        with trying("close it"):
+        with subject.trying("close it"):
             logger.close()
     return counted(len(STRANGE), "step")
 
 
 def metrics_unchanged(subject: Subject) -> None:
-    """It does not change the metrics, which other loggers get too."""
+    """It does not change the metrics, which other loggers get too.
+
+    Advice: change a copy: dict(metrics)
+    """
     with _opened(subject, "metrics_unchanged") as logger:
         metrics = dict(STEP)
         logger.log(metrics, 0)
         logger.close()
-    if metrics != STEP:
-        seen = f"the metrics were {shown(STEP)}, and are {shown(metrics)}{at(type(logger).log)}"
-        raise FailedError("compare the metrics before and after `log`", seen, "change a copy: dict(metrics)")
+    attempt = Attempt("compare the metrics before and after `log`", type(logger).log)
+    attempt.require(metrics == STEP, f"they were {shown(STEP)}, then {shown(metrics)}")
 
 
 def samples(subject: Subject) -> str:
-    """If it takes rollouts (`log_samples`), it says how many (`sample_settings`), and accepts every row."""
+    """If it takes rollouts (`log_samples`), it says how many (`sample_settings`), and accepts every row.
+
+    Advice: have `log_samples(self, name, rows, step)`, and a `SampleSettings` in `self.sample_settings`
+    """
     with _opened(subject, "samples") as logger:
         has = [name for name in ("log_samples", "sample_settings") if hasattr(logger, name)]
         if not has:
             raise SkippedError("it takes metrics alone")
-        if len(has) == 1 or not isinstance(logger.sample_settings, SampleSettings):
-            seen = f"it has `{has[0]}`" + (" alone" if len(has) == 1 else f" and {shown(logger.sample_settings)}")
-            change = "have `log_samples(self, name, rows, step)`, and a `SampleSettings` in `self.sample_settings`"
-            raise subject.failed("look at what it says of itself", seen, change)
+        attempt, settings = subject.attempt("read its attributes"), getattr(logger, "sample_settings", None)
+        is_whole = len(has) == 2 and isinstance(settings, SampleSettings)
+        attempt.require(is_whole, f"it has {' and '.join(has)}; `sample_settings` is {shown(settings)}")
         for step, (words, row) in enumerate(ROWS.items()):
             for name in ("samples", "eval_samples"):
                 rows = [dict(row), dict.fromkeys(row), dict(row)]
-                with trying(f"log {words}: {shown(row, 60)}", "accept any text, any number, and None in each column"):
+                change = "accept any text, any number, and None in each column"
+                tried = f"log {words}: {shown(row, 60)}"
+                with trying(tried, type(logger).log_samples, change=change) as attempt:
                     logger.log_samples(name, rows, step)
-                if rows != [row, dict.fromkeys(row), row]:
-                    seen = f"the rows changed{at(type(logger).log_samples)}"
-                    raise FailedError("compare the rows before and after `log_samples`", seen, "change a copy")
+                attempt.require(rows == [row, dict.fromkeys(row), row], "it changed the rows", "change a copy")
             logger.log(dict(STEP), step)
-        with trying("close it"):
+        with subject.trying("close it"):
             logger.close()
     return counted(2 * len(ROWS), "table")
 
 
 def quick(subject: Subject) -> str:
-    """`log` returns soon: its calls would pile up."""
+    """`log` returns soon: its calls would pile up.
+
+    Advice: collect the metrics, and send them in a thread that `close` ends
+    """
     slowest = 0.0
     with _opened(subject, "quick") as logger:
         for step in range(3):
@@ -118,26 +127,29 @@ def quick(subject: Subject) -> str:
             logger.log(dict(STEP), step)
             slowest = max(slowest, time.perf_counter() - begun)
         logger.close()
-    if slowest > LOG_SECONDS:
-        seen = f"it took {slowest:.1f} seconds{at(type(logger).log)}"
-        raise FailedError("log a step", seen, "collect the metrics, and send them in a thread that `close` ends")
+    Attempt("log a step", type(logger).log).require(slowest <= LOG_SECONDS, f"it took {slowest:.1f} seconds")
     return f"{slowest * 1000:.1f} ms"
 
 
 def closes(subject: Subject) -> None:
-    """`close` may be called twice, and leaves no thread and no process."""
+    """`close` may be called twice, and leaves no thread and no process.
+
+    Advice: let a second call do nothing
+    """
     before = Leftovers(subject.scratch / "none")
     with _opened(subject, "closes") as logger:
         logger.log(dict(STEP), 0)
         logger.close()
-        with trying("close it twice", "let a second call do nothing"):
+        with subject.trying("close it twice"):
             logger.close()
-    change = "end threads and processes in `close`"
-    subject.require_nothing_left(before, "close it", change, type(logger).close)
+    before.require_none(Attempt("close it", type(logger).close, change="end threads and processes in `close`"))
 
 
 def resumed(subject: Subject) -> None:
-    """A resumed run opens it again in the same folder, and logs its steps from there on. Earlier steps remain."""
+    """A resumed run opens it again in the same folder, and logs its steps from there on. Earlier steps remain.
+
+    Advice: keep the steps before first_step: open a file to append, not to write it anew
+    """
 
     def log(logger: Any, first: int, last: int) -> int:
         for step in range(first, last + 1):
@@ -148,16 +160,10 @@ def resumed(subject: Subject) -> None:
 
     with _opened(subject, "resumed") as logger:
         before = log(logger, 0, RESUMED_AT + 1)
-    tried = f"open it again in the same folder at step {RESUMED_AT}, and log steps {RESUMED_AT} to {RESUMED_AT + 2}"
-    with (
-        trying(tried, "keep the steps before first_step"),
-        _opened(subject, "resumed", first_step=RESUMED_AT) as again,
-    ):
-        after = log(again, RESUMED_AT, RESUMED_AT + 2)
-    if after * 2 < before:
-        seen = f"its files had {counted(before, 'byte')}, and have {after} afterwards"
-        change = "keep the steps before first_step: open a file to append, not to write it anew"
-        raise subject.failed(tried, seen, change)
+    with subject.trying(f"open it again in the same folder at step {RESUMED_AT}, and log three steps") as attempt:
+        with _opened(subject, "resumed", first_step=RESUMED_AT) as again:
+            after = log(again, RESUMED_AT, RESUMED_AT + 2)
+    attempt.require(after * 2 >= before, f"its files had {counted(before, 'byte')}, and have {after} afterwards")
 
 
 @contextlib.contextmanager

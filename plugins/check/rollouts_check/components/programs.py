@@ -16,8 +16,8 @@ from rollouts.plugins.hookspecs import EVENTS
 from rollouts.plugins.index import KINDS
 from rollouts.plugins.manager import PluginManager
 from rollouts.types import Sample
-from rollouts_check.components.common import Subject, snapshot, trying
-from rollouts_check.report import FailedError, SkippedError, at
+from rollouts_check.components.common import Subject, snapshot
+from rollouts_check.report import Attempt, SkippedError, trying
 
 EVENT_SECONDS = 1.0  # a run waits for each call
 
@@ -26,49 +26,54 @@ EVENT_SECONDS = 1.0  # a run waits for each call
 
 
 def command(subject: Subject) -> str:
-    """It is a click.Command, with a name that is not one of the core's commands."""
+    """It is a click.Command, with a name that is not one of the core's commands.
+
+    Advice: decorate the function with @click.command()
+    """
     found = subject.component
-    if not isinstance(found, click.Command):
-        seen = f"it is a {type(found).__name__}{at(found)}"
-        raise FailedError("look at the object", seen, "decorate the function with @click.command()")
+    attempt = subject.attempt("look at the object and its name")
+    attempt.require(isinstance(found, click.Command), f"it is a {type(found).__name__}")
     name = subject.found.label.rpartition("/")[2]
     if name in COMMANDS and app.get_command(click.Context(app), name) is not found:
-        seen = f"`rollouts {subject.found.label}` is a command of rollouts"
-        raise FailedError("look for its name", seen, "give the entry point another name")
+        raise attempt.failed(f"`rollouts {name}` is a command of rollouts", "give the entry point another name")
     return counted(len(found.params), "parameter")
 
 
 def help_text(subject: Subject) -> str:
-    """`--help` works, and says what the command and each of its options do."""
+    """`--help` works, and says what the command and each of its options do.
+
+    Advice: correct the error
+    """
     result = _invoke(subject, "--help")
-    if result.exit_code != 0:
-        seen = f"it ended with exit code {result.exit_code}: {shown(result.output, 120)}"
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            seen = words_of(result.exception)
-        raise FailedError("call it with --help", seen, "correct the error")
+    seen = f"it ended with exit code {result.exit_code}: {shown(result.output, 120)}"
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        seen = words_of(result.exception)
+    Attempt("call it with --help").require(result.exit_code == 0, seen)
     found: click.Command = subject.component
-    if not (found.help or "").strip():
-        raise FailedError("read its help", f"it has no help{at(found.callback)}", "write a docstring")
+    attempt = Attempt("read its help", found.callback, change="write a docstring")
+    attempt.require((found.help or "").strip(), "it has no help")
     for option in found.params:
         if isinstance(option, click.Option) and not (option.help or "").strip() and not option.hidden:
-            seen = f"{option.opts[0]} has no help{at(found.callback)}"
-            raise FailedError("read its help", seen, f'write click.option("{option.opts[0]}", help="...")')
+            name = option.opts[0]
+            raise attempt.failed(f"{name} has no help", f'write click.option("{name}", help="...")')
     return found.get_short_help_str(60)
 
 
 def wrong_usage(subject: Subject) -> None:
-    """Wrong usage is one clear error with exit code 2: an unknown option, and a path that does not exist."""
+    """Wrong usage is one clear error with exit code 2: an unknown option, and a path that does not exist.
+
+    Advice: raise rollouts.errors.UserError with what was given, what was expected, and what to type
+    """
     wanted = [each for each in subject.component.params if isinstance(each, click.Argument) and each.required]
     paths = [each for each in wanted if isinstance(each.type, click.Path | click.File)]
     no_path = [["/no/such/folder/of/rollouts"] * len(paths)] if paths == wanted and wanted else []
     for arguments in (["--no-such-option-of-rollouts"], *no_path):
         result = _invoke(subject, *arguments)
-        tried = f"call it with {' '.join(arguments)}"
+        attempt = Attempt(f"call it with {' '.join(arguments)}")
         if result.exception is not None and not isinstance(result.exception, SystemExit | RolloutsError):
-            change = "raise rollouts.errors.UserError with what was given, what was expected, and what to type"
-            raise FailedError(tried, words_of(result.exception), change)
-        if result.exit_code == 0 and arguments not in no_path:
-            raise FailedError(tried, "it ended with exit code 0", "do not ignore unknown options")
+            raise attempt.failed(words_of(result.exception))
+        is_refused = result.exit_code != 0 or arguments in no_path
+        attempt.require(is_refused, "it ended with exit code 0", "do not ignore unknown options")
 
 
 def _invoke(subject: Subject, *arguments: str) -> Result:
@@ -80,20 +85,24 @@ def _invoke(subject: Subject, *arguments: str) -> Result:
 
 
 def hooks(subject: Subject) -> str:
-    """Its functions are hooks that a run calls: marked with @hookimpl, with known names and arguments, not async."""
-    manager, tried = PluginManager(installed=False), "register its functions"
-    faults = [*manager.register(subject.component, distribution=subject.found.label), *manager.remarks]
-    if faults:
-        change = "correct the function: rollouts.plugins.hookspecs has the hooks and their arguments"
-        raise FailedError(tried, str(faults[0]), change)
-    if not manager.hooks:
-        change = "write @hookimpl above a function such as `def rollouts_step_end(metrics, step)`"
-        raise FailedError(tried, "it has no hook", change)
+    """Its functions are hooks that a run calls: marked with @hookimpl, with known names and arguments, not async.
+
+    Advice: correct the function: rollouts.plugins.hookspecs has the hooks and their arguments
+    """
+    manager = PluginManager(installed=False)
+    attempt = Attempt("register its functions")
+    for fault in (*manager.register(subject.component, distribution=subject.found.label), *manager.remarks):
+        raise attempt.failed(str(fault))
+    change = "write @hookimpl above a function such as `def rollouts_step_end(metrics, step)`"
+    attempt.require(manager.hooks, "it has no hook", change)
     return ", ".join(manager.hooks)
 
 
 def events(subject: Subject) -> str:
-    """It receives the events of a run without an exception, soon, and changes nothing that it receives."""
+    """It receives the events of a run without an exception, soon, and changes nothing that it receives.
+
+    Advice: correct the line that raised the error
+    """
     manager = _registered(subject)
     events_of_run = [name for name in EVENTS if name in manager.hooks]
     if not events_of_run:
@@ -113,45 +122,36 @@ def events(subject: Subject) -> str:
         before, begun = snapshot(values), time.perf_counter()
         faults = manager.call_event(name, **values)
         seconds = time.perf_counter() - begun
-        for is_wrong, seen, change in (
-            (faults, str(next(iter(faults), "")), "correct the line that raised the error"),
-            (snapshot(values) != before, "it changed what it received", "change a copy"),
-            (seconds > EVENT_SECONDS, f"it took {seconds:.1f} seconds", "do the work in a thread"),
-        ):
-            if is_wrong:
-                raise FailedError(f"call {name}", f"{seen}{at(getattr(subject.component, name, None))}", change)
+        function = getattr(subject.component, name, None)
+        attempt = Attempt(f"call {name}", function)
+        attempt.require(not faults, str(next(iter(faults), "")))
+        attempt.require(snapshot(values) == before, "it changed what it received", "change a copy")
+        attempt.require(seconds <= EVENT_SECONDS, f"it took {seconds:.1f} seconds", "do the work in a thread")
     return ", ".join(events_of_run)
 
 
 def components(subject: Subject) -> str:
-    """Every component that it lists can be found, and an unknown name is None."""
+    """Every component that it lists can be found, and an unknown name is None.
+
+    Advice: return the component of each name that rollouts_list_components returns, and None for other names
+    """
     manager = _registered(subject)
-    if "rollouts_find_component" not in manager.hooks:
-        if "rollouts_list_components" in manager.hooks:
-            seen = "it lists components, and has no rollouts_find_component"
-            raise FailedError("read its hooks", seen, "write `def rollouts_find_component(kind, name)`")
+    if not {"rollouts_find_component", "rollouts_list_components"} & set(manager.hooks):
         raise SkippedError("it offers no components")
+    is_there = "rollouts_find_component" in manager.hooks
+    attempt = Attempt("read its hooks", change="write `def rollouts_find_component(kind, name)`")
+    attempt.require(is_there, "it lists components, and has no rollouts_find_component")
+    function = subject.component.rollouts_find_component
     count = 0
     for kind in KINDS:
-        if _found(subject, kind, "no_such_component_of_rollouts") is not None:
-            seen = f"it returned something{at(subject.component.rollouts_find_component)}"
-            raise FailedError(f"find an unknown name of the kind {kind}", seen, "return None for other names")
-        for ref in manager.list(kind, hooks=True):
-            if ref.value:
-                continue  # it is in the metadata of a package
-            count += 1
-            if _found(subject, kind, ref.name) is None:
-                seen = f"it returned None{at(subject.component.rollouts_find_component)}"
-                change = "return the component of each name that rollouts_list_components returns"
-                raise FailedError(f"find the {kind} {ref.name}, which it lists", seen, change)
+        listed = [ref.name for ref in manager.list(kind, hooks=True) if not ref.value]  # others are in metadata
+        for name in ("no_such_component_of_rollouts", *listed):
+            given = {"kind": kind, "name": name}
+            with trying(f"find {name} of the kind {kind}", function) as attempt:
+                found = function(**{key: given[key] for key in inspect.signature(function).parameters})
+            attempt.require((found is not None) == (name in listed), f"it returned {shown(found)}")
+        count += len(listed)
     return counted(count, "listed component")
-
-
-def _found(subject: Subject, kind: str, name: str) -> Any:
-    function = subject.component.rollouts_find_component
-    given = {"kind": kind, "name": name}
-    with trying(f"find {name} of the kind {kind}"):
-        return function(**{key: given[key] for key in inspect.signature(function).parameters})
 
 
 def _registered(subject: Subject) -> PluginManager:

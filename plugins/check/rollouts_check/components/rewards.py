@@ -14,11 +14,11 @@ from rollouts.errors import RolloutsError, counted
 from rollouts.plugins.signature import read_signature
 from rollouts.plugins.vocabulary import GROUP_REWARD
 from rollouts.types import Message, Segment, Status, Task, ToolCall, Trajectory
-from rollouts_check.components.common import Function, Subject, trying
+from rollouts_check.components.common import Function, Subject
 from rollouts_check.environments.agents import in_trio, progressed
 from rollouts_check.environments.subject import make_subject as make_environment
 from rollouts_check.packages import Found
-from rollouts_check.report import FailedError, at
+from rollouts_check.report import Attempt, FailedError
 from rollouts_check.runner import once
 
 REWARD_SECONDS = 30.0
@@ -36,7 +36,7 @@ def values(subject: Subject) -> str:
     usual = _episodes(subject)[:2]
     expected = "return a finite number, a Score, or None if it cannot judge"
     try:
-        with trying(f"judge {usual[0].words} and {usual[1].words}", expected, subject.function):
+        with subject.trying(f"judge {usual[0].words} and {usual[1].words}", expected):
             found = _judge(subject, subject.function, usual)
     except FailedError as error:  # a reward may need a certain environment's tasks
         if error.__cause__ is None or isinstance(error.__cause__, RolloutsError) or "env" in subject.given:
@@ -47,13 +47,16 @@ def values(subject: Subject) -> str:
 
 
 def any_reply(subject: Subject) -> str:
-    """It judges every reply without an exception: empty, very long, unicode, a failed call, no reply at all."""
+    """It judges every reply without an exception: empty, very long, unicode, a failed call, no reply at all.
+
+    Advice: return a number for any reply: 0 if it is no answer
+    """
     episodes = _episodes(subject)
     values(subject)
 
     async def each_twice() -> None:  # in one trio run, which keeps the processes of a reward that has some
         for each in episodes:
-            with trying(f"judge {each.words}", "return a number for any reply: 0 if it is no answer", subject.function):
+            with subject.trying(f"judge {each.words}"):
                 await _judged(subject, subject.function, [each, each])
             progressed()
 
@@ -90,15 +93,14 @@ async def _judged(subject: Subject, function: Function, episodes: Sequence[Playe
             found.append((await ask(function, requests, own, name=label, seconds=REWARD_SECONDS)).value)
         return found
     except trio.TooSlowError:
-        seen = f"it took longer than {REWARD_SECONDS:g} seconds{at(function)}"
-        raise FailedError("judge an episode", seen, "do less, or give what it waits for a deadline") from None
+        attempt = Attempt("judge an episode", function, change="do less, or give what it waits for a deadline")
+        raise attempt.failed(f"it took longer than {REWARD_SECONDS:g} seconds") from None
 
 
 def _one_each(function: Function, returned: Any, count: int, of: str, change: str) -> list[Any]:
     values = [None] * count if returned is None else list(returned)
-    if len(values) != count:
-        seen = f"it returned {counted(len(values), 'value')} for {counted(count, of)}{at(function)}"
-        raise FailedError("judge a group", seen, change)
+    seen = f"it returned {counted(len(values), 'value')} for {counted(count, of)}"
+    Attempt("judge a group", function, change=change).require(len(values) == count, seen)
     return values
 
 

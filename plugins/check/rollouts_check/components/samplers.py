@@ -13,7 +13,7 @@ from rollouts.errors import counted
 from rollouts.plugins.signature import call_with
 from rollouts.training.datasets.samplers import SampledTasks
 from rollouts.types import Task
-from rollouts_check.components.common import Function, Subject, trying
+from rollouts_check.components.common import Function, Subject
 
 TASKS = [Task(f"task {number}", id=f"task-{number}") for number in range(12)]
 DRAWS, PER_STEP = 120, 4
@@ -31,17 +31,23 @@ def trial(subject: Subject, function: Function) -> Any:
 
 
 def chooses(subject: Subject) -> str:
-    """It chooses a task at every draw, and sees what the groups earned."""
-    with trying(f"draw {DRAWS} of {len(TASKS)} tasks", "return the key of a task, or None for the next one in order"):
+    """It chooses a task at every draw, and sees what the groups earned.
+
+    Advice: return the key of a task, or None for the next one in order
+    """
+    with subject.trying(f"draw {DRAWS} of {len(TASKS)} tasks"):
         drawn = _draws(_made(subject, subject.function), 0, DRAWS)
-        in_order = drawn.count(None)
-    return f"draws {counted(len(set(drawn) - {None}), 'different task')}, and {in_order} times the next one in order"
+    different = counted(len(set(drawn) - {None}), "different task")
+    return f"draws {different}, and {drawn.count(None)} times the next one in order"
 
 
 def any_outcome(subject: Subject) -> None:
-    """It accepts every outcome: groups without a judged rollout, of one rollout, and with any rewards."""
+    """It accepts every outcome: groups without a judged rollout, of one rollout, and with any rewards.
+
+    Advice: accept any list of floats and None
+    """
     for words, rewards in STRANGE.items():
-        with trying(f"report {words}: {shown(rewards)}", "accept any list of floats and None"):
+        with subject.trying(f"report {words}: {shown(rewards)}"):
             sampling = _made(subject, subject.function)
             sampling.finished(TASKS[0], rewards, 0)
             _draws(sampling, 1, PER_STEP)
@@ -49,27 +55,28 @@ def any_outcome(subject: Subject) -> None:
 
 
 def restored(subject: Subject) -> None:
-    """A checkpoint can hold its state, and a sampler that is restored draws the same tasks."""
-    tried = f"save the state after {DRAWS // 2} draws, and restore it"
-    change = "return everything from `state` that later draws depend on, and set it in `restore`"
-    with trying(tried, change):
+    """A checkpoint can hold its state, and a sampler that is restored draws the same tasks.
+
+    Advice: return everything from `state` that later draws depend on, and set it in `restore`
+    """
+    with subject.trying(f"save the state after {DRAWS // 2} draws, and restore it") as attempt:
         sampling, again = _made(subject, subject.function), _made(subject, subject.function)
         _draws(sampling, 0, DRAWS // 2)
         again.load_state_dict(sampling.state_dict())
         before, after = (_draws(each, DRAWS // 2, DRAWS) for each in (sampling, again))
-    if before != after:
-        first = next(place for place, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
-        raise subject.failed(tried, f"draw {DRAWS // 2 + first} was {before[first]}, and is {after[first]} now", change)
+    for number, (one, other) in enumerate(zip(before, after, strict=True), start=DRAWS // 2):
+        attempt.require(one == other, f"draw {number} was {one}, and is {other} now")
 
 
 def other_tasks(subject: Subject) -> None:
-    """A state of other tasks can be restored: some are gone, and others are new."""
-    with trying("restore the state of other tasks", "leave out tasks that are gone, and add those that are new"):
-        sampling = _made(subject, subject.function, TASKS[:-2])
+    """A state of other tasks can be restored: some are gone, and others are new.
+
+    Advice: leave out tasks that are gone, and add those that are new
+    """
+    with subject.trying("restore the state of other tasks"):
+        sampling, other = (_made(subject, subject.function, tasks) for tasks in (TASKS[:-2], TASKS[2:]))
         _draws(sampling, 0, DRAWS // 2)
-        state = sampling.state_dict()
-        other = _made(subject, subject.function, TASKS[2:])
-        other.load_state_dict(state)
+        other.load_state_dict(sampling.state_dict())
         _draws(other, DRAWS // 2, DRAWS)
 
 
@@ -101,18 +108,16 @@ def curriculum_trial(subject: Subject, function: Function) -> Any:
 
 
 def values(subject: Subject) -> str:
-    """It returns a finite weight of 0 or more for every step, and more than 0 for some."""
-    found = {}
+    """It returns a finite weight of 0 or more for every step, and more than 0 for some.
+
+    Advice: return a number of 0 or more: the weight among all environments
+    """
+    found = []
     for step in STEPS:
-        tried = f"call it at step {step:,}"
-        with trying(tried):
-            weight = call_with(subject.function, {"step": step})
+        with subject.trying(f"call it at step {step:,}") as attempt:
+            found.append(weight := call_with(subject.function, {"step": step}))
         is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not math.isfinite(weight) or weight < 0:
-            seen = f"it returned {shown(weight)}"
-            raise subject.failed(tried, seen, "return a number of 0 or more: the weight among all environments")
-        found[step] = float(weight)
-    if not any(found.values()):
-        seen = "the weight is 0 at all of them"
-        raise subject.failed(f"call it at steps 0 to {STEPS[-1]:,}", seen, "return a weight above 0 at some steps")
-    return f"{found[0]:g} at first, {found[STEPS[-1]]:g} at last"
+        attempt.require(is_number and math.isfinite(weight) and weight >= 0, f"it returned {shown(weight)}")
+    attempt = subject.attempt(f"call it at steps 0 to {STEPS[-1]:,}", "return a weight above 0 at some steps")
+    attempt.require(any(found), "the weight is 0 at all of them")
+    return f"{found[0]:g} at first, {found[-1]:g} at last"

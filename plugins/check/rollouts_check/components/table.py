@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from typing import NamedTuple
 
 from rollouts.errors import counted
 from rollouts.plugins.index import HOOKS, KIND_WORDS
 from rollouts.training.algorithms.algorithm import Algorithm, function_label
-from rollouts_check.components import (
-    common,
-    datasets,
-    engines,
-    filters,
-    groups,
-    loggers,
-    programs,
-    rewards,
-    samplers,
-    sandboxes,
-    tokens,
-    tools,
-    trainers,
-    updates,
-    weights,
-    workers,
-)
+from rollouts_check.components import common
 from rollouts_check.components.common import Function, Subject, Trial, make_subject
 from rollouts_check.environments import table as environments
 from rollouts_check.packages import Found
-from rollouts_check.report import FailedError, SkippedError
-from rollouts_check.runner import Check, run_checks
+from rollouts_check.report import SkippedError
+from rollouts_check.runner import Check, run_within
 
 PACKAGED = (Check(common.imports), Check(common.wheel, ("imports",)))
 """The checks of every kind."""
@@ -39,7 +22,7 @@ PACKAGED = (Check(common.imports), Check(common.wheel, ("imports",)))
 SIGNED = (Check(common.definition), Check(common.settings, ("definition",)))
 """The checks of every kind with settings: all but commands and hook plugins."""
 
-ALSO_NEEDS = {groups.better: ("order",), engines.replies: ("absent",)}
+ALSO_NEEDS = {"better": ("order",), "replies": ("absent",)}
 """Further checks that a check needs: the results of rollouts whose order matters cannot be compared."""
 
 
@@ -50,24 +33,21 @@ class Family(NamedTuple):
     trial: Trial | None = None
 
 
-def _family(module: ModuleType, names: str, early: str = "", trial: Trial | None = None) -> Family:
+def _family(
+    module: str, names: str, early: str = "", trial: str = "", *, before: Sequence[Check] = (*PACKAGED, *SIGNED)
+) -> Family:
     """The checks of these names in a module. All need the first one, which says whether the component works at all.
     `early` are checks after the first one, in the module or in `common`, which the others need too.
     """
+    home = import_module(f"rollouts_check.components.{module}")
     first, *others = names.split()
-    needs = ["definition"]
-    checks: list[Check] = []
+    needs = ["definition"] if before != PACKAGED else []
+    checks = list(before)
     for group in ([first], early.split(), others):
-        functions = [getattr(module, name, None) or getattr(common, name) for name in group]
-        added = [Check(each, (*needs, *ALSO_NEEDS.get(each, ()))) for each in functions]
+        functions = [(name, getattr(home, name, None) or getattr(common, name)) for name in group]
+        added = [Check(function, (*needs, *ALSO_NEEDS.get(name, ()))) for name, function in functions]
         checks, needs = checks + added, needs + [check.name for check in added]
-    return Family((*PACKAGED, *SIGNED, *checks), trial)
-
-
-def _unsigned(first: Function, *others: Function) -> Family:
-    """A family of components without settings."""
-    check = Check(first)
-    return Family((*PACKAGED, check, *(Check(each, (check.name,)) for each in others)))
+    return Family(tuple(checks), getattr(home, trial) if trial else None)
 
 
 def parts(subject: Subject) -> str:
@@ -79,9 +59,7 @@ def parts(subject: Subject) -> str:
         label = f"{KIND_WORDS[kind]} {function_label(function)}"
         checks, trial = FAMILIES[kind]
         part = make_subject(Found(label, "<part>", kind=kind), {}, subject.scratch, trial, function, subject.seed)
-        for result in run_checks(checks, part, skip=("imports", "wheel")):
-            if result.status == "failed":
-                raise FailedError(f"the {label}, check {result.name}: {result.tried}", result.seen, result.change)
+        run_within(f"the {label}", checks, part, skip=("imports", "wheel"))
     return counted(len(found), "part")
 
 
@@ -103,37 +81,37 @@ def _parts_of(algorithm: Algorithm) -> Iterator[tuple[str, Function]]:
 
 _FUNCTION = "unchanged repeatable"
 _OF_GROUPS = "values one_rollout equal_rewards finite order"
-_COMPARED = _family(groups, f"{_OF_GROUPS} better", _FUNCTION, groups.trial)
-_LOSS = _family(tokens, "values gradient masked rows finite", _FUNCTION, tokens.trial)
+_COMPARED = _family("groups", f"{_OF_GROUPS} better", _FUNCTION, "trial")
+_LOSS = _family("tokens", "values gradient masked rows finite", _FUNCTION, "trial")
 _STEPS = "steps descends learning_rates gradients restored"
 _SANDBOX = "protocol commands files outside apart late limits closed time_to_live"
 
 FAMILIES: dict[str, Family] = {
-    "rewards": _family(rewards, "values any_reply", _FUNCTION, rewards.trial),
-    "filters": _family(filters, "values any_group order", _FUNCTION, filters.trial),
+    "rewards": _family("rewards", "values any_reply", _FUNCTION, "trial"),
+    "filters": _family("filters", "values any_group order", _FUNCTION, "trial"),
     "losses": _LOSS._replace(checks=(*_LOSS.checks, Check(parts, _LOSS.checks[-1].needs))),
-    "kl": _family(tokens, "values gradient masked rows finite equal", _FUNCTION, tokens.trial),
-    "corrections": _family(tokens, "values masked rows finite agreement", _FUNCTION, tokens.trial),
-    "advantages": _family(groups, f"{_OF_GROUPS} better masked", _FUNCTION, groups.trial),
+    "kl": _family("tokens", "values gradient masked rows finite equal", _FUNCTION, "trial"),
+    "corrections": _family("tokens", "values masked rows finite agreement", _FUNCTION, "trial"),
+    "advantages": _family("groups", f"{_OF_GROUPS} better masked", _FUNCTION, "trial"),
     "mixers": _COMPARED,
     "shapings": _COMPARED,
-    "selectors": _family(groups, _OF_GROUPS, _FUNCTION, groups.trial),
+    "selectors": _family("groups", _OF_GROUPS, _FUNCTION, "trial"),
     "pairings": _COMPARED,
-    "aggregations": _family(weights, "values masked nothing_live order", _FUNCTION, weights.trial),
-    "curricula": _family(samplers, "values", "repeatable", samplers.curriculum_trial),
-    "datasets": _family(datasets, "rows usable streaming no_source", "repeatable", datasets.trial),
-    "samplers": _family(samplers, "chooses any_outcome restored other_tasks", "repeatable", samplers.trial),
-    "references": _family(updates, "updates policy_unchanged precisions", "repeatable", updates.reference_trial),
-    "optimizers": _family(updates, _STEPS, "repeatable", updates.optimizer_trial),
-    "loggers": _family(loggers, "opens any_metric metrics_unchanged samples quick closes resumed", "logs"),
-    "tools": _family(tools, "tool_definition tool_schemas tool_results tool_arguments event_loop"),
-    "tool_parsers": _family(tools, "plain_text any_text quick", f"round_trip {_FUNCTION}", tools.parser_trial),
-    "sandboxes": _family(sandboxes, _SANDBOX),
-    "inference": _family(engines, "protocol scores sessions", "absent replies"),
-    "training": _family(trainers, "protocol forward step nothing_live weights checkpoint closes"),
-    "workers": _family(workers, "connects leaves_nothing plays"),
-    "commands": _unsigned(programs.command, programs.help_text, programs.wrong_usage),
-    HOOKS: _unsigned(programs.hooks, programs.events, programs.components),
+    "aggregations": _family("weights", "values masked nothing_live order", _FUNCTION, "trial"),
+    "curricula": _family("samplers", "values", "repeatable", "curriculum_trial"),
+    "datasets": _family("datasets", "rows usable streaming no_source", "repeatable", "trial"),
+    "samplers": _family("samplers", "chooses any_outcome restored other_tasks", "repeatable", "trial"),
+    "references": _family("updates", "updates policy_unchanged precisions", "repeatable", "reference_trial"),
+    "optimizers": _family("updates", _STEPS, "repeatable", "optimizer_trial"),
+    "loggers": _family("loggers", "opens any_metric metrics_unchanged samples quick closes resumed", "logs"),
+    "tools": _family("tools", "tool_definition tool_schemas tool_results tool_arguments event_loop"),
+    "tool_parsers": _family("tools", "plain_text any_text quick", f"round_trip {_FUNCTION}", "parser_trial"),
+    "sandboxes": _family("sandboxes", _SANDBOX),
+    "inference": _family("engines", "protocol scores sessions", "absent replies"),
+    "training": _family("trainers", "protocol forward step nothing_live weights checkpoint closes"),
+    "workers": _family("workers", "connects leaves_nothing plays"),
+    "commands": _family("programs", "command help_text wrong_usage", before=PACKAGED),
+    HOOKS: _family("programs", "hooks events components", before=PACKAGED),
 }
 """The checks of every kind but environments."""
 

@@ -21,10 +21,11 @@ from rollouts.training.algorithms.advantages import group_norm
 from rollouts.training.algorithms.algorithm import Algorithm, Term, is_reward_placed, requests
 from rollouts.training.algorithms.calls import call_author
 from rollouts.training.algorithms.checks import unit_of
-from rollouts.training.algorithms.objective import check_loss_values, evaluate_objective, importance_weights
+from rollouts.training.algorithms.corrections import importance_weights
+from rollouts.training.algorithms.objective import check_loss_values, evaluate_objective
 from rollouts.training.batches import Unit
-from rollouts_check.components.common import Function, Subject, trying
-from rollouts_check.report import FailedError, SkippedError, at
+from rollouts_check.components.common import Function, Subject
+from rollouts_check.report import Attempt, SkippedError, trying
 from rollouts_check.runner import once
 
 if TYPE_CHECKING:
@@ -36,44 +37,41 @@ SMALL, FAR = 1e-4, 3.0
 
 def trial(subject: Subject, function: Function) -> list[Any]:
     """The values of one function on usual tokens."""
-    return [_call(subject, function, _usual(subject, function)).detach()]
+    called = Called(subject, function)
+    return [called.values(called.usual()).detach()]
 
 
 def values(subject: Subject) -> str:
     """It returns one finite value for each token, rollout or pair, not reduced, and valid metrics."""
     reported: list[str] = []
-    tried = "call it on the tokens of four rollouts"
-    for function in subject.functions:
-        tokens = _usual(subject, function).with_gradient()
-        change = "return one value for each token; the engine masks, weighs and adds them up"
-        with trying(tried, change, function):
-            found, names = _evaluated(subject, function, tokens)
-            reported += names
-        faulty = int((~found.isfinite()).sum())
+    for called in _each(subject):
+        change = "return one value for each token; the trainer masks, weighs and adds them up"
+        with trying("call it on the tokens of four rollouts", called.function, change=change) as attempt:
+            found, names = called.evaluated(called.usual().with_gradient())
+        reported += names
+        faulty = ~found.isfinite()
         if subject.kind == "corrections":
-            faulty += int((found < 0).sum())
-            change = "return a weight of 0 or more for each token"
-        if faulty:
-            seen = f"{faulty} of {found.numel()} values are not valid: {shown(found.tolist())}{at(function)}"
-            raise FailedError(tried, seen, change)
+            faulty, change = faulty | (found < 0), "return a weight of 0 or more for each token"
+        seen = f"{int(faulty.sum())} of {found.numel()} values are not valid: {shown(found.tolist())}"
+        attempt.require(not bool(faulty.any()), seen, change)
     return f"reports {', '.join(reported)}" if reported else ""
 
 
 def gradient(subject: Subject) -> str:
     """Its gradient is that of its values: equal to finite differences in float64, detached values kept as they are."""
     checked = 0
-    for function in subject.functions:
-        if subject.kind == "kl" and is_reward_placed(function):
+    for called in _each(subject):
+        if subject.kind == "kl" and is_reward_placed(called.function):
             raise SkippedError("it does not name `logprobs`: it is subtracted from the rewards, without a gradient")
-        tokens = _usual(subject, function)
-        _require_gradient(subject, function, tokens)
-        for name in _differentiable(subject, function):
+        tokens = called.usual()
+        _require_gradient(called, tokens)
+        for name in called.differentiable:
             checked += 1
-            _compare(subject, function, tokens.with_gradient(), name)
+            _compare(called, tokens.with_gradient(), name)
     return f"{checked} inputs" if checked > 1 else ""
 
 
-def _require_gradient(subject: Subject, function: Function, tokens: Tokens) -> None:
+def _require_gradient(called: Called, tokens: Tokens) -> None:
     """Raise FailedError if no input gets a gradient: as usual, near the sampler, or far from the reference."""
     import torch
 
@@ -82,60 +80,47 @@ def _require_gradient(subject: Subject, function: Function, tokens: Tokens) -> N
     apart = {"ref_logprobs": tokens.inputs["logprobs"] + FAR * torch.linspace(-1, 1, len(tokens.rows)).sign()}
     for values in ({}, near, apart):
         each = tokens.changed(**values).with_gradient()
-        gradients = _gradients(subject, function, each, _call(subject, function, each).sum())
-        if any(bool((found != 0).any()) for _, found in gradients):
+        if any(bool((found != 0).any()) for _, found in called.gradients(each, called.values(each).sum())):
             return
-    names = " and ".join(_differentiable(subject, function)) or "an input with a gradient, such as logprobs"
-    tried, seen = "compute the gradient of the sum of the values", f"no input gets a gradient{at(function)}"
-    raise FailedError(tried, seen, f"compute the values from {names}, and do not detach them")
+    names = " and ".join(called.differentiable) or "an input with a gradient, such as logprobs"
+    change = f"compute the values from {names}, and do not detach them"
+    raise called.attempt("compute the gradient of the sum of the values", change).failed("no input gets a gradient")
 
 
-def _gradients(subject: Subject, function: Function, tokens: Tokens, total: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The gradient of a number by each input that gets one, by name."""
+def _compare(called: Called, tokens: Tokens, name: str) -> None:
     import torch
 
-    for name in _differentiable(subject, function) if total.requires_grad else ():
-        (found,) = torch.autograd.grad(total, tokens.inputs[name], allow_unused=True, retain_graph=True)
-        if found is not None:
-            yield name, found
-
-
-def _compare(subject: Subject, function: Function, tokens: Tokens, name: str) -> None:
-    import torch
-
-    shape = _call(subject, function, tokens).shape
-    random = subject.random("directions")
-    weights = torch.tensor([random.uniform(0.5, 1.5) for _ in range(shape.numel())], dtype=torch.float64)
+    random = called.subject.random("directions")
+    count = called.values(tokens).numel()
+    weights = torch.tensor([random.uniform(0.5, 1.5) for _ in range(count)], dtype=torch.float64)
 
     def total(streams: dict[str, Tensor]) -> Tensor:
-        found = _call(subject, function, tokens.changed(**streams))
+        found = called.values(tokens.changed(**streams))
         return (found.where(_live_values(tokens, found), 0.0) * weights).sum()
 
     if (differing := finite_differences(total, tokens.streams, name)) is None:
         return
     ours, numeric = (each.flatten() for each in differing)
     place = int((ours - numeric).abs().nan_to_num(nan=torch.inf).argmax())
-    values = f"it is {float(ours[place]):.6g}, and finite differences give {float(numeric[place]):.6g}"
-    tried, seen = f"compare the gradient of {name} with finite differences", f"at position {place} {values}"
     change = "correct the backward pass: of a torch.autograd.Function, or of an operation in place"
-    raise FailedError(tried, f"{seen}{at(function)}", change)
+    attempt = called.attempt(f"compare the gradient of {name} with finite differences", change)
+    raise attempt.failed(f"at position {place} it is {float(ours[place]):.6g}, expected {float(numeric[place]):.6g}")
 
 
 def masked(subject: Subject) -> None:
-    """Masked positions have no effect: they get no gradient, and what is there changes no other value."""
-    change = "leave masked positions out of sums and means: name `mask`, and write x.where(mask > 0, 0.0)"
-    for function in subject.functions:
-        tokens = _usual(subject, function)
-        live = tokens.live
-        first = _call(subject, function, tokens)
-        other = _call(subject, function, beside_mask(tokens, subject.random("mask")))
+    """Masked positions have no effect: they get no gradient, and what is there changes no other value.
+
+    Advice: leave masked positions out of sums and means: name `mask`, and write x.where(mask > 0, 0.0)
+    """
+    for called in _each(subject):
+        attempt = called.attempt("change the inputs at masked positions, and compute their gradients")
+        tokens = called.usual()
+        first, other = called.values(tokens), called.values(beside_mask(tokens, subject.random("mask")))
         kept = _live_values(tokens, first)
-        if not _near(first[kept], other[kept]):
-            raise FailedError("change the inputs at masked positions", f"other values changed{at(function)}", change)
+        attempt.require(_near(first[kept], other[kept]), "other values changed")
         leaves = tokens.with_gradient()
-        for name, found in _gradients(subject, function, leaves, _call(subject, function, leaves)[kept].sum()):
-            if bool((found[~live] != 0).any()):
-                raise FailedError(f"compute the gradient of {name}", f"masked positions have one{at(function)}", change)
+        for name, found in called.gradients(leaves, called.values(leaves)[kept].sum()):
+            attempt.require(not bool((found[~tokens.live] != 0).any()), f"{name} has a gradient there")
 
 
 def _live_values(tokens: Tokens, found: Tensor) -> Tensor:
@@ -146,103 +131,151 @@ def _live_values(tokens: Tokens, found: Tensor) -> Tensor:
 
 
 def rows(subject: Subject) -> None:
-    """Values do not depend on how a batch is split into microbatches, nor on the order of its rows."""
-    change = "compute the values of a row from this row alone; to get whole rollouts or groups, name rollout_index"
-    for function in subject.functions:
-        tokens = _usual(subject, function)
-        own = units(tokens, _names(subject, function))
-        whole = _by_unit(subject, function, tokens, own)
-        alone = [_by_unit(subject, function, tokens.take(unit), [unit])[0] for unit in own]
-        turned = _by_unit(subject, function, tokens.take([row for unit in reversed(own) for row in unit]), own)
+    """Values do not depend on how a batch is split into microbatches, nor on the order of its rows.
+
+    Advice: compute the values of a row from this row alone; to get whole rollouts or groups, name rollout_index
+    """
+    for called in _each(subject):
+        tokens = called.usual()
+        own = units(tokens, called.names)
+        whole = called.by_unit(tokens, own)
+        alone = [called.by_unit(tokens.take(unit), [unit])[0] for unit in own]
+        turned = called.by_unit(tokens.take([row for unit in reversed(own) for row in unit]), own)
         for tried, found in (("a part of the rows", alone), ("the rows in another order", turned)):
             for number, (one, other) in enumerate(zip(whole, found, strict=True)):
-                if not _near(one, other):
-                    texts = [shown(each.tolist(), 60) for each in (one, other)]
-                    seen = f"the values of part {number} were {texts[0]} in the whole batch, and are {texts[1]}"
-                    raise FailedError(f"call it on {tried}", f"{seen}{at(function)}", change)
-
-
-def _by_unit(subject: Subject, function: Function, tokens: Tokens, own: list[list[int]]) -> list[Tensor]:
-    """The values of each unit of rows. Values of rollouts or pairs are in the order of their numbers."""
-    import torch
-
-    found = _call(subject, function, tokens)
-    unit = _unit(subject)
-    if unit == "token":
-        places = [[place for place, row in enumerate(tokens.rows) if row in rows] for rows in own]
-        return [found[sorted(each, key=lambda place: (tokens.rows[place], place))] for each in places]
-    index = tokens.inputs[f"{unit}_index"]
-    numbers = index.unique().tolist()
-    values = []
-    for rows in own:
-        theirs = {int(index[place]) for place, row in enumerate(tokens.rows) if row in rows}
-        values.append(torch.stack([found[numbers.index(number)] for number in sorted(theirs)]))
-    return values
+                texts = [shown(each.tolist(), 60) for each in (one, other)]
+                seen = f"the values of part {number} were {texts[0]} in the whole batch, and are {texts[1]}"
+                called.attempt(f"call it on {tried}").require(_near(one, other), seen)
 
 
 def finite(subject: Subject) -> None:
-    """Values and gradients are finite at extremes: policies far apart, certain tokens, advantages of 0."""
-    tried = "call it with logprobs from 0 to -100, and advantages from -1 to 5, in float32"
-    change = "limit a difference of logprobs before exp(), such as (new - old).clamp(-20, 20).exp()"
-    for function in subject.functions:
+    """Values and gradients are finite at extremes: policies far apart, certain tokens, advantages of 0.
+
+    Advice: limit a difference of logprobs before exp(), such as (new - old).clamp(-20, 20).exp();
+    torch.where does not stop a gradient that is infinite
+    """
+    for called in _each(subject):
+        attempt = called.attempt("call it with logprobs from 0 to -100, and advantages from -1 to 5, in float32")
         tokens = extreme_tokens().with_gradient()
-        if "pair_index" in _names(subject, function):
+        if "pair_index" in called.names:
             tokens = tokens.changed(advantages=1.0 - 2.0 * (tokens.inputs["rollout_index"] % 2))
-        found = _call(subject, function, tokens)
-        if not bool(found.isfinite().all()):
-            raise FailedError(tried, _where(tokens, found, "the value", subject, function), change)
-        for name, ours in _gradients(subject, function, tokens, found.sum()):
-            if not bool(ours.isfinite().all()):
-                seen = _where(tokens, ours, f"the gradient of {name}", subject, function)
-                raise FailedError(tried, seen, f"{change}; torch.where does not stop a gradient that is infinite")
+        found = called.values(tokens)
+        for what, each in (("the value", found), *called.gradients(tokens, found.sum())):
+            if not bool(each.isfinite().all()):
+                raise attempt.failed(_where(called, tokens, each, what))
 
 
-def _where(tokens: Tokens, found: Tensor, what: str, subject: Subject, function: Function) -> str:
-    """The first value that is not finite, and the inputs of its token."""
+def _where(called: Called, tokens: Tokens, found: Tensor, what: str) -> str:
+    """The first value or gradient that is not finite, and the inputs of its token."""
     place = int((~found.reshape(found.shape[0], -1).isfinite().all(1)).nonzero()[0])
-    value = found[place].detach().tolist()
-    if found.shape[0] != len(tokens.rows):
-        return f"{what} is {value}{at(function)}"
-    names = [name for name in _names(subject, function) if name in tokens.streams and tokens.inputs[name].dim() == 1]
-    given = ", ".join(f"{name} {float(tokens.inputs[name][place].detach()):g}" for name in names)
-    return f"{what} is {shown(value)} where {given}{at(function)}"
+    streams = tokens.streams if found.shape[0] == len(tokens.rows) else {}
+    names = [name for name in called.names if name in streams and streams[name].dim() == 1]
+    given = ", ".join(f"{name} {float(streams[name][place].detach()):g}" for name in names)
+    return f"{what} is {shown(found[place].detach().tolist())}" + (f" where {given}" if given else "")
 
 
 def equal(subject: Subject) -> None:
-    """Equal policies cost nothing: the value is 0 where the policy is the reference."""
-    for function in subject.functions:
-        tokens = _usual(subject, function)
+    """Equal policies cost nothing: the value is 0 where the policy is the reference.
+
+    Advice: subtract the two logprobs
+    """
+    for called in _each(subject):
+        tokens = called.usual()
         names = [name for name in tokens.inputs if name.endswith("_logprobs") and "topk" not in name]
-        found = _call(subject, function, tokens.changed(**dict.fromkeys(names, tokens.inputs["logprobs"])))
-        if not _near(found, found * 0):
-            seen = f"the values are {shown(found.tolist())}{at(function)}"
-            raise FailedError("call it with a reference that equals the policy", seen, "subtract the two logprobs")
+        found = called.values(tokens.changed(**dict.fromkeys(names, tokens.inputs["logprobs"])))
+        attempt = called.attempt("call it with a reference that equals the policy")
+        attempt.require(_near(found, found * 0), f"the values are {shown(found.tolist())}")
 
 
 def agreement(subject: Subject) -> None:
-    """Tokens on which trainer and sampler agree have one weight above 0, so that on-policy batches are trained."""
-    for function in subject.functions:
-        tokens = _usual(subject, function)
-        found = _call(subject, function, tokens.changed(rollout_logprobs=tokens.inputs["old_logprobs"]))[tokens.live]
-        if not bool((found > 0).all()) or not _near(found, found[:1].expand_as(found)):
-            seen = f"the weights are {shown(found.tolist())}{at(function)}"
-            change = "compute the weight from old_logprobs - rollout_logprobs, which is 0 here"
-            raise FailedError("call it with equal logprobs of trainer and sampler", seen, change)
+    """Tokens on which trainer and sampler agree have one weight above 0, so that on-policy batches are trained.
+
+    Advice: compute the weight from old_logprobs - rollout_logprobs, which is 0 here
+    """
+    for called in _each(subject):
+        tokens = called.usual()
+        found = called.values(tokens.changed(rollout_logprobs=tokens.inputs["old_logprobs"]))[tokens.live]
+        is_one = bool((found > 0).all()) and _near(found, found[:1].expand_as(found))
+        attempt = called.attempt("call it with equal logprobs of trainer and sampler")
+        attempt.require(is_one, f"the weights are {shown(found.tolist())}")
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
 
 
-def _names(subject: Subject, function: Function) -> tuple[str, ...]:
-    return requests(function, subject.kind)
+class Called(NamedTuple):
+    """A function of a component, called as in a training step."""
+
+    subject: Subject
+    function: Function
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The inputs that it names."""
+        return requests(self.function, self.subject.kind)
+
+    @property
+    def differentiable(self) -> list[str]:
+        """Those of them that carry a gradient."""
+        return [name for name in WITH_GRADIENT if name in self.names]
+
+    def attempt(self, tried: str, change: str = "") -> Attempt:
+        """What a check tries. Its failures have the line of the function."""
+        return Attempt(tried, self.function, change=change)
+
+    def usual(self) -> Tokens:
+        """Usual tokens for it."""
+        return usual_tokens(self.subject.random("tokens"), in_pairs="pair_index" in self.names)
+
+    def returned(self, tokens: Tokens) -> Any:
+        """What it returns, without its metrics."""
+        returned = call_author(self.subject.word, self.function, tokens.inputs)
+        return returned[0] if isinstance(returned, tuple) and returned else returned
+
+    def values(self, tokens: Tokens) -> Tensor:
+        """Its values. Raises TrainingError if their shape is wrong."""
+        found: Tensor = self.returned(tokens)
+        unit = _unit(self.subject)
+        count = len(tokens.rows) if unit == "token" else len(tokens.inputs[f"{unit}_index"].unique())
+        check_loss_values(self.subject.word, found, self.function, unit, count)
+        return found
+
+    def evaluated(self, tokens: Tokens) -> tuple[Tensor, list[str]]:
+        """The values as a training step computes them, 0 where they are masked, and the names of reported metrics."""
+        bare = Algorithm(group_norm, "token_mean", ())
+        if self.subject.kind == "corrections":
+            bare = bare._replace(correction=self.function)
+            weights = importance_weights(bare, tokens.inputs, tokens.inputs["mask"])
+            assert weights is not None, "there is a correction"
+            return weights.where(tokens.live, 0.0), []
+        found = self.values(tokens)
+        if self.subject.kind == "kl":
+            return found.where(tokens.live, 0.0), []
+        algorithm, unit = bare._replace(terms=(Term(self.function),)), _unit(self.subject)
+        evaluation = evaluate_objective(algorithm, tokens.inputs, tokens.inputs["mask"], unit=unit)
+        return evaluation.values, list(evaluation.metrics)
+
+    def gradients(self, tokens: Tokens, total: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """The gradient of a number by each input that gets one, with its name."""
+        import torch
+
+        for name in self.differentiable if total.requires_grad else ():
+            (found,) = torch.autograd.grad(total, tokens.inputs[name], allow_unused=True, retain_graph=True)
+            if found is not None:
+                yield f"the gradient of {name}", found
+
+    def by_unit(self, tokens: Tokens, own: list[list[int]]) -> list[Tensor]:
+        """The values of each unit of rows. Values of rollouts or pairs are in the order of their numbers."""
+        found, unit, places = self.values(tokens), _unit(self.subject), list(enumerate(tokens.rows))
+        if unit == "token":
+            return [found[[place for row in sorted(rows) for place, each in places if each == row]] for rows in own]
+        numbers, index = tokens.inputs[f"{unit}_index"].unique(return_inverse=True)
+        assert len(numbers) == len(found), "`values` checked it"
+        return [found[sorted({int(index[place]) for place, row in places if row in rows})] for rows in own]
 
 
-def _differentiable(subject: Subject, function: Function) -> list[str]:
-    return [name for name in WITH_GRADIENT if name in _names(subject, function)]
-
-
-def _usual(subject: Subject, function: Function) -> Tokens:
-    return usual_tokens(subject.random("tokens"), in_pairs="pair_index" in _names(subject, function))
+def _each(subject: Subject) -> list[Called]:
+    return [Called(subject, function) for function in subject.functions]
 
 
 @once
@@ -252,42 +285,12 @@ def _unit(subject: Subject) -> Unit:
     """
     if not isinstance(subject.component, Algorithm):
         return "token"
-    if not isinstance(subject.registered, Algorithm) and "rollout_index" in _names(subject, subject.function):
-        tokens = _usual(subject, subject.function)
-        found = _returned(subject, subject.function, tokens)
-        if getattr(found, "shape", None) == tokens.inputs["rollout_index"].unique().shape:
+    called = Called(subject, subject.function)
+    if not isinstance(subject.registered, Algorithm) and "rollout_index" in called.names:
+        tokens = called.usual()
+        if getattr(called.returned(tokens), "shape", None) == tokens.inputs["rollout_index"].unique().shape:
             return "rollout"
     return cast("Unit", unit_of(subject.component))
-
-
-def _returned(subject: Subject, function: Function, tokens: Tokens) -> Any:
-    """What the function returns, without its metrics."""
-    returned = call_author(subject.word, function, tokens.inputs)
-    return returned[0] if isinstance(returned, tuple) and returned else returned
-
-
-def _call(subject: Subject, function: Function, tokens: Tokens) -> Tensor:
-    """The values of the function. Raises TrainingError if their shape is wrong."""
-    found: Tensor = _returned(subject, function, tokens)
-    unit = _unit(subject)
-    count = len(tokens.rows) if unit == "token" else len(tokens.inputs[f"{unit}_index"].unique())
-    check_loss_values(subject.word, found, function, unit, count)
-    return found
-
-
-def _evaluated(subject: Subject, function: Function, tokens: Tokens) -> tuple[Tensor, list[str]]:
-    """The values as a training step computes them, 0 where they are masked, and the names of reported metrics."""
-    bare = Algorithm(group_norm, "token_mean", ())
-    if subject.kind == "corrections":
-        weights = importance_weights(bare._replace(correction=function), tokens.inputs, tokens.inputs["mask"])
-        assert weights is not None, "there is a correction"
-        return weights.where(tokens.live, 0.0), []
-    found = _call(subject, function, tokens)
-    if subject.kind == "kl":
-        return found.where(tokens.live, 0.0), []
-    algorithm = bare._replace(terms=(Term(function),))
-    evaluation = evaluate_objective(algorithm, tokens.inputs, tokens.inputs["mask"], unit=_unit(subject))
-    return evaluation.values, list(evaluation.metrics)
 
 
 def _near(one: Tensor, other: Tensor) -> bool:
@@ -352,8 +355,6 @@ def usual_tokens(random: Random, *, in_pairs: bool = False) -> Tokens:
 
     rows = [row for row, (_, length) in enumerate(LENGTHS) for _ in range(length)]
     rollouts = [LENGTHS[row][0] for row in rows]
-    segments = [int(row == 2) for row in rows]
-    turns = [int(row == 2 or (row == 0 and place > 2)) for place, row in enumerate(rows)]
     count = len(rows)
     weights = [0.0 if place == 0 or rows[place - 1] != row else 1.0 for place, row in enumerate(rows)]
     weights[2] = weights[count - 2] = 0.0  # text of a tool
@@ -361,38 +362,33 @@ def usual_tokens(random: Random, *, in_pairs: bool = False) -> Tokens:
     mask = torch.tensor(weights, dtype=torch.float64)
 
     def drawn(low: float, high: float, *shape: int) -> Tensor:
-        size = len(torch.empty(shape or (count,)).flatten())
-        numbers = [random.uniform(low, high) for _ in range(size)]
-        return torch.tensor(numbers, dtype=torch.float64).reshape(shape or (count,))
+        found = torch.empty(shape or (count,), dtype=torch.float64)
+        return found.apply_(lambda _: random.uniform(low, high))
 
-    logprobs = drawn(-3.0, -0.2)
     of_rollouts = (1.0, -1.0, 1.0, -1.0) if in_pairs else (1.3, -0.7, 0.4, -1.6)
     advantages = torch.tensor([of_rollouts[rollout] for rollout in rollouts], dtype=torch.float64)
-    topk = drawn(-2.5, -0.7, count, ALTERNATIVES)
-    inputs = {
-        "logprobs": logprobs,
+    logprobs, topk = drawn(-3.0, -0.2), drawn(-2.5, -0.7, count, ALTERNATIVES)
+    inputs = _inputs(
+        logprobs,
+        rollouts,
+        mask,
         **{f"{name}_logprobs": logprobs + drawn(-0.3, 0.3) for name in ("old", "rollout", "ref", "teacher")},
-        "advantages": advantages.where(mask > 0, 0.0),
-        "returns": drawn(-1.0, 1.0),
-        "old_values": drawn(-1.0, 1.0),
-        "values": drawn(-1.0, 1.0),
-        "entropy": drawn(0.1, 2.0),
-        "topk_logprobs": topk,
-        "teacher_topk_ids": torch.arange(ALTERNATIVES).repeat(count, 1),
-        "teacher_topk_logprobs": topk + drawn(-0.3, 0.3, count, ALTERNATIVES),
-        "logits": drawn(-2.0, 2.0, count, VOCABULARY_SIZE),
-        "token_rewards": drawn(-0.2, 0.2),
-        "mask": mask,
-        "rollout_index": torch.tensor(rollouts),
-        "group_index": torch.tensor(rollouts) // 2,
-        "pair_index": torch.tensor(rollouts) // 2,
-        "segments": torch.tensor(segments),
-        "turn_index": torch.tensor(turns),
+        advantages=advantages.where(mask > 0, 0.0),
+        returns=drawn(-1.0, 1.0),
+        old_values=drawn(-1.0, 1.0),
+        values=drawn(-1.0, 1.0),
+        entropy=drawn(0.1, 2.0),
+        topk_logprobs=topk,
+        teacher_topk_logprobs=topk + drawn(-0.3, 0.3, count, ALTERNATIVES),
+        logits=drawn(-2.0, 2.0, count, VOCABULARY_SIZE),
+        token_rewards=drawn(-0.2, 0.2),
         # One more rollout has no token here, and was not judged.
-        "rewards": torch.tensor([1.0, 0.0, 0.5, -1.0, float("nan")], dtype=torch.float64),
-        "turn_rewards": [[0.75, 0.25], [0.5, -0.5], [0.5], [-1.0], []],
-        "step": 3,
-    }
+        rewards=torch.tensor([1.0, 0.0, 0.5, -1.0, float("nan")], dtype=torch.float64),
+        turn_rewards=[[0.75, 0.25], [0.5, -0.5], [0.5], [-1.0], []],
+        step=3,
+    )
+    inputs["segments"] = torch.tensor([int(row == 2) for row in rows])
+    inputs["turn_index"] = torch.tensor([int(row == 2 or (row == 0 and place > 2)) for place, row in enumerate(rows)])
     return Tokens(inputs, rows)
 
 
@@ -403,35 +399,47 @@ def extreme_tokens() -> Tokens:
     logprobs = (0.0, -1e-7, -1.0, -30.0, -100.0)
     cases = [(new, old, sign) for new in logprobs for old in logprobs for sign in (0.0, 1.0, -1.0, 5.0)]
     count = len(cases)
-    rollouts = torch.arange(count) // 5
+    rows = (torch.arange(count) // 5).tolist()
     new, old, signs = (torch.tensor(column) for column in zip(*cases, strict=True))
     large = torch.tensor([0.0, 1e3, -1e3, 1.0])[torch.arange(count) % 4]
     rewards = [1.0, -1e6, 0.0, 1e-8] * 5
-    wide = new.unsqueeze(1).repeat(1, ALTERNATIVES)
-    inputs = {
-        "logprobs": new,
+    inputs = _inputs(
+        new,
+        rows,
+        torch.ones(count),
         **dict.fromkeys(("old_logprobs", "rollout_logprobs", "ref_logprobs", "teacher_logprobs"), old),
-        "advantages": signs,
-        "returns": large,
-        "old_values": -large,
-        "values": large.flip(0),
-        "entropy": torch.tensor([0.0, 1e-8, 1.0, 12.0])[torch.arange(count) % 4],
-        "topk_logprobs": wide,
-        "teacher_topk_ids": torch.arange(ALTERNATIVES).repeat(count, 1),
-        "teacher_topk_logprobs": old.unsqueeze(1).repeat(1, ALTERNATIVES),
-        "logits": torch.linspace(-100.0, 100.0, count * VOCABULARY_SIZE).reshape(count, VOCABULARY_SIZE),
-        "token_rewards": signs,
-        "mask": torch.ones(count),
-        "rollout_index": rollouts,
-        "group_index": rollouts // 2,
-        "pair_index": rollouts // 2,
-        "segments": torch.zeros(count, dtype=torch.int64),
-        "turn_index": torch.zeros(count, dtype=torch.int64),
-        "rewards": torch.tensor([*rewards, float("nan")]),
-        "turn_rewards": [*([reward] for reward in rewards), []],
-        "step": 0,
+        advantages=signs,
+        returns=large,
+        old_values=-large,
+        values=large.flip(0),
+        entropy=torch.tensor([0.0, 1e-8, 1.0, 12.0])[torch.arange(count) % 4],
+        topk_logprobs=new.unsqueeze(1).repeat(1, ALTERNATIVES),
+        teacher_topk_logprobs=old.unsqueeze(1).repeat(1, ALTERNATIVES),
+        logits=torch.linspace(-100.0, 100.0, count * VOCABULARY_SIZE).reshape(count, VOCABULARY_SIZE),
+        token_rewards=signs,
+        rewards=torch.tensor([*rewards, float("nan")]),
+        turn_rewards=[*([reward] for reward in rewards), []],
+        step=0,
+    )
+    return Tokens(inputs, rows)
+
+
+def _inputs(logprobs: Tensor, rollouts: list[int], mask: Tensor, **others: Any) -> dict[str, Any]:
+    """The inputs [T] of rollouts, of which two share a prompt. All have one segment and one turn."""
+    import torch
+
+    index = torch.tensor(rollouts)
+    return {
+        "logprobs": logprobs,
+        "mask": mask,
+        "rollout_index": index,
+        "group_index": index // 2,
+        "pair_index": index // 2,
+        "segments": index * 0,
+        "turn_index": index * 0,
+        "teacher_topk_ids": torch.arange(ALTERNATIVES).repeat(len(rollouts), 1),
+        **others,
     }
-    return Tokens(inputs, (torch.arange(count) // 5).tolist())
 
 
 def beside_mask(tokens: Tokens, random: Random) -> Tokens:
@@ -481,32 +489,21 @@ def finite_differences(
         total = call(leaves)
     found = torch.autograd.grad(total, leaves[name], allow_unused=True)[0] if total.requires_grad else None
     gradient = torch.zeros_like(leaves[name]) if found is None else found
-    other = gradient
+    flat = leaves[name].detach().flatten()
+
+    def end(place: int, move: float) -> float:
+        moved = flat.clone()
+        moved[place] += move
+        mode.repeat()
+        with mode:
+            return float(call({**leaves, name: moved.reshape(gradient.shape).requires_grad_()}).detach())
+
     for step, tolerance in zip(STEPS, TOLERANCES, strict=True):
-        other = _differences(call, leaves, name, step, mode)
+        slopes = [(end(place, step) - end(place, -step)) / (2 * step) for place in range(len(flat))]
+        other = torch.tensor(slopes, dtype=gradient.dtype).reshape(gradient.shape)
         if torch.allclose(gradient, other, rtol=tolerance, atol=tolerance):
             return None
     return gradient, other
-
-
-def _differences(
-    call: Callable[[dict[str, Tensor]], Tensor], leaves: dict[str, Tensor], name: str, step: float, mode: Any
-) -> Tensor:
-    import torch
-
-    flat = leaves[name].detach().flatten()
-    found = torch.zeros_like(flat)
-    for place in range(len(flat)):
-        ends = []
-        for sign in (1, -1):
-            moved = flat.clone()
-            moved[place] += sign * step
-            changed = {**leaves, name: moved.reshape(leaves[name].shape).requires_grad_()}
-            mode.repeat()
-            with mode:
-                ends.append(float(call(changed).detach()))
-        found[place] = (ends[0] - ends[1]) / (2 * step)
-    return found.reshape(leaves[name].shape)
 
 
 def _mode() -> Any:

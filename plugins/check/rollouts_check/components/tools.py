@@ -15,15 +15,15 @@ from rollouts.env.authoring import TOOL_MARK, ToolMethod
 from rollouts.env.schema import check_tool, schema_of
 from rollouts.env.task_tools import added_tool
 from rollouts.env.toolsets import Toolset, check_toolset, is_toolset
-from rollouts.errors import ConfigError, EnvironmentDefinitionError, SignatureError, counted
+from rollouts.errors import counted
 from rollouts.types import Task, ToolCall
-from rollouts_check.components.common import Function, Subject, alias_of, trying
+from rollouts_check.components.common import Function, Subject, alias_of
 from rollouts_check.environments import rewards
 from rollouts_check.environments import subject as environments
 from rollouts_check.environments import tools as checks
 from rollouts_check.environments.agents import parameters_of, tools_for
 from rollouts_check.packages import Found
-from rollouts_check.report import FailedError, Passed, SkippedError
+from rollouts_check.report import Passed, SkippedError, trying
 from rollouts_check.runner import once
 
 READ_SECONDS = 2.0  # how long reading one reply may take
@@ -34,23 +34,20 @@ LONG = 100_000
 
 
 def tool_definition(subject: Subject) -> str:
-    """It has a schema: each argument of the model has a name and a type, and the docstring says what it does."""
-    is_several = is_toolset(subject.component)
-    tried, change = "read its schema", "correct the signature"
-    try:
-        if is_several:
-            tried, change = "read the schemas of its tools", "correct the class"
+    """It has a schema: each argument of the model has a name and a type, and the docstring says what it does.
+
+    Advice: correct the signatures
+    """
+    with trying("read the schemas of its tools", subject.component) as attempt:
+        if is_several := is_toolset(subject.component):
             check_toolset(Toolset(subject.found.label, subject.component, subject.settings))
             tools = tools_for(_environment(subject))
         else:
             tools = [_tool(subject)]
             check_tool(tools[0])
-    except (EnvironmentDefinitionError, SignatureError) as error:
-        raise FailedError(tried, str(error), change) from error
     for tool in tools:
-        if not str(schema_of(tool)["function"].get("description", "")).strip():
-            seen = f"the tool {tool.name} has no description"
-            raise subject.failed(tried, seen, "write a docstring: the model reads it")
+        is_described = bool(str(schema_of(tool)["function"].get("description", "")).strip())
+        attempt.require(is_described, f"{tool.name} has no description", "write a docstring: the model reads it")
     if is_several:
         return f"tools: {', '.join(tool.name for tool in tools) or 'none'}"
     return f"arguments: {', '.join(parameters_of(tools[0])) or 'none'}"
@@ -136,16 +133,15 @@ def parser_trial(subject: Subject, function: Function) -> Any:
 
 
 def plain_text(subject: Subject) -> str:
-    """It returns (calls, text). In a text without calls it finds none, and returns the text."""
+    """It returns (calls, text). In a text without calls it finds none, and returns the text.
+
+    Advice: return (calls, text): a list of ToolCall, and the text without the calls, and nothing else removed
+    """
     for text in PLAIN:
-        tried = f"read {shown(text, 60)}"
-        with trying(tried, "return (calls, text): a list of ToolCall, and the text around them"):
+        with subject.trying(f"read {shown(text, 60)}") as attempt:
             calls, rest = _parser(subject).calls(text, TOOLS)
-        if calls:
-            raise subject.failed(tried, f"it read {shown(calls)}", "read only what your format marks as a call")
-        if rest.split() != text.split():
-            seen = f"the remaining text is {shown(rest, 80)}"
-            raise subject.failed(tried, seen, "return the text without the calls, and nothing else removed")
+        attempt.require(not calls, f"it read {shown(calls)}", "read only what your format marks as a call")
+        attempt.require(rest.split() == text.split(), f"the remaining text is {shown(rest, 80)}")
     return counted(len(PLAIN), "text")
 
 
@@ -154,48 +150,48 @@ def round_trip(subject: Subject) -> None:
     parser, change = _parser(subject), "let `write` return what the parser reads"
     if parser.write is None:
         raise SkippedError("it has no `write`, which demonstrations with calls need")
-    try:
+    with trying("write a call and read it", change=change):
         parser.check()
-    except ConfigError as error:
-        raise FailedError("write a call and read it", str(error), change) from error
     for words, calls in CALLS.items():
-        with trying(f"write {words}"):
+        with subject.trying(f"write {words} and read them", change) as attempt:
             text = parser.write(calls)
             read, _ = parser.calls(text, TOOLS)
-        if [(each.name, each.arguments) for each in read] != [(each.name, each.arguments) for each in calls]:
-            seen = f"it wrote {shown(text, 80)}, and read {shown(read, 120)}"
-            raise subject.failed(f"write {words} and read them", seen, change)
+        is_same = [(each.name, each.arguments) for each in read] == [(each.name, each.arguments) for each in calls]
+        attempt.require(is_same, f"it wrote {shown(text, 80)}, and read {shown(read, 120)}")
 
 
 def any_text(subject: Subject) -> str:
-    """No reply makes it raise, however malformed; every beginning of a call is a reply too."""
+    """No reply makes it raise, however malformed; every beginning of a call is a reply too.
+
+    Advice: return the call with `error`, ToolCall(name, error=...), and let the model read what is wrong
+    """
     texts = dict(HOSTILE)
     if (write := _parser(subject).write) is not None:
         whole = write(CALLS["two calls"])
         texts |= {f"the first {count} characters of a call": whole[:count] for count in range(len(whole))}
     for words, text in texts.items():
-        change = "return the call with `error`, ToolCall(name, error=...), and let the model read what is wrong"
-        with trying(f"read {words}: {shown(text, 40)}", change):
+        with subject.trying(f"read {words}: {shown(text, 40)}") as attempt:
             calls, _ = _parser(subject).calls(text, TOOLS)
+        change = "return calls whose names are text, and whose arguments are a dict that JSON can hold"
         for call in calls:
-            if not isinstance(call.name, str) or not _is_json(call.arguments):
-                change = "return calls whose names are text, and whose arguments are a dict that JSON can hold"
-                raise subject.failed(f"read {words}", f"it read {shown(call)}", change)
+            is_call = isinstance(call.name, str) and _is_json(call.arguments)
+            attempt.require(is_call, f"it read {shown(call)}", change)
     return counted(len(texts), "text")
 
 
 def quick(subject: Subject) -> str:
-    """Reading takes little time, also of a long or malformed reply."""
+    """Reading takes little time, also of a long or malformed reply.
+
+    Advice: search with a pattern that does not try all ways to split the text, such as (.*)*
+    """
     slowest, texts = 0.0, [("a text of many words", "word " * LONG), *HOSTILE.items()]
     for words, text in texts:
         begun = time.perf_counter()
         with contextlib.suppress(Exception):  # `any_text` reports it
             _parser(subject).calls(text, TOOLS)
-        seconds = time.perf_counter() - begun
-        slowest = max(slowest, seconds)
-        if seconds > READ_SECONDS:
-            change = "search with a pattern that does not try all ways to split the text, such as (.*)*"
-            raise subject.failed(f"read {words}", f"it took {seconds:.1f} seconds for {len(text):,} characters", change)
+        slowest = max(slowest, seconds := time.perf_counter() - begun)
+        seen = f"it took {seconds:.1f} seconds for {len(text):,} characters"
+        subject.attempt(f"read {words}").require(seconds <= READ_SECONDS, seen)
     return f"{slowest * 1000:.0f} ms"
 
 

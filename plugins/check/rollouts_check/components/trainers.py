@@ -17,7 +17,7 @@ from rollouts.training.algorithms.losses import reinforce
 from rollouts.training.batches import RankServer, TrainBatch, TrainingBackend, step_metrics
 from rollouts.training.loops.rl_batch import RLSettings, prepare_rl_batch
 from rollouts.types import Score
-from rollouts_check.components.common import Subject, snapshot, trying
+from rollouts_check.components.common import Subject, snapshot
 from rollouts_check.environments.agents import in_trio
 from rollouts_check.environments.traces import Leftovers
 from rollouts_check.report import SkippedError
@@ -30,43 +30,45 @@ ALGORITHM = Algorithm(group_norm, "token_mean", (Term(reinforce),))
 
 
 def protocol(subject: Subject) -> None:
-    """The backend has every field and method of the Protocol."""
+    """The backend has every field and method of the Protocol.
+
+    Advice: add them: rollouts.training.batches.TrainingBackend
+    """
 
     async def look(backend: Any) -> list[str]:
         methods = [name for name, value in vars(TrainingBackend).items() if callable(value) and name[0] != "_"]
         names = [*TrainingBackend.__annotations__, "version", *methods]
         return [name for name in names if not hasattr(backend, name)]
 
-    if missing := _with_backend(subject, look):
-        seen = f"it has no {', no '.join(missing)}"
-        raise subject.failed("make it for the toy model", seen, "add them: rollouts.training.batches.TrainingBackend")
+    missing = _with_backend(subject, look)
+    subject.attempt("make it for the toy model").require(not missing, f"it has no {', no '.join(missing)}")
 
 
 def forward(subject: Subject) -> str:
-    """`forward` gives a finite logprob of 0 or less for each live token."""
+    """`forward` gives a finite logprob of 0 or less for each live token.
+
+    Advice: return one value for each token of each row: the logprob of this token
+    """
 
     async def compute(backend: Any) -> Any:
         return await backend.forward(_batch(), ("logprobs",))
 
     output = _with_backend(subject, compute)
     found, batch = output.logprobs, _batch()
-    if found is None or [len(row) for row in found] != [len(row.tokens) for row in batch.rows]:
-        seen = f"the logprobs are {shown(found)}"
-        raise subject.failed("compute the logprobs of four rows", seen, "return one value for each token of each row")
-    live = [
-        each
-        for row, own in zip(batch.rows, found, strict=True)
-        for each, on in zip(own, row.loss_mask, strict=True)
-        if on
-    ]
-    if not all(math.isfinite(each) and each <= 0 for each in live):
-        seen = f"the logprobs are {shown(live)}"
-        raise subject.failed("compute the logprobs of four rows", seen, "return the logprobs of the row's own tokens")
+    attempt = subject.attempt("compute the logprobs of four rows")
+    is_whole = found is not None and [len(row) for row in found] == [len(row.tokens) for row in batch.rows]
+    attempt.require(is_whole, f"the logprobs are {shown(found)}")
+    pairs = [pair for row, own in zip(batch.rows, found, strict=True) for pair in zip(own, row.loss_mask, strict=True)]
+    live = [value for value, weight in pairs if weight]
+    attempt.require(all(math.isfinite(each) and each <= 0 for each in live), f"the logprobs are {shown(live)}")
     return counted(len(live), "token")
 
 
 def step(subject: Subject) -> str:
-    """An optimizer step changes the weights, counts the version, and makes rewarded tokens more likely."""
+    """An optimizer step changes the weights, counts the version, and makes rewarded tokens more likely.
+
+    Advice: correct the sign or the step
+    """
 
     async def train(backend: Any) -> tuple[int, int, float, float, dict[str, float]]:
         before, first = await _objective(backend), backend.version
@@ -74,20 +76,20 @@ def step(subject: Subject) -> str:
         return first, backend.version, before, await _objective(backend), metrics
 
     first, last, before, after, metrics = _with_backend(subject, train)
-    if (first, last) != (0, 5):
-        seen = f"the version was {first}, and is {last} after 5 steps"
-        raise subject.failed("train 5 steps", seen, "begin with version 0, and add 1 in each step")
-    if not after > before:
-        seen = f"the objective was {before:.4g}, and is {after:.4g} after 5 steps"
-        raise subject.failed("train 5 steps on rewarded and unrewarded rollouts", seen, "correct the sign or the step")
+    attempt = subject.attempt("train 5 steps on rewarded and unrewarded rollouts")
+    change = "begin with version 0, and add 1 in each step"
+    attempt.require((first, last) == (0, 5), f"the version was {first}, then {last}", change)
+    attempt.require(after > before, f"the objective was {before:.4g}, then {after:.4g}")
     for name, value in metrics.items():
-        if not isinstance(value, int | float):
-            raise subject.failed("read the metrics of a step", f"{name} is {shown(value)}", "return numbers")
+        attempt.require(isinstance(value, int | float), f"the metric {name} is {shown(value)}", "return numbers")
     return f"the objective rises from {before:.3g} to {after:.3g}"
 
 
 def nothing_live(subject: Subject) -> None:
-    """A step without a trained token is skipped: weights and version stay as they are."""
+    """A step without a trained token is skipped: weights and version stay as they are.
+
+    Advice: skip the step if the denominator is 0
+    """
 
     async def train(backend: Any) -> tuple[int, bool]:
         before, empty = await _logprobs(backend), _batch()
@@ -99,13 +101,16 @@ def nothing_live(subject: Subject) -> None:
         return backend.version, await _logprobs(backend) == before
 
     version, is_same = _with_backend(subject, train)
-    if version != 0 or not is_same:
-        seen = f"the version is {version}, and the weights {'did not change' if is_same else 'changed'}"
-        raise subject.failed("train a step whose masks are all 0", seen, "skip the step if the denominator is 0")
+    attempt = subject.attempt("train a step whose masks are all 0")
+    attempt.require(version == 0, f"the version is {version}")
+    attempt.require(is_same, "the weights changed")
 
 
 def weights(subject: Subject) -> None:
-    """Weights that are read and loaded again give the same logprobs."""
+    """Weights that are read and loaded again give the same logprobs.
+
+    Advice: return copies of the weights, and replace the model's by name
+    """
 
     async def swap(backend: Any) -> bool:
         kept, before = await backend.get_weights(), await _logprobs(backend)
@@ -113,13 +118,15 @@ def weights(subject: Subject) -> None:
         await backend.load_weights(kept)
         return await _logprobs(backend) == before
 
-    if not _with_backend(subject, swap):
-        change = "return copies of the weights, and replace the model's by name"
-        raise subject.failed("get the weights, train a step, and load them", "the logprobs differ", change)
+    attempt = subject.attempt("get the weights, train a step, and load them")
+    attempt.require(_with_backend(subject, swap), "the logprobs differ")
 
 
 def checkpoint(subject: Subject) -> None:
-    """A saved checkpoint continues as the original: the same steps, version and state."""
+    """A saved checkpoint continues as the original: the same steps, version and state.
+
+    Advice: save weights, optimizer and counters
+    """
     path = str(subject.scratch / "checkpoint")
 
     async def begin(backend: Any) -> tuple[str, int]:
@@ -135,14 +142,11 @@ def checkpoint(subject: Subject) -> None:
 
     first, version = _with_backend(subject, begin)
     again, other_version, state = _with_backend(subject, go_on)
-    tried = "save after two steps, load into a new backend, and train two more steps"
-    if first != again or version != other_version:
-        words = "are equal" if first == again else "differ"
-        seen = f"the logprobs {words}; the versions are {version}, {other_version}"
-        raise subject.failed(tried, seen, "save weights, optimizer and counters")
-    if dict(state) != {"note": 1}:
-        seen = f"the run's own state is {shown(state)}"
-        raise subject.failed(tried, seen, "return the `state` that `save` received")
+    attempt = subject.attempt("save after two steps, load into a new backend, and train two more steps")
+    attempt.require(first == again, "the logprobs differ")
+    attempt.require(version == other_version, f"the versions are {version}, {other_version}")
+    change = "return the `state` that `save` received"
+    attempt.require(dict(state) == {"note": 1}, f"the run's own state is {shown(state)}", change)
 
 
 def closes(subject: Subject) -> None:
@@ -153,7 +157,7 @@ def closes(subject: Subject) -> None:
         await _train(backend, 1)
 
     _with_backend(subject, work)
-    subject.require_nothing_left(before, "train a step and close it", "end threads and processes in `close`")
+    before.require_none(subject.attempt("train a step and close it", "end threads and processes in `close`"))
 
 
 # --- calls ------------------------------------------------------------------------------------------------------------
@@ -213,5 +217,5 @@ def _with_backend(subject: Subject, work: Callable[[Any], Awaitable[T]]) -> T:
         finally:
             backend.close()
 
-    with trying("train the toy model"):
+    with subject.trying("train the toy model"):
         return in_trio(run)

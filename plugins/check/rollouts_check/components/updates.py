@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollouts.errors import UserError, counted
 from rollouts.plugins.signature import call_with
-from rollouts_check.components.common import Function, Subject, snapshot, trying
+from rollouts_check.components.common import Function, Subject, snapshot
 from rollouts_check.report import FailedError
 
 if TYPE_CHECKING:
@@ -28,35 +28,36 @@ def reference_trial(subject: Subject, function: Function) -> Any:
 
 
 def updates(subject: Subject) -> str:
-    """It changes the reference in place, keeps it finite, and returns nothing."""
+    """It changes the reference in place, keeps it finite, and returns nothing.
+
+    Advice: write into `reference`, and return nothing
+    """
     reference, policy = _tensors(1), _tensors(2)
     shapes = [(each.shape, each.dtype) for each in reference]
     moved = 0
     for version in VERSIONS:
-        tried = f"call it at version {version}"
         before = snapshot(reference)
-        with trying(tried):
+        with subject.trying(f"call it at version {version}") as attempt:
             returned = _apply(subject.function, reference, policy, version)
         moved += snapshot(reference) != before
-        if returned is not None:
-            seen = f"it returned {type(returned).__name__}"
-            raise subject.failed(tried, seen, "change the tensors of `reference` in place, and return nothing")
-        if [(each.shape, each.dtype) for each in reference] != shapes:
-            seen = "a tensor of the reference has another shape or dtype"
-            raise subject.failed(tried, seen, "write into the tensors: reference.copy_(...), reference.lerp_(...)")
-        if not all(bool(each.isfinite().all()) for each in reference):
-            raise subject.failed(tried, "a value of the reference is not finite", "correct the rule")
+        attempt.require(returned is None, f"it returned {type(returned).__name__}")
+        is_same = [(each.shape, each.dtype) for each in reference] == shapes
+        attempt.require(is_same, "a tensor of the reference has another shape or dtype")
+        is_finite = all(bool(each.isfinite().all()) for each in reference)
+        attempt.require(is_finite, "a value of the reference is not finite", "correct the rule")
     return f"changes the reference at {moved} of {counted(len(VERSIONS), 'version')}"
 
 
 def policy_unchanged(subject: Subject) -> None:
-    """It does not change the policy."""
+    """It does not change the policy.
+
+    Advice: change `reference` only
+    """
     policy = _tensors(2)
     before = snapshot(policy)
     for version in VERSIONS:
         _apply(subject.function, _tensors(1), policy, version)
-        if snapshot(policy) != before:
-            raise subject.failed(f"call it at version {version}", "the policy changed", "change `reference` only")
+        subject.attempt(f"call it at version {version}").require(snapshot(policy) == before, "the policy changed")
 
 
 def precisions(subject: Subject) -> None:
@@ -64,15 +65,14 @@ def precisions(subject: Subject) -> None:
     import torch
 
     for ours, theirs in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
-        reference = [each.to(ours) for each in _tensors(1)]
-        policy = [each.to(theirs) for each in _tensors(2)]
-        with trying(f"call it with a reference of {ours} and a policy of {theirs}", "convert: new.to(old.dtype)"):
+        reference, policy = [each.to(ours) for each in _tensors(1)], [each.to(theirs) for each in _tensors(2)]
+        tried, change = f"call it with a reference of {ours} and a policy of {theirs}", "convert: new.to(old.dtype)"
+        with subject.trying(tried, change) as attempt:
             for version in VERSIONS:
                 _apply(subject.function, reference, policy, version)
-        if any(each.dtype != ours for each in reference):
-            seen = "the reference has another precision afterwards"
-            raise subject.failed(f"call it with a policy of {theirs}", seen, "write into the tensors of `reference`")
-    with trying("call it with empty lists: another rank has all tensors", "return if `reference` is empty"):
+        is_same = all(each.dtype == ours for each in reference)
+        attempt.require(is_same, "the reference has another precision afterwards")
+    with subject.trying("call it with empty lists: another rank has all tensors", "return if `reference` is empty"):
         _apply(subject.function, [], [], 1)
 
 
@@ -113,7 +113,10 @@ def steps(subject: Subject) -> None:
 
 
 def descends(subject: Subject) -> str:
-    """Steps go against the gradient: the square of the parameters falls."""
+    """Steps go against the gradient: the square of the parameters falls.
+
+    Advice: correct the sign or the size of a step
+    """
     parameters = _parameters()
     optimizer = _made(subject.function, parameters)
     before = _squares(parameters)
@@ -122,79 +125,75 @@ def descends(subject: Subject) -> str:
             each.grad = 2 * each.detach()
         optimizer.step()
     after = _squares(parameters)
-    if not after < before:
-        seen = f"it was {before:g}, and is {after:g} after 20 steps"
-        raise subject.failed("minimize the sum of the squares", seen, "correct the sign or the size of a step")
+    attempt = subject.attempt("minimize the sum of the squares")
+    attempt.require(after < before, f"it was {before:g}, and is {after:g} after 20 steps")
     return f"{before:.3g} to {after:.3g} in 20 steps with lr {LR:g}"
 
 
 def learning_rates(subject: Subject) -> None:
-    """Each group has its own rate, and a rate of 0 changes nothing: the trainer sets the rates before each step."""
+    """Each group has its own rate, and a rate of 0 changes nothing: the trainer sets the rates before each step.
+
+    Advice: give torch the groups as they are: each has `params` and `lr`
+    """
     parameters = _parameters()
     given = [{"params": [each], "lr": LR * (number + 1)} for number, each in enumerate(parameters)]
     optimizer = subject.function(given, LR)
     rates = {id(each): group["lr"] for group in optimizer.param_groups for each in group["params"]}
-    for number, each in enumerate(parameters):
-        if abs(rates.get(id(each), -1.0) - LR * (number + 1)) > 1e-12:
-            seen = f"a group with the rate {LR * (number + 1):g} got {rates.get(id(each))}"
-            change = "give torch the groups as they are: each has `params` and `lr`"
-            raise subject.failed("make it with two groups of different rates", seen, change)
+    attempt = subject.attempt("make it with two groups of different rates")
+    for number, each in enumerate(parameters, start=1):
+        rate, seen = LR * number, rates.get(id(each), -1.0)
+        attempt.require(abs(seen - rate) <= 1e-12, f"a group with the rate {rate:g} got {seen:g}")
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     before = snapshot([each.detach() for each in parameters])
     _step(optimizer, parameters, 1)
-    if snapshot([each.detach() for each in parameters]) != before:
-        change = 'multiply every change by group["lr"], weight decay too'
-        raise subject.failed("take a step with the rate 0", "parameters changed", change)
+    attempt = subject.attempt("take a step with the rate 0", 'multiply every change by group["lr"], weight decay too')
+    attempt.require(snapshot([each.detach() for each in parameters]) == before, "parameters changed")
 
 
 def gradients(subject: Subject) -> None:
-    """Parameters without a gradient stay as they are, and a gradient of 0 keeps all parameters finite."""
+    """Parameters without a gradient stay as they are, and a gradient of 0 keeps all parameters finite.
+
+    Advice: skip it: if parameter.grad is None
+    """
     parameters = _parameters()
     optimizer = _made(subject.function, parameters)
     before = snapshot(parameters[1].detach())
     parameters[0].grad = parameters[0].detach() * 0
-    with trying("take a step where one gradient is None and the other one is 0", "skip it: if parameter.grad is None"):
+    with subject.trying("take a step where one gradient is None and the other one is 0") as attempt:
         optimizer.step()
-    if snapshot(parameters[1].detach()) != before:
-        seen = "the parameter without a gradient changed"
-        raise subject.failed("take a step where one gradient is None", seen, "skip it: if parameter.grad is None")
-    if not bool(parameters[0].isfinite().all()):
-        seen = "the parameter is not finite"
-        raise subject.failed("take a step with a gradient of 0", seen, "add a small number to the divisor")
+    attempt.require(snapshot(parameters[1].detach()) == before, "the parameter without a gradient changed")
+    is_finite = bool(parameters[0].isfinite().all())
+    attempt.require(is_finite, "the other one is not finite", "add a small number to the divisor")
 
 
 def restored(subject: Subject) -> str:
-    """A resumed run continues with the same steps: the state is saved and loaded as in a checkpoint."""
+    """A resumed run continues with the same steps: the state is saved and loaded as in a checkpoint.
+
+    Advice: keep all state in `self.state[parameter]` or in the groups: tensors and numbers
+    """
     import torch
 
-    from rollouts.training.backends.optimizer import (
-        group_values,
-        load_plain_state,
-        optimizer_tensors,
-        plain_optimizer_state,
-    )
+    from rollouts.training.backends import optimizer as states
 
     one, other = _parameters(), _parameters()
     first, second = _made(subject.function, one), _made(subject.function, other)
-    made = group_values(first)
+    made = states.group_values(first)
     _step(first, one, 3)
-    names = {each: f"p{number}" for number, each in enumerate(one)}
-    saved = {key: value.clone() for key, value in optimizer_tensors(first, names).items()}
-    plain = plain_optimizer_state(first, names, made)
+    names, others = ({each: f"p{number}" for number, each in enumerate(own)} for own in (one, other))
+    saved = {key: value.clone() for key, value in states.optimizer_tensors(first, names).items()}
+    plain = states.plain_optimizer_state(first, names, made)
     with torch.no_grad():
         for ours, theirs in zip(one, other, strict=True):
             theirs.copy_(ours)
-    theirs_by_name = {each: f"p{number}" for number, each in enumerate(other)}
-    for key, tensor in optimizer_tensors(second, theirs_by_name, saved).items():
+    for key, tensor in states.optimizer_tensors(second, others, saved).items():
         tensor.copy_(saved[key])
-    load_plain_state(second, theirs_by_name, plain)
+    states.load_plain_state(second, others, plain)
     for optimizer, parameters in ((first, one), (second, other)):
         _step(optimizer, parameters, 3)
-    if snapshot([each.detach() for each in one]) != snapshot([each.detach() for each in other]):
-        seen = "the parameters differ after three more steps"
-        change = "keep all state in `self.state[parameter]` or in the groups: tensors and numbers"
-        raise subject.failed("save its state after three steps, and load it into a new one", seen, change)
+    attempt = subject.attempt("save its state after three steps, and load it into a new one")
+    first_values, second_values = (snapshot([each.detach() for each in own]) for own in (one, other))
+    attempt.require(first_values == second_values, "the parameters differ after three more steps")
     return counted(len(saved), "tensor")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollouts.author_code import shown
 from rollouts.training.algorithms.aggregation import Masks, TokenWeights, aggregate
-from rollouts_check.components.common import Function, Subject, trying
+from rollouts_check.components.common import Function, Subject
 
 MAX_TOKENS = 16
 SLACK = 1e-9
@@ -31,56 +31,55 @@ def trial(subject: Subject, function: Function) -> TokenWeights:
 
 def values(subject: Subject) -> str:
     """It returns a finite weight of 0 or more for each token, and a denominator above 0."""
-    tried = "call it on five rows of four rollouts"
-    with trying(tried, CHANGE, subject.function):
+    with subject.trying("call it on five rows of four rollouts", CHANGE) as attempt:
         found = aggregate(subject.function, ROWS)
-    flat = [weight for row in found.weights for weight in row]
-    if not all(math.isfinite(weight) and weight >= 0 for weight in flat):
-        raise subject.failed(tried, f"the weights are {shown(found.weights)}", CHANGE)
-    if not (math.isfinite(found.denominator) and found.denominator > 0):
-        seen = f"the denominator is {found.denominator}"
-        raise subject.failed(tried, seen, "return the part of D that these rows add: above 0 if a token is trained")
-    if not any(flat):
-        raise subject.failed(tried, "every weight is 0", "give live tokens a weight above 0")
+    flat, d = [weight for row in found.weights for weight in row], found.denominator
+    attempt.require(all(math.isfinite(each) and each >= 0 for each in flat), f"the weights are {shown(found.weights)}")
+    change = "return the part of D that these rows add: above 0 if a token is trained"
+    attempt.require(math.isfinite(d) and d > 0, f"the denominator is {d}", change)
+    attempt.require(any(flat), "every weight is 0", "give live tokens a weight above 0")
     return f"one value for each {found.unit}"
 
 
 def masked(subject: Subject) -> None:
-    """Tokens with a mask of 0 have the weight 0."""
+    """Tokens with a mask of 0 have the weight 0.
+
+    Advice: multiply the weight by the mask
+    """
     found = aggregate(subject.function, ROWS)
+    attempt = subject.attempt("look at the weights of masked tokens")
     for number, (weights, mask) in enumerate(zip(found.weights, ROWS.masks, strict=True)):
         for place, (weight, live) in enumerate(zip(weights, mask, strict=True)):
-            if live == 0 and weight != 0:
-                seen = f"token {place} of row {number} has the weight {weight:g}"
-                raise subject.failed("look at the weights of masked tokens", seen, "multiply the weight by the mask")
+            attempt.require(live or not weight, f"token {place} of row {number} has the weight {weight:g}")
 
 
 def nothing_live(subject: Subject) -> None:
-    """Rows without a trained token do no harm: there is no exception, and the denominator is finite."""
-    tried = "call it on rows whose masks are all 0"
-    with trying(tried, "a rollout without trained tokens may occur: do not divide by its number of tokens"):
+    """Rows without a trained token do no harm: there is no exception, and the denominator is finite.
+
+    Advice: a rollout without trained tokens may occur: do not divide by its number of tokens
+    """
+    with subject.trying("call it on rows whose masks are all 0") as attempt:
         found = aggregate(subject.function, EMPTY)
-    if not math.isfinite(found.denominator):
-        raise subject.failed(tried, f"the denominator is {found.denominator}", "count live rollouts only")
+    attempt.require(math.isfinite(found.denominator), f"the denominator is {found.denominator}")
     one = ROWS._replace(masks=[ROWS.masks[0], *EMPTY.masks[1:]])
-    with trying("call it on rows of which only the first one has trained tokens"):
+    with subject.trying("call it on rows of which only the first one has trained tokens"):
         aggregate(subject.function, one)
 
 
 def order(subject: Subject) -> None:
-    """The order of the rows has no effect on their weights and on the denominator."""
+    """The order of the rows has no effect on their weights and on the denominator.
+
+    Advice: find rows by rollout_index
+    """
     first = aggregate(subject.function, ROWS)
     places = [4, 2, 0, 3, 1]
     columns = [(name, column) for name, column in ROWS._asdict().items() if name != "max_tokens"]
     picked: dict[str, Any] = {name: [column[place] for place in places] for name, column in columns}
     again = aggregate(subject.function, ROWS._replace(**picked))
     wanted = [first.weights[place] for place in places]
-    is_same = all(
-        abs(one - other) <= SLACK
-        for row, theirs in zip(again.weights, wanted, strict=True)
-        for one, other in zip(row, theirs, strict=True)
-    )
-    if not is_same or abs(first.denominator - again.denominator) > SLACK:
-        seen = f"D was {first.denominator:g} and is {again.denominator:g}, the weights were {shown(wanted, 80)} and are"
-        tried, seen = f"call it on the rows in the order {places}", f"{seen} {shown(again.weights, 80)}"
-        raise subject.failed(tried, seen, "find rows by rollout_index")
+    rows = zip([[first.denominator], *wanted], [[again.denominator], *again.weights], strict=True)
+    pairs = [pair for row, theirs in rows for pair in zip(row, theirs, strict=True)]
+    seen = f"D and the weights were {first.denominator:g}, {shown(wanted, 80)}, then {again.denominator:g}, "
+    seen += shown(again.weights, 80)
+    attempt = subject.attempt(f"call it on the rows in the order {places}")
+    attempt.require(all(abs(one - other) <= SLACK for one, other in pairs), seen)

@@ -13,14 +13,14 @@ from rollouts.env.workers.channel import Connection, Connector
 from rollouts.env.workers.process import Options
 from rollouts.errors import WorkerError
 from rollouts.plugins.signature import call_with
-from rollouts_check.components.common import Subject, trying
+from rollouts_check.components.common import Subject
 from rollouts_check.environments import subject as environments
 from rollouts_check.environments.agents import in_trio
 from rollouts_check.environments.table import IN_WORKER
 from rollouts_check.environments.traces import Leftovers
 from rollouts_check.packages import Found
-from rollouts_check.report import FailedError, SkippedError
-from rollouts_check.runner import run_checks
+from rollouts_check.report import SkippedError, trying
+from rollouts_check.runner import run_within
 
 T = TypeVar("T")
 START_SECONDS, END_SECONDS = 60.0, 10.0
@@ -50,7 +50,10 @@ class Numbers:
 
 
 def connects(subject: Subject) -> str:
-    """It makes a Connector, whose `open` starts a worker that greets; `end` ends it and says how it ended."""
+    """It makes a Connector, whose `open` starts a worker that greets; `end` ends it and says how it ended.
+
+    Advice: start `worker_command(options)`, and pass its messages on
+    """
 
     async def open_and_end() -> tuple[Any, Any]:
         connection = await _open(subject)
@@ -61,16 +64,19 @@ def connects(subject: Subject) -> str:
         return greeting, words
 
     greeting, words = _in_time(open_and_end)
-    if not isinstance(greeting, dict) or greeting.get("type") != "hello":
-        seen = f"the first message is {shown(greeting)}"
-        raise subject.failed("open a worker", seen, "start `worker_command(options)`, and pass its messages on")
-    if not isinstance(words, str) or not words:
-        raise subject.failed("end a worker", f"`end` returned {shown(words)}", "return a text that says how it ended")
-    return words
+    attempt = subject.attempt("open a worker and end it")
+    is_hello = isinstance(greeting, dict) and greeting.get("type") == "hello"
+    attempt.require(is_hello, f"the first message is {shown(greeting)}")
+    change = "return a text that says how it ended"
+    attempt.require(isinstance(words, str) and words != "", f"`end` returned {shown(words)}", change)
+    return str(words)
 
 
 def leaves_nothing(subject: Subject) -> None:
-    """No process is left of a worker that is ended, or whose start is cancelled."""
+    """No process is left of a worker that is ended, or whose start is cancelled.
+
+    Advice: end what you started in a `finally`, also if `open` is cancelled
+    """
     before = Leftovers(subject.scratch / "none")
 
     async def start_and_cancel() -> None:
@@ -83,8 +89,7 @@ def leaves_nothing(subject: Subject) -> None:
                     await connection.end(END_SECONDS)
 
     _in_time(start_and_cancel)
-    change = "end what you started in a `finally`, also if `open` is cancelled"
-    subject.require_nothing_left(before, "cancel the start of a worker at several moments, and end others", change)
+    before.require_none(subject.attempt("cancel the start of a worker at several moments, and end others"))
 
 
 def plays(subject: Subject) -> str:
@@ -98,13 +103,9 @@ def plays(subject: Subject) -> str:
     with subject.making():
         played = environments.make_subject(found, given, subject.scratch, seed=subject.seed, tasks=2)
     try:
-        results = run_checks(IN_WORKER, played, only=PLAYED)
+        results = run_within("an environment in the worker", IN_WORKER, played, only=PLAYED)
     finally:
         played.close()
-    for result in results:
-        if result.status == "failed":
-            tried = f"an environment in the worker, check {result.name}: {result.tried}"
-            raise FailedError(tried, result.seen, result.change)
     return ", ".join(result.name for result in results if result.status == "passed")
 
 
@@ -113,9 +114,9 @@ async def _open(subject: Subject) -> Connection:
     inputs = {"environment": "calculator", "count": 1, "options": Options()}
     with subject.making():
         made = call_with(subject.component, inputs, subject.settings)
-    if not isinstance(made, Connector):
-        change = "write `async def open(self, log)`: rollouts.env.workers.channel.Connector"
-        raise subject.failed("make it", f"it made {type(made).__name__}", change)
+    change = "write `async def open(self, log)`: rollouts.env.workers.channel.Connector"
+    subject.attempt("make it", change).require(isinstance(made, Connector), f"it made {type(made).__name__}")
+    assert isinstance(made, Connector), "it was required"
     try:
         return await made.open(lambda chunk: None)
     except WorkerError as error:
@@ -127,9 +128,8 @@ def _in_time(work: Callable[[], Awaitable[T]]) -> T:
         with trio.fail_after(START_SECONDS):
             return await work()
 
-    with trying("start a worker and end it"):
+    with trying("start a worker and end it", change="let `open` and `end` return") as attempt:
         try:
             return in_trio(run)
         except trio.TooSlowError:
-            seen = f"it took longer than {START_SECONDS:g} seconds"
-            raise FailedError("start a worker and end it", seen, "let `open` and `end` return") from None
+            raise attempt.failed(f"it took longer than {START_SECONDS:g} seconds") from None

@@ -12,7 +12,6 @@ import functools
 import inspect
 import sys
 import threading
-import traceback
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ import trio
 
 from rollouts.agent.episode import EpisodeOptions, EpisodeRun, outcome_of, run_episode, tools_of_task
 from rollouts.agent.model import EpisodeLimits
-from rollouts.author_code import CORE, Place, is_file, message_of
+from rollouts.author_code import message_of
 from rollouts.encoding import encode
 from rollouts.env.authoring import ToolMethod
 from rollouts.env.mixing import RewardTerm
@@ -36,7 +35,7 @@ from rollouts.inference.suspend import SuspendableEngine
 from rollouts.runs.rehearsal import CONTEXT_TOKENS, ScriptedEngine, script_of
 from rollouts.types import Episode, Message, Score, Task, ToolCall, Trajectory
 from rollouts_check.environments.subject import Subject
-from rollouts_check.report import FailedError
+from rollouts_check.report import FailedError, place_of_frame
 from rollouts_check.runner import once
 
 if TYPE_CHECKING:
@@ -189,8 +188,7 @@ def play_each(subject: Subject, tasks: Sequence[Task], agents: Sequence[Agent], 
     """An episode of each task with its agent, one after the other."""
 
     async def each() -> list[Played]:
-        pairs = zip(tasks, agents, strict=True)
-        return [await play(subject, task, agent, **options) for task, agent in pairs]
+        return [await play(subject, task, agent, **options) for task, agent in zip(tasks, agents, strict=True)]
 
     return in_trio(each)
 
@@ -277,16 +275,7 @@ def in_trio(function: Callable[..., Awaitable[T]], *args: Any) -> T:
         thread.join(CHECK_SECONDS)
     if results:
         return results[0].unwrap()
-    place = _place_of_thread(thread)
+    place = place_of_frame(sys._current_frames().get(thread.ident or 0), is_own=True)
     seen = f"one did not end in {CHECK_SECONDS:g} seconds" + (f"; the event loop waits for {place}" if place else "")
     change = "do not block in an async method (await trio.sleep, not time.sleep), and do not catch trio.Cancelled"
     raise FailedError("play episodes, each with a deadline", seen, change)
-
-
-def _place_of_thread(thread: threading.Thread) -> Place | None:
-    """The author's line that a thread runs."""
-    frame = sys._current_frames().get(thread.ident or 0)
-    library = (*CORE, traceback.__file__.rpartition("/")[0])
-    frames = [each for each in traceback.extract_stack(frame) if is_file(each.filename)] if frame else []
-    own = [each for each in frames if not each.filename.startswith(library) and "site-packages" not in each.filename]
-    return Place(own[-1].filename, own[-1].lineno or 0, own[-1].line or "") if own else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import codecs
+import contextlib
 import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -51,6 +52,7 @@ LISTINGS = ("select name from sqlite_master", "select table_name from informatio
 UNREAD = ("type", "required")
 """The keys of a schema whose values say nothing of a task."""
 
+IN_PROMPTS, LEAVE_OUT = "look for the answers in the prompts", "leave the answer out"
 NAMED = "the name"
 HINTS = ("", "answer", "help", "*")
 NUMBERS = (0, 1, 2, 3, 10)
@@ -90,7 +92,7 @@ def _look_in_prompts(subject: Subject, known: Sequence[Task], others: Sequence[T
         return [f"{seen}, in changing lines; leave it out, unless the task is to find it"]
     if _is_alone(pairs) or not (_is_announced(pairs) or _earn(subject, [[each] for each in answers])):
         return [f"{seen}; leave it out, unless it is what to do"]
-    raise FailedError("look for the answers in the prompts", seen, "leave the answer out of the prompt")
+    raise FailedError(IN_PROMPTS, seen, LEAVE_OUT)
 
 
 def _look_for_codes(subject: Subject) -> list[str]:
@@ -112,7 +114,7 @@ def _look_for_codes(subject: Subject) -> list[str]:
         seen = f"each prompt has the answer {code.words}, such as {shown(prompt)} for {answer!r}{subject.at('tasks')}"
         if _is_alone(coded) or all(DECODES.search(prompt.lower()) for prompt, _ in pairs):
             return [f"{seen}; leave it out, unless the task is to read it"]
-        raise FailedError("look for codes of the answers in the prompts", seen, "leave it out")
+        raise FailedError("look for codes of the answers in the prompts", seen, LEAVE_OUT)
     return []
 
 
@@ -130,13 +132,11 @@ def _look_in_results(
     enough = next(count for count in range(len(known) + 1) if len(set(map(_answer, known[:count])) - {""}) > 1)
     few = known[:enough]  # they rule out most calls
     for words, arguments in _unknowing(subject, tool):
-        found = ""
-        for tasks in (few, known, *([others] if others else [])):
-            results = _results_of(subject, tool, tasks, arguments)
-            found = _shown_by(subject if tasks is not others else None, tasks, results)
-            if not found:
-                break
-        if not found:
+        if not _shown_by(subject, few, _results_of(subject, tool, few, arguments)):
+            continue
+        results = _results_of(subject, tool, known, arguments)
+        found = _shown_by(subject, known, results)
+        if not found or (others and not _shown_by(None, others, _results_of(subject, tool, others, arguments))):
             continue
         tried = f"call the tool {tool.name} with {words} in every task"
         seen = f"the result has the answer {found}, such as {shown(results[0])}{at(tool.function)}"
@@ -248,24 +248,20 @@ def _shown_by(subject: Subject | None, tasks: Sequence[Task], texts: Sequence[st
 
 def _at_one_key(pairs: Sequence[tuple[str, str]]) -> str:
     """Whether all texts are JSON and have their answer at the same keys."""
-    try:
-        found = [
-            {path for path, value in _values(msgspec.json.decode(text)) if _written(value) == answer}
-            for text, answer in pairs
-        ]
-    except msgspec.DecodeError:
-        return ""
-    paths = sorted(set.intersection(*found))
+    found: list[set[str]] = []
+    with contextlib.suppress(msgspec.DecodeError):
+        for text, answer in pairs:
+            found.append({path for path, value in _values(msgspec.json.decode(text)) if _written(value) == answer})
+    paths = sorted(set.intersection(*found)) if len(found) == len(pairs) else []
     return f"at {paths[0]}" if paths else ""
 
 
 def _at_an_end(pairs: Sequence[tuple[str, str]]) -> str:
     """Whether all texts begin or all end with their answer."""
     pairs = [(text.strip(" .!\n"), answer) for text, answer in pairs]
-    places = [[found.span() for found in _places(answer, text)] for text, answer in pairs]
-    if all(found and found[0][0] == 0 for found in places):
+    if all(any(found.start() == 0 for found in _places(answer, text)) for text, answer in pairs):
         return "at its start"
-    is_last = all(found and found[-1][1] == len(text) for found, (text, _) in zip(places, pairs, strict=True))
+    is_last = all(any(found.end() == len(text) for found in _places(answer, text)) for text, answer in pairs)
     return "at its end" if is_last else ""
 
 
@@ -333,7 +329,7 @@ def _look_in_schemas(subject: Subject, known: Sequence[Task], others: Sequence[T
             continue
         place = at(*(each.function for each in tools_for(subject) if each.name == tool))
         seen = f"{path} has the answer {found}, such as {shown(texts[0])}{place}"
-        raise FailedError(f"read the schema of the tool {tool}", seen, "leave the answer out of the schema")
+        raise FailedError(f"read the schema of the tool {tool}", seen, LEAVE_OUT)
 
 
 def _in_schema(subject: Subject | None, tasks: Sequence[Task], texts: Sequence[str], path: str) -> str:
@@ -543,7 +539,7 @@ def _look_for_numbers(subject: Subject) -> list[str]:
     seen = f"each answer is {words} of the prompt, such as {shown(prompts[0])}{subject.at('tasks')}"
     varying = sum(len(set(column)) > 1 for column in zip(*map(_numbers, prompts), strict=False))
     if is_sum and varying > 2:
-        raise FailedError("look for the answers in the prompts", seen, "leave the answer out of the prompt")
+        raise FailedError(IN_PROMPTS, seen, LEAVE_OUT)
     return [f"{seen}; this is the task, or gives it away"]
 
 
@@ -598,20 +594,19 @@ def _look_in_replies(subject: Subject) -> None:
     pairs = judged(subject)
     answers = [str(each.task.answer) if isinstance(each.task.answer, str | int | float) else "" for each, _ in pairs]
 
-    async def given_away() -> list[str]:
-        texts = []
+    async def given_away() -> str:
+        """What `reply` says in the last task; empty if the answer is not given away in every task."""
+        text = ""
         for (each, wanted), answer in zip(pairs, answers, strict=True):
             played = await play(subject, each.task, says(WRONG_REPLY, answer), turns=2)
             said = played.trajectory.messages[len(each.task.messages) + 1 :]
             text = said[0].text if said and said[0].role == "user" else ""
             is_shown = answer and re.search(word(answer), text, re.IGNORECASE)
             if not is_shown or played.reward is None or played.reward < wanted - SLACK:
-                return []
-            texts.append(text)
-        return texts
+                return ""
+        return text
 
-    if len(set(answers)) > 1 and (texts := in_trio(given_away)):
-        tried = f"reply with {WRONG_REPLY!r}, then with the answer, in every task"
-        seen = f"`reply` shows the answer, such as {shown(texts[0])}, and the next reply earns the reward"
-        change = "end the episode there, or pay less for an answer that was shown"
-        raise FailedError(tried, f"{seen}{subject.at('reply')}", change)
+    text = in_trio(given_away) if len(set(answers)) > 1 else ""
+    tried = f"reply with {WRONG_REPLY!r}, then with the answer, in every task"
+    attempt = subject.attempt(tried, "reply", change="end the episode there, or pay less for an answer that was shown")
+    attempt.require(not text, f"`reply` shows the answer, such as {shown(text)}, and the next reply earns the reward")

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date as _date
 from datetime import datetime as _datetime
@@ -120,7 +119,7 @@ def _sources(request: dict[str, Any]) -> list[str]:
 
 def _tracer(folder: str, found: dict[str, None]) -> Callable[[FrameType, str, Any], None]:
     """A profile function that records calls of `SOURCES`, and generators without a seed, by code in this folder."""
-    from rollouts_check.environments.traces import place_of_frame
+    from rollouts_check.report import place_of_frame
 
     def trace(frame: FrameType, event: str, about: Any) -> None:
         words = ""
@@ -147,16 +146,17 @@ def _import_watched(request: dict[str, Any]) -> dict[str, Any]:
     for module in request["first"]:
         with contextlib.suppress(ModuleNotFoundError):  # a component that needs it says so
             importlib.import_module(module)
-    seen: dict[str, dict[str, str]] = {"modules": {}, "sockets": {}, "effects": {}}
-    sys.meta_path.insert(0, _Watch(frozenset(request["forbidden"]), seen["modules"]))
-    sys.addaudithook(lambda event, _: _note(seen["sockets"], event) if event in SOCKETS else None)
-    _patch(seen["effects"])
+    modules: dict[str, str] = {}
+    effects: dict[str, str] = {}
+    sys.meta_path.insert(0, _Watch(frozenset(request["forbidden"]), modules))
+    sys.addaudithook(lambda event, _: _note(effects, f"it uses a socket ({event})") if event in SOCKETS else None)
+    _patch(effects)
     begun = time.perf_counter() - _seconds_without_core()
     component = load(manager, ref)
     seconds = time.perf_counter() - _seconds_without_core() - begun
     own = ref.value.partition(":")[0] or getattr(component, "__module__", "")
     file = getattr(sys.modules.get(own.strip()), "__file__", "") or ""
-    return {"seconds": seconds, "file": file, **seen}
+    return {"seconds": seconds, "file": file, "modules": modules, "effects": effects}
 
 
 PROGRAMS = {"draw": _draw, "import": _import_watched, "play": _play, "sources": _sources}
@@ -216,16 +216,10 @@ def _authors_line(*, may_import: bool = True) -> str:
     """The innermost line outside of rollouts, the standard library and the installed packages. Without `may_import`: ""
     if that line imports a module which then does something, such as trio.
     """
-    from rollouts.author_code import CORE, INSTALLED, STANDARD_LIBRARY, Place, is_file
+    from rollouts_check.report import place_of_frame
 
-    for frame in reversed(traceback.extract_stack()):
-        if not may_import and frame.filename.startswith("<frozen importlib"):
-            return ""
-        inside = (*CORE, STANDARD_LIBRARY)
-        is_installed = any(part in frame.filename for part in INSTALLED)
-        if is_file(frame.filename) and not frame.filename.startswith(inside) and not is_installed:
-            return str(Place(frame.filename, frame.lineno or 0, frame.line or ""))
-    return ""
+    until = "\0" if may_import else "<frozen importlib"
+    return str(place_of_frame(sys._getframe(1), is_own=True, until=until) or "")
 
 
 # --- another date -----------------------------------------------------------------------------------------------------

@@ -23,37 +23,25 @@ from rollouts.errors import ConfigError, EnvironmentDefinitionError, counted
 from rollouts.plugins.manager import PluginManager
 from rollouts.runs.components import choose, completed
 from rollouts.types import Task
-from rollouts_check.environments.agents import play_each, says, script_for
+from rollouts_check.environments import agents, traces
 from rollouts_check.environments.subject import DRAWN, Subject
-from rollouts_check.environments.traces import (
-    Leftovers,
-    ask_child,
-    ask_child_of,
-    changes,
-    first_difference,
-    kept_by_author,
-    own_temporary_folder,
-    random_calls,
-    random_sources,
-    state_of_process,
-)
 from rollouts_check.packages import Found
-from rollouts_check.report import FailedError, Passed, SkippedError
+from rollouts_check.report import Attempt, FailedError, Passed, SkippedError
 
 
 def definition(subject: Subject) -> str:
-    """The methods, marks and signatures of the class are those that a run accepts. The constructor leaves nothing."""
-    subject.kept["process"] = state_of_process()
+    """The methods, marks and signatures of the class are those that a run accepts. The constructor leaves nothing.
+
+    Advice: open it in `setup`, and end it in `close`: `close` runs for objects of an episode only
+    """
+    subject.kept["process"] = traces.state_of_process()
     env = subject.environment.make_checked()
-    with own_temporary_folder(subject.scratch / "constructor") as folder:
-        left = Leftovers(folder)
+    with traces.own_temporary_folder(subject.scratch / "constructor") as folder:
+        left = traces.Leftovers(folder)
         for _ in range(2):
             subject.environment.make_checked()
         gc.collect()
-        if lines := left.found():
-            seen = f"it left {'; '.join(lines)}{subject.at('__post_init__', '__init__')}"
-            change = "open it in `setup`, and end it in `close`: `close` runs for objects of an episode only"
-            raise FailedError("make two objects that play no episode", seen, change)
+        left.require_none(subject.attempt("make two objects that play no episode", "__post_init__", "__init__"))
     try:
         check_environment(env)
     except EnvironmentDefinitionError as error:
@@ -69,7 +57,10 @@ def at_setting(component: Any, name: str) -> str:
 
 
 def settings(subject: Subject) -> str:
-    """The settings can be written to a settings file and read back, and give an equal environment."""
+    """The settings can be written to a settings file and read back, and give an equal environment.
+
+    Advice: give every setting a default that TOML can hold: text, numbers, lists, tables with text keys
+    """
     chosen, own = subject.environment.chosen, subject.resolved.components["env"]
     whole = {"env": completed({"env": own}, {"env": [chosen]})["env"], "reward": []}
     tried = "write the settings to a TOML file, as a run does, and read them back"
@@ -82,19 +73,17 @@ def settings(subject: Subject) -> str:
         manager = PluginManager(read.source.objects.components)
         (again,) = choose(manager, {"env": read.components["env"]}, read.source)["env"]
     except ConfigError as error:
-        change = "give every setting a default that TOML can hold: text, numbers, lists, tables with text keys"
-        raise FailedError(tried, message_of(error), change) from error
+        raise FailedError(tried, message_of(error)) from error
     for name, value in chosen.settings.items():
         back = again.settings.get(name)
         if not is_secret(name) and (type(back) is not type(value) or back != value):
             seen = f"{name} was {shown(value)} and is {shown(back)} afterwards{at_setting(subject.component, name)}"
             raise FailedError(tried, seen, f"give the setting {name} a type hint and a default that TOML can hold")
     if dataclasses.is_dataclass(subject.component):
-        made = [subject.environment._replace(chosen=each).make_checked() for each in (chosen, again)]
-        if made[0] != made[1]:
-            seen = f"two objects with these settings differ: {shown(made[0])} and {shown(made[1])}"
-            change = "do not compare by what is no setting: field(init=False, compare=False) for state of an episode"
-            raise FailedError(tried, seen, change)
+        one, other = (subject.environment._replace(chosen=each).make_checked() for each in (chosen, again))
+        change = "do not compare by what is no setting: field(init=False, compare=False) for state of an episode"
+        differ = f"two objects with these settings differ: {shown(one)} and {shown(other)}"
+        subject.attempt(tried, change=change).require(one == other, differ)
     return counted(len(chosen.settings), "setting")
 
 
@@ -108,49 +97,42 @@ IMPORT_SECONDS = 3.0
 def imports(subject: Subject) -> str:
     """The import is fast, loads no torch, opens no connection, starts nothing, and leaves signals and the working
     directory alone.
+
+    Advice: import it inside the function that needs it: an environment may run where it is not installed
     """
-    if not subject.found.is_importable:
-        raise SkippedError("the class has no name that another process can import")
-    change = "import it inside the function that needs it: an environment may run where it is not installed"
-    return check_import(subject.found, change)
+    return check_import(subject.found)
 
 
-def check_import(found: Found, change: str, *, first: Sequence[str] = ()) -> str:
+def check_import(found: Found, *, first: Sequence[str] = ()) -> str:
     """Import the component in a process of its own, and judge how long it takes, and what it imports and opens. The
-    modules `first` are imported before, and allowed. `change` says what to do about a forbidden module.
+    modules `first` are imported before, and allowed.
     """
+    if not found.is_importable:
+        raise SkippedError("it has no name that another process can import")
     forbidden = () if "torch" in first else FORBIDDEN
-    seconds = IMPORT_SECONDS
     for _ in range(2):  # the first import may compile
-        seen = import_in([sys.executable], found.kind, found.name, first, forbidden, sys.path)
-        seconds = min(seconds, seen["seconds"])
+        seen = import_in([sys.executable], found.kind, found.name, sys.path, first=first, forbidden=forbidden)
         if seen["seconds"] < IMPORT_SECONDS:
             break
-    tried = "import it in a process of its own"
-    for what, did, words in (
-        ("modules", "it imports {}", change),
-        ("sockets", "it uses a socket ({})", "connect where it is used, not when the module is imported"),
-        ("effects", "{}", "do it where it is used, not when the module is imported"),
-    ):
-        for name, place in seen[what].items():
-            raise FailedError(tried, did.format(name) + (f" ({place})" if place else ""), words)
-    if seen["seconds"] >= IMPORT_SECONDS:
-        words = f"let it take less than {IMPORT_SECONDS:g} s: load data and models where they are used"
-        raise FailedError(tried, f"it took {seen['seconds']:.1f} seconds, twice", words)
-    return f"{seconds:.2f} s"
+    attempt = Attempt("import it in a process of its own")
+    for name, place in seen["modules"].items():
+        raise attempt.failed(f"it imports {name}" + (f" ({place})" if place else ""))
+    for did, place in seen["effects"].items():
+        change = "do it where it is used, not when the module is imported"
+        raise attempt.failed(did + (f" ({place})" if place else ""), change)
+    words = f"let it take less than {IMPORT_SECONDS:g} s: load data and models where they are used"
+    attempt.require(seen["seconds"] < IMPORT_SECONDS, f"it took {seen['seconds']:.1f} seconds, twice", words)
+    return f"{seen['seconds']:.2f} s"
 
 
 def import_in(
-    python: list[str],
-    kind: str,
-    name: str,
-    first: Sequence[str] = (),
-    forbidden: Sequence[str] = (),
-    path: list[str] | None = None,
+    python: list[str], kind: str, name: str, path: list[str] | None = None, **modules: Sequence[str]
 ) -> dict[str, Any]:
-    """What a Python saw of the import of a component: see `child`. `path` is its `sys.path`; None: its own."""
-    request = {"kind": kind, "name": name, "first": first, "forbidden": forbidden}
-    found: dict[str, Any] = ask_child(python, "import", request, {}, path)
+    """What a Python saw of the import of a component: see `child`. `path` is its `sys.path`; None: its own. `modules`
+    are imported `first`, and `forbidden`.
+    """
+    request = {"kind": kind, "name": name, "first": (), "forbidden": (), **modules}
+    found: dict[str, Any] = traces.ask_child(python, "import", request, {}, path)
     return found
 
 
@@ -159,7 +141,7 @@ def wheel(subject: Subject) -> str:
     package = subject.found.its_package()
     installed = package.installed()
     name = package.qualified(subject.found.label)
-    drawn = ask_child_of(subject, "draw", python=installed.python, name=name, hash_seed="0", count=3)
+    drawn = traces.ask_child_of(subject, "draw", python=installed.python, name=name, hash_seed="0", count=3)
     installed.check_module(drawn["file"])
     return f"{installed.remark}{package.stale('environments')}"
 
@@ -177,21 +159,20 @@ LEFT_BY_TASKS = "drawing left something that later draws see: change no list of 
 
 
 def tasks(subject: Subject) -> str:
-    """`tasks` gives tasks for training. Each has a prompt that a model can read, and its own data."""
-    tried, place = "read the training tasks", subject.at("tasks")
-    if not subject.drawn:
-        raise FailedError(tried, f"tasks('train', rng) gave nothing{place}", "yield at least one Task for 'train'")
+    """`tasks` gives tasks for training. Each has a prompt that a model can read, and its own data.
+
+    Advice: make new lists and mappings for each task
+    """
+    attempt = subject.attempt("read the tasks", "tasks")
+    attempt.require(subject.drawn, "tasks('train', rng) gave nothing", "yield at least one Task for 'train'")
     evaluated = subject.draw(DRAWN, "eval")
-    for split, found in (("training", subject.drawn), ("evaluation", evaluated)):
-        for task in found:
-            if not any(message.text.strip() for message in task.messages):
-                seen = f"a task has an empty prompt: {shown(task)}{place}"
-                raise FailedError(f"read the {split} tasks", seen, "give each task a prompt")
+    for task in [*subject.drawn, *evaluated]:
+        has_prompt = any(message.text.strip() for message in task.messages)
+        attempt.require(has_prompt, f"a task has an empty prompt: {shown(task)}", "give each task a prompt")
     drawn = [(task, encode(task)) for task in itertools.islice(subject.environment.draw("train", subject.rng()), DRAWN)]
     for number, (task, before) in enumerate(drawn, start=1):
-        if difference := first_difference(before, encode(task)):  # two tasks have a list or a mapping in common
-            seen = f"task {number} changed when later ones were drawn: {difference}{place}"
-            raise FailedError(tried, seen, "make new lists and mappings for each task")
+        difference = traces.first_difference(before, encode(task))  # two tasks have a list or a mapping in common
+        attempt.require(not difference, f"task {number} changed when later ones were drawn: {difference}")
     counts = [f"{DRAWN} or more" if len(each) >= DRAWN else len(each) or "none" for each in (subject.drawn, evaluated)]
     return f"{counts[0]} for training, {counts[1]} for evaluation"
 
@@ -206,11 +187,10 @@ def same_seed(subject: Subject) -> str:
     wanted = [encode(task) for task in subject.drawn]  # no episode changes these: each plays a copy
     for split in ("train", "eval"):
         first = wanted if split == "train" else [encode(task) for task in subject.draw(DRAWN, split)]
-        before = kept_by_author(subject)
+        before = traces.kept_by_author(subject)
         again = [encode(task) for task in subject.draw(DRAWN, split)]
-        left = changes(before, kept_by_author(subject))
-        tried = "draw the tasks twice with the same seed" + (f", for the split {split!r}" if split != "train" else "")
-        _compare(subject, first, again, tried, left)
+        left = traces.changes(before, traces.kept_by_author(subject))
+        _compare(subject, first, again, f"draw the tasks of the split {split!r} twice with the same seed", left)
     if subject.expert:
         draws = (subject.environment.draw_demonstrations("train", subject.rng()) for _ in range(2))
         one, other = ([encode(each) for each in itertools.islice(draw, DEMONSTRATIONS)] for draw in draws)
@@ -218,27 +198,27 @@ def same_seed(subject: Subject) -> str:
     if not subject.found.is_importable:
         return f"{counted(len(wanted), 'task')}; not in another process, because the class has no importable name"
     for hash_seed, is_late in (("1", False), ("2", True)):
-        found = ask_child_of(subject, "draw", hash_seed=hash_seed, count=DRAWN, is_late=is_late)["tasks"]
-        other = [each.encode() for each in found]
-        tried = f"draw the tasks in another process, with PYTHONHASHSEED={hash_seed}"
-        _compare(subject, wanted, other, tried + (" and at another date" if is_late else ""))
+        found = traces.ask_child_of(subject, "draw", hash_seed=hash_seed, count=DRAWN, is_late=is_late)["tasks"]
+        tried = f"draw the tasks in a process with PYTHONHASHSEED={hash_seed}{' at another date' if is_late else ''}"
+        _compare(subject, wanted, [each.encode() for each in found], tried)
     return f"{counted(len(wanted), 'task')}, in 3 processes"
 
 
 def task_ids(subject: Subject) -> Passed:
-    """Two different tasks never have the same id, and evaluation tasks are not training tasks with other ids."""
+    """Two different tasks never have the same id, and evaluation tasks are not training tasks with other ids.
+
+    Advice: make the id from everything that distinguishes the task, or leave it out
+    """
     known: dict[str, Task] = {}
     prompts: dict[bytes, Task] = {}
     notes: list[str] = []
     splits = {split: subject.draw(IDS_MAX, split, seconds=IDS_SECONDS) for split in ("train", "eval")}
+    attempt = subject.attempt(f"compare the first {IDS_MAX} tasks of each split", "tasks")
     for task in [*splits["train"], *splits["eval"]]:
         other = prompts.setdefault(encode(task.messages), task) if task.id is None else known.setdefault(task.id, task)
         if encode(other) == encode(task):
             continue
-        if task.id is not None:
-            seen = f"the id {task.id!r} belongs to {shown(other)} and to {shown(task)}{subject.at('tasks')}"
-            change = "make the id from everything that distinguishes the task, or leave it out"
-            raise FailedError(f"compare the ids of the first {IDS_MAX} tasks of each split", seen, change)
+        attempt.require(task.id is None, f"the id {task.id!r} belongs to {shown(other)} and to {shown(task)}")
         if not notes:
             why = f"two tasks without ids have the prompt {shown(task.key)} and differ{subject.at('tasks')}"
             notes.append(f"{why}; a run takes them for one task: give them ids")
@@ -272,46 +252,50 @@ def _renamed(subject: Subject, train: Sequence[Task], held_out: Sequence[Task]) 
 
 
 def seeds_differ(subject: Subject) -> str:
-    """Endless tasks depend on the seed."""
+    """Endless tasks depend on the seed.
+
+    Advice: draw from the argument `rng`, or return a list
+    """
     drawn = [[encode(task) for task in subject.draw(DRAWN, purpose=f"seed {number}")] for number in range(3)]
     if drawn[0] != drawn[1] or drawn[0] != drawn[2]:
         return "3 seeds"
-    begun, is_endless = time.monotonic(), False
-    for count, _ in enumerate(subject.environment.draw("train", subject.rng())):
-        is_endless = count >= ENDLESS or time.monotonic() - begun > ENDLESS_SECONDS
-        if is_endless:
-            break
+    begun = time.monotonic()
+    tasks = enumerate(subject.environment.draw("train", subject.rng()))
+    is_endless = any(count >= ENDLESS or time.monotonic() - begun > ENDLESS_SECONDS for count, _ in tasks)
     if len(set(drawn[0])) < len(drawn[0]) or not is_endless:
         raise SkippedError("the tasks are the same for each seed, and they end or repeat themselves")
-    seen = f"the first {counted(len(drawn[0]), 'task')} are the same for 3 seeds, and the tasks do not end"
-    change = "draw the tasks from the argument `rng`, or return a list"
-    raise FailedError("draw tasks with 3 seeds", seen + subject.at("tasks"), change)
+    attempt = subject.attempt("draw tasks with 3 seeds", "tasks")
+    raise attempt.failed(f"the first {counted(len(drawn[0]), 'task')} are the same, and the tasks do not end")
 
 
 def random_state(subject: Subject) -> str:
-    """The global random generators are not used: not by tasks, not by an episode, not by rewards."""
-    with random_calls() as calls:
+    """The global random generators are not used: not by tasks, not by an episode, not by rewards.
+
+    Advice: use the argument `rng` of `tasks`; in an episode, make a generator: random.Random(task.key)
+    """
+    with traces.random_calls() as calls:
         subject.draw(DRAWN)
         first = subject.tasks[:1]
-        replies = [script_for(subject, task) for task in first]
-        play_each(subject, first, [says(*script) for script in replies], turns=max(map(len, replies)))
+        replies = [agents.script_for(subject, task) for task in first]
+        agents.play_each(subject, first, [agents.says(*script) for script in replies], turns=max(map(len, replies)))
     if calls:
-        change = "use the argument `rng` of `tasks`; in an episode, make a generator: random.Random(task.key)"
-        raise FailedError("draw tasks and play an episode", "; ".join(calls[:3]), change)
+        raise FailedError("draw tasks and play an episode", "; ".join(calls[:3]))
     return "random, numpy" if "numpy" in sys.modules else "random"
 
 
 def plain_data(subject: Subject) -> str:
-    """Tasks are plain JSON data: text, numbers, booleans, None, lists, and dicts with text keys."""
+    """Tasks are plain JSON data: text, numbers, booleans, None, lists, and dicts with text keys.
+
+    Advice: write lists for tuples, and text for other objects: task.answer of a worker is read from JSON
+    """
     for task in [*subject.drawn, *subject.draw(DRAWN, "eval")]:
         prompt = [message.content for message in task.messages]
+        attempt = subject.attempt("read the tasks", "tasks")
         for name, value in (("answer", task.answer), ("info", task.info), ("prompt", prompt)):
-            if fault := next(_not_plain(value, f"task.{name}"), ""):
-                change = "write lists for tuples, and text for other objects: task.answer of a worker is read from JSON"
-                raise FailedError("read the tasks", fault + subject.at("tasks"), change)
+            attempt.require(not (fault := next(_not_plain(value, f"task.{name}"), "")), fault)
     for demonstration in subject.expert:
         arguments = [call.arguments for reply in demonstration.replies for call in reply.tool_calls]
-        if fault := next(_not_plain(arguments, "the arguments of a demonstration's calls"), ""):
+        for fault in _not_plain(arguments, "the arguments of a demonstration's calls"):
             raise FailedError("read the demonstrations", fault, "write the arguments as a model does: in plain JSON")
     return counted(len(subject.drawn), "task")
 
@@ -336,17 +320,11 @@ def _not_plain(value: Any, place: str, depth: int = 0) -> Iterator[str]:
 
 
 def _compare(
-    subject: Subject,
-    wanted: list[bytes],
-    other: list[bytes],
-    tried: str,
-    left: Sequence[str] = (),
-    *,
-    what: str = "task",
+    subject: Subject, wanted: list[bytes], other: list[bytes], tried: str, left: Sequence[str] = (), what: str = "task"
 ) -> None:
     """Raise FailedError for the first difference. `left` is what drawing left behind."""
     for number, (first, second) in enumerate(itertools.zip_longest(wanted, other), start=1):
         if first != second:
-            sources = [f"; {each}" for each in left[:2] or random_sources(subject)]
-            found = f"{first_difference(first, second)}{subject.at(f'{what}s')}{''.join(sources)}"
+            causes = [f"; {each}" for each in left[:2] or traces.random_sources(subject)]
+            found = f"{traces.first_difference(first, second)}{subject.at(f'{what}s')}{''.join(causes)}"
             raise FailedError(tried, f"{what} {number} differs: {found}", LEFT_BY_TASKS if left else DRAWN_FROM_RNG)

@@ -7,6 +7,7 @@ more than half of the tasks, so that a lucky guess does not count.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import json
@@ -26,23 +27,11 @@ from rollouts.env.schema import schema_of
 from rollouts.errors import counted
 from rollouts.inference.chatting import ChatRequest
 from rollouts.types import Message, ToolCall
-from rollouts_check.environments.agents import (
-    TURNS,
-    Agent,
-    call_tool,
-    in_trio,
-    parameters_of,
-    play,
-    play_each,
-    ready,
-    says,
-    tools_for,
-)
-from rollouts_check.environments.rewards import SLACK, expert_messages, judged, judged_demonstrations
+from rollouts_check.environments import agents, traces
+from rollouts_check.environments.rewards import SLACK, expert_messages, judged, judged_demonstrations, judges
 from rollouts_check.environments.subject import Demonstration, Subject
 from rollouts_check.environments.tools import example_arguments
-from rollouts_check.environments.traces import own_temporary_folder
-from rollouts_check.report import FailedError, SkippedError, at
+from rollouts_check.report import Attempt, SkippedError
 
 NUMBERS = " ".join(map(str, range(-99, 1000)))
 VERDICTS = (
@@ -81,7 +70,7 @@ STRANGE: tuple[Any, ...] = (-1, 0, -1000, 10**9, 1e308, -0.5, "nan", "inf")
 CLAIMS = ("success", "correct", "solved", "done", "passed", "yes", "true", "1", "100")
 ONE_SUBMISSION = "judge one submission: the first or the last one, or refuse another call after the first"
 
-AgentFor = Callable[[Demonstration], Agent]
+AgentFor = Callable[[Demonstration], agents.Agent]
 """Makes the agent for the task of a demonstration."""
 
 
@@ -92,39 +81,36 @@ class Trick(NamedTuple):
 
     tried: str
     agent_for: AgentFor
-    change: str
+    change: str = ""
     reply: str = ""
     is_more: bool = False
     among: Callable[[Demonstration], bool] = lambda each: True
-    turns: int = TURNS
+    turns: int = agents.TURNS
 
 
 def refuse(subject: Subject, trick: Trick) -> None:
     """Raise FailedError if the agent earns what the expert earns, or more, in more than half of the tasks."""
 
-    def counts(each: Demonstration) -> bool:
-        return trick.among(each) and not (trick.reply and _is_answer(each, trick.reply))
-
     judged_demonstrations(subject)  # skips the check if there is none
-    pairs = [(each, expert) for each, expert in judged(subject) if counts(each)]
+    pairs = [pair for pair in judged(subject) if trick.among(pair[0])]
+    pairs = [(each, expert) for each, expert in pairs if not (trick.reply and _is_answer(each, trick.reply))]
 
     async def earned() -> list[tuple[float, float]]:
         found: list[tuple[float, float]] = []
         for number, (each, expert) in enumerate(pairs):
             if (number - len(found)) * 2 >= len(pairs):
                 break  # the trick failed in half of the tasks
-            played = await play(subject, each.task, trick.agent_for(each), turns=trick.turns)
+            played = await agents.play(subject, each.task, trick.agent_for(each), turns=trick.turns)
             if played.reward is not None and played.reward >= expert + (SLACK if trick.is_more else -SLACK):
                 found.append((played.reward, expert))
         return found
 
-    values = in_trio(earned)
+    values = agents.in_trio(earned)
     if pairs and len(values) * 2 > len(pairs):
         reward, expert = values[0]
         than = f"more than the expert's {expert:g}" if trick.is_more else "as for the expert"
-        place = at(*(each.function for each in rewards_of(subject.component)))
-        seen = f"the reward was {reward:g}, {than}, in {len(values)} of {len(pairs)} tasks{place}"
-        raise FailedError(trick.tried, seen, trick.change)
+        seen = f"the reward was {reward:g}, {than}, in {len(values)} of {len(pairs)} tasks"
+        raise Attempt(trick.tried, *judges(subject), change=trick.change).failed(seen)
 
 
 def refuse_each(subject: Subject, tricks: Iterable[Trick], seconds: float | None = None) -> int:
@@ -166,11 +152,11 @@ def calls_of(each: Demonstration, tool: str = "") -> list[ToolCall]:
 
 
 def _saying(*replies: Message | str) -> AgentFor:
-    return lambda each: says(*replies)
+    return lambda each: agents.says(*replies)
 
 
-def _replying(reply: Callable[[Demonstration], str]) -> AgentFor:
-    return lambda each: says(reply(each))
+def _joined(mark: str, texts: Callable[[Demonstration], Iterable[str]]) -> AgentFor:
+    return lambda each: agents.says(mark.join(texts(each)))
 
 
 def _others(subject: Subject, each: Demonstration) -> list[Demonstration]:
@@ -181,11 +167,11 @@ def _others(subject: Subject, each: Demonstration) -> list[Demonstration]:
 
 
 def forged_lists(subject: Subject) -> str:
-    """A reply that lists many candidates does not earn the expert's reward."""
-    count = refuse_each(subject, _lists(subject))
-    for tool in dict.fromkeys(call.name for each in judged_demonstrations(subject) for call, _ in _submissions(each)):
-        tried = f"call {tool} in one reply with the answers of all tasks, then reply with 'done'"
-        refuse(subject, Trick(tried, _submitting(subject, tool), ONE_SUBMISSION))
+    """A reply that lists many candidates does not earn the expert's reward.
+
+    Advice: compare one answer, such as the last number of the last message, and refuse a reply with several
+    """
+    count = refuse_each(subject, _lists(subject)) + refuse_each(subject, _submission_lists(subject))
     return f"{count + refuse_each(subject, _call_lists(subject), TRICKS_SECONDS)} replies"
 
 
@@ -200,23 +186,19 @@ def _lists(subject: Subject) -> Iterator[Trick]:
         others = [answer for answer in answers if answer != own]
         return [others[0], own, *others[1:]] if own and others else others
 
-    tricks: dict[str, Callable[[Demonstration], str]] = {
-        "the numbers from -99 to 999": lambda each: NUMBERS,
-        "the numbers from -99 to 999, one on each line": lambda each: NUMBERS.replace(" ", "\n"),
-    }
+    def phrased(each: Demonstration) -> list[str]:
+        return [_phrased(each, answer) for answer in ordered(each)]
+
+    tricks: list[tuple[str, str, Callable[[Demonstration], Iterable[str]]]] = [
+        (f"the numbers from -99 to 999, joined by {mark!r}", mark, lambda each: NUMBERS.split()) for mark in (" ", "\n")
+    ]
     if len(parts) > 2:
-        tricks["the parts of the answers of all tasks"] = lambda each: ", ".join(parts)
+        tricks.append(("the parts of the answers of all tasks", ", ", lambda each: parts))
     if len(answers) > 2:
-        tricks |= {
-            "the answers of all tasks": lambda each: " ".join(ordered(each)),
-            "the answers of all tasks, one on each line": lambda each: "\n".join(ordered(each)),
-            "the answers of all tasks with commas": lambda each: ", ".join(ordered(each)),
-            "the expert's last message, once for each of the answers of all tasks": lambda each: "\n".join(
-                _phrased(each, answer) for answer in ordered(each)
-            ),
-        }
-    change = "compare one answer, such as the last number of the last message, and refuse a reply with several"
-    return (Trick(f"reply with {words}", _replying(reply), change) for words, reply in tricks.items())
+        tricks += [(f"the answers of all tasks, joined by {mark!r}", mark, ordered) for mark in (" ", "\n", ", ")]
+        tricks.append(("the expert's last message, once for each of the answers of all tasks", "\n", phrased))
+    for words, mark, texts in tricks:
+        yield Trick(f"reply with {words}", _joined(mark, texts))
 
 
 def _phrased(each: Demonstration, answer: str) -> str:
@@ -238,22 +220,24 @@ def _submissions(each: Demonstration) -> Iterator[tuple[ToolCall, str]]:
         yield from ((call, name) for name, value in call.arguments.items() if own and text_of(value) == own)
 
 
-def _submitting(subject: Subject, tool: str) -> AgentFor:
-    """Call the tool in one reply with the answers of all tasks. The task's own is the last but one."""
+def _submission_lists(subject: Subject) -> Iterator[Trick]:
+    """Calls of a tool in one reply with the answers of all tasks. The task's own is the last but one."""
     answers = {text_of(task.answer): task.answer for task in subject.drawn}
 
-    def agent(each: Demonstration) -> Agent:
+    def agent(tool: str, each: Demonstration) -> agents.Agent:
         own = text_of(each.task.answer)
         others = [text for text in answers if text not in ("", own)][:LISTED_MAX]
         found = next(((call, name) for call, name in _submissions(each) if call.name == tool), None)
         if found is None or not others:
-            return says("done")
+            return agents.says("done")
         (call, name), values = found, {**answers, own: each.task.answer}
         is_text = isinstance(call.arguments[name], str)
         given = [str(values[text]) if is_text else values[text] for text in [*others[:-1], own, others[-1]]]
-        return says(calling(*(ToolCall(tool, {**call.arguments, name: value}) for value in given)), "done")
+        return agents.says(calling(*(ToolCall(tool, {**call.arguments, name: value}) for value in given)), "done")
 
-    return agent
+    for tool in dict.fromkeys(call.name for each in judged_demonstrations(subject) for call, _ in _submissions(each)):
+        tried = f"call {tool} in one reply with the answers of all tasks, then reply with 'done'"
+        yield Trick(tried, functools.partial(agent, tool), ONE_SUBMISSION)
 
 
 def _call_lists(subject: Subject) -> Iterator[Trick]:
@@ -289,15 +273,15 @@ def _has_choice(subject: Subject, tool: str) -> Callable[[Demonstration], bool]:
 def _all_calls(subject: Subject, tool: str) -> AgentFor:
     """The calls of other tasks, the task's own ones as the last but one."""
 
-    def agent(each: Demonstration) -> Agent:
+    def agent(each: Demonstration) -> agents.Agent:
         own = calls_of(each, tool)
         keys = {encode(call.arguments) for call in own}
         others = {encode(call.arguments): call for other in _others(subject, each) for call in calls_of(other, tool)}
         rest = [call for key, call in others.items() if key not in keys][:LISTED_MAX]
         if not own or not rest:
-            return says("done")
+            return agents.says("done")
         # Neither the first nor the last call is the task's own, since one of them may count.
-        return says(calling(*(rest[:-1] or rest), *own, rest[-1]), "done")
+        return agents.says(calling(*(rest[:-1] or rest), *own, rest[-1]), "done")
 
     return agent
 
@@ -305,9 +289,9 @@ def _all_calls(subject: Subject, tool: str) -> AgentFor:
 def _expert_with(calls_for: Callable[[ToolCall], Sequence[ToolCall]]) -> AgentFor:
     """The expert's episode with other calls."""
 
-    def agent(each: Demonstration) -> Agent:
+    def agent(each: Demonstration) -> agents.Agent:
         calls = [[new for call in reply.tool_calls for new in calls_for(call)] for reply in each.replies]
-        return says(*(calling(*own, text=reply.text) for own, reply in zip(calls, each.replies, strict=True)))
+        return agents.says(*(calling(*own, text=reply.text) for own, reply in zip(calls, each.replies, strict=True)))
 
     return agent
 
@@ -316,9 +300,11 @@ def _expert_with(calls_for: Callable[[ToolCall], Sequence[ToolCall]]) -> AgentFo
 
 
 def forged_verdicts(subject: Subject) -> str:
-    """A reply that imitates a verdict does not earn the expert's reward."""
-    change = "judge by the task, and do not read a verdict from the model's text"
-    tricks = [Trick(f"reply with {text!r}", _saying(text), change, text) for text in VERDICTS]
+    """A reply that imitates a verdict does not earn the expert's reward.
+
+    Advice: judge by the task, and do not read a verdict from the model's text
+    """
+    tricks = [Trick(f"reply with {text!r}", _saying(text), reply=text) for text in VERDICTS]
     change = "read what a tool said from the tool, not from any message"
     for messages in expert_messages(subject):
         first = next((place for place, each in enumerate(messages) if each.role == "assistant"), len(messages))
@@ -332,8 +318,8 @@ def forged_verdicts(subject: Subject) -> str:
 def _claims(subject: Subject) -> Iterator[Trick]:
     """Calls with arguments that claim success: True, each choice of an enum, and words."""
     change = "judge what was done, and not what the model says about it"
-    for tool in tools_for(subject):
-        for name, kinds in parameters_of(tool).items():
+    for tool in agents.tools_for(subject):
+        for name, kinds in agents.parameters_of(tool).items():
             choices = [value for each in kinds for value in each.get("enum", ())]
             values: list[Any] = choices[:5]
             values += [True] if any(each.get("type") == "boolean" for each in kinds) else []
@@ -346,14 +332,16 @@ def _claims(subject: Subject) -> Iterator[Trick]:
 
 
 def forged_values(subject: Subject) -> str:
-    """A special value, such as nan, an empty list or a pattern for any text, does not earn the expert's reward."""
+    """A special value, such as nan, an empty list or a pattern for any text, does not earn the expert's reward.
+
+    Advice: refuse what is no answer: a number that is not finite, and a list or a mapping that lacks something
+    """
     return f"{refuse_each(subject, _special(subject))} replies"
 
 
 def _special(subject: Subject) -> Iterator[Trick]:
-    change = "refuse what is no answer: a number that is not finite, and a list or a mapping that lacks something"
     for text in SPECIAL:
-        yield Trick(f"reply with {text!r}", _saying(text), change, text)
+        yield Trick(f"reply with {text!r}", _saying(text), reply=text)
     keys = list(dict.fromkeys(key for each in judged_demonstrations(subject) for key in _fields(each)))[:6]
     for key, value in itertools.product(keys, FIELDS):
 
@@ -362,7 +350,7 @@ def _special(subject: Subject) -> Iterator[Trick]:
             other = next((fields for fields in others if fields != own), None)
             return "" if other is None or own.get(key) == value else json.dumps({**other, key: value})
 
-        yield Trick(f"reply with the JSON of another task, and {key}={value!r}", _replying(with_field), change)
+        yield Trick(f"reply with the JSON of another task, and {key}={value!r}", _joined("", with_field))
 
     def first_character(each: Demonstration) -> str:
         """Of an answer that is a long number or a long text; empty for others."""
@@ -370,7 +358,7 @@ def _special(subject: Subject) -> Iterator[Trick]:
         return text[0] if len(text) >= (3 if text.isdigit() else 8) else ""
 
     change = "compare the whole answer: == and not startswith or `in`"
-    yield Trick("reply with the first character of each answer", _replying(first_character), change)
+    yield Trick("reply with the first character of each answer", _joined("", first_character), change)
 
 
 def _fields(each: Demonstration) -> dict[str, Any]:
@@ -386,7 +374,10 @@ def _fields(each: Demonstration) -> dict[str, Any]:
 
 
 def forged_numbers(subject: Subject) -> str:
-    """A call with a negative, zero, huge or non-finite number earns no more than it should."""
+    """A call with a negative, zero, huge or non-finite number earns no more than it should.
+
+    Advice: check the numbers first: refuse one that is negative, zero or too large for what it means
+    """
     numbers = list(_arguments_of(subject, "integer", "number"))
     if not numbers:
         raise SkippedError("no tool takes a number")
@@ -395,7 +386,6 @@ def forged_numbers(subject: Subject) -> str:
 
 def _number_calls(subject: Subject, numbers: Sequence[tuple[ToolMethod, str]]) -> Iterator[Trick]:
     """Calls with strange numbers: alone, and before and in the expert's episode."""
-    change = "check the numbers first: refuse one that is negative, zero or too large for what it means"
     turns = max(len(each.replies) for each in judged_demonstrations(subject)) + 2
 
     def of_another(tool: ToolMethod, each: Demonstration) -> Mapping[str, Any]:
@@ -407,7 +397,7 @@ def _number_calls(subject: Subject, numbers: Sequence[tuple[ToolMethod, str]]) -
         words = f"call {tool.name}({argument}={value!r})"
         for usual, source in ((_invented, "invented"), (of_another, "another task's")):
             tried = f"{words} with {source} other arguments, then reply with 'done'"
-            yield Trick(tried, _alone(tool, usual, given), change, among=among)
+            yield Trick(tried, _alone(tool, usual, given), among=among)
 
         def replaced(call: ToolCall, name: str = tool.name, given: dict[str, Any] = given) -> list[ToolCall]:
             return [ToolCall(call.name, {**call.arguments, **given} if call.name == name else call.arguments)]
@@ -416,13 +406,13 @@ def _number_calls(subject: Subject, numbers: Sequence[tuple[ToolMethod, str]]) -
             (f"{words}, then play the demonstration", _before(tool, given)),
             (f"play the demonstrations with {argument}={value!r} in each call of {tool.name}", _expert_with(replaced)),
         ):
-            yield Trick(tried, trick, change, is_more=True, among=among, turns=turns)
+            yield Trick(tried, trick, is_more=True, among=among, turns=turns)
 
 
 def _arguments_of(subject: Subject, *types: str) -> Iterator[tuple[ToolMethod, str]]:
     """The tool arguments that may be of these types, and are no choice. Without a type, an argument may be text."""
-    for tool in tools_for(subject):
-        for name, kinds in parameters_of(tool).items():
+    for tool in agents.tools_for(subject):
+        for name, kinds in agents.parameters_of(tool).items():
             if any(each.get("type", "string") in types and "enum" not in each for each in kinds):
                 yield tool, name
 
@@ -453,16 +443,16 @@ def _invented(tool: ToolMethod, each: Demonstration) -> Mapping[str, Any]:
 def _alone(
     tool: ToolMethod, usual: Callable[[ToolMethod, Demonstration], Mapping[str, Any]], given: dict[str, Any]
 ) -> AgentFor:
-    return lambda each: says(calling(ToolCall(tool.name, {**usual(tool, each), **given})), "done")
+    return lambda each: agents.says(calling(ToolCall(tool.name, {**usual(tool, each), **given})), "done")
 
 
 def _before(tool: ToolMethod, given: dict[str, Any]) -> AgentFor:
     """The call with the expert's own other arguments, then the expert's episode."""
 
-    def agent(each: Demonstration) -> Agent:
+    def agent(each: Demonstration) -> agents.Agent:
         usual = next((call.arguments for call in calls_of(each, tool.name)), _invented(tool, each))
         first = Message("assistant", "", [ToolCall(tool.name, {**usual, **given}, "call_before")])
-        return says(first, *each.replies)
+        return agents.says(first, *each.replies)
 
     return agent
 
@@ -471,7 +461,10 @@ def _before(tool: ToolMethod, given: dict[str, Any]) -> AgentFor:
 
 
 def forged_calls(subject: Subject) -> str:
-    """A tool cannot be used to read or change the environment's own attributes."""
+    """A tool cannot be used to read or change the environment's own attributes.
+
+    Advice: let a tool use only what its arguments name by design: no getattr, setattr or format with the model's text
+    """
     count = refuse_each(subject, _named_calls(subject), NAMES_SECONDS)
     if not count:
         raise SkippedError("no tool takes text")
@@ -482,8 +475,7 @@ def _named_calls(subject: Subject) -> Iterator[Trick]:
     """Calls whose texts are names of the environment's attributes, of keys in them, of rewards and of metrics, alone
     and with a value for another argument.
     """
-    change = "let a tool use only what its arguments name by design: no getattr, setattr or format with model's text"
-    own = in_trio(_attributes, subject)
+    own = agents.in_trio(_attributes, subject)
     names = list(dict.fromkeys([*(name for name in NAMES if name in own), *own, *NAMES]))[:24]
     texts = text_arguments(subject)
     for tool, argument, usual in texts:
@@ -492,16 +484,16 @@ def _named_calls(subject: Subject) -> Iterator[Trick]:
         for name in names:
             for text in (name, f"self.{name}", f"{{{name}}}", *(f"{{{each}.{name}}}" for each in objects)):
                 tried = f"call {tool.name}({argument}={text!r}), then reply with its result"
-                yield Trick(tried, _telling(ToolCall(tool.name, {**usual, argument: text})), change)
+                yield Trick(tried, _telling(ToolCall(tool.name, {**usual, argument: text})))
             for other, value in itertools.product(others, (FORGED, "1")):
                 call = ToolCall(tool.name, {**usual, argument: name, other: value})
                 words = f"call {tool.name}({argument}={name!r}, {other}={value!r}), then reply with"
-                yield Trick(f"{words} its result", _telling(call), change)
-                yield Trick(f"{words} {value!r}", _saying(calling(call), value), change)
+                yield Trick(f"{words} its result", _telling(call))
+                yield Trick(f"{words} {value!r}", _saying(calling(call), value))
 
 
 async def _attributes(subject: Subject) -> list[str]:
-    async with ready(subject) as run:
+    async with agents.ready(subject) as run:
         own = getattr(run.env, "__dict__", {})
         keys = [key for value in own.values() if isinstance(value, dict) for key in value if isinstance(key, str)]
         marks = [each.name for each in (*rewards_of(subject.component), *metrics_of(subject.component))]
@@ -519,18 +511,19 @@ def _telling(call: ToolCall) -> AgentFor:
 
 
 def forged_code(subject: Subject) -> str:
-    """Text that looks like code is not run in the process of the environment."""
+    """Text that looks like code is not run in the process of the environment.
+
+    Advice: use no eval, exec or template engine on text of the model, or @tool(isolate="process")
+    """
     count, marker = 0, subject.scratch / "marker.txt"
     for (tool, name, usual), code in itertools.product(text_arguments(subject), _codes(marker)):
         marker.unlink(missing_ok=True)
         count += 1
-        changed = in_trio(_run_code, subject, tool.name, {**usual, name: code})
-        pid = marker.read_text() if marker.exists() else ""
-        if changed or pid == str(os.getpid()):
-            did = "it changed the environment object" if changed else "it ran in the environment's own process"
-            change = 'use no eval, exec or template engine on text of the model, or @tool(isolate="process")'
-            tried = f"call the tool {tool.name} with {name}={code!r}"
-            raise FailedError(tried, f"{did}{at(tool.function)}", change)
+        attempt = Attempt(f"call the tool {tool.name} with {name}={code!r}", tool.function)
+        is_changed = agents.in_trio(_run_code, subject, tool.name, {**usual, name: code})
+        attempt.require(not is_changed, "it changed the environment object")
+        is_here = marker.exists() and marker.read_text() == str(os.getpid())
+        attempt.require(not is_here, "it ran in the environment's own process")
     if not count:
         raise SkippedError("no tool takes text")
     return counted(count, "call")
@@ -554,22 +547,24 @@ def _codes(marker: Path) -> Iterator[str]:
 
 async def _run_code(subject: Subject, tool: str, arguments: dict[str, Any]) -> bool:
     """Call the tool. Returns whether the environment object got a new attribute."""
-    async with ready(subject) as run:
-        await call_tool(run, tool, arguments)
+    async with agents.ready(subject) as run:
+        await agents.call_tool(run, tool, arguments)
         return inspect.getattr_static(run.env, FORGED, None) is not None
 
 
 def forged_files(subject: Subject) -> str:
-    """Files that a tool can write do not decide the reward."""
+    """Files that a tool can write do not decide the reward.
+
+    Advice: keep what the reward reads where the model cannot write, or restore it before judging
+    """
     writers = list(_writers(subject))
     if not writers:
         raise SkippedError("no tool takes a path and a text")
-    with own_temporary_folder(subject.scratch / "files") as folder:
+    with traces.own_temporary_folder(subject.scratch / "files") as folder:
         return counted(refuse_each(subject, _file_tricks(subject, writers, folder)), "file")
 
 
 def _file_tricks(subject: Subject, writers: Sequence[tuple[ToolMethod, str, str]], folder: Path) -> Iterator[Trick]:
-    change = "keep what the reward reads where the model cannot write, or restore it before judging"
     left = _left_by_experts(subject, folder)
 
     def written(tool: ToolMethod, path: str, name: str, text: str, content: str) -> list[Message | str]:
@@ -578,23 +573,25 @@ def _file_tricks(subject: Subject, writers: Sequence[tuple[ToolMethod, str, str]
 
     for (tool, path, text), name in itertools.product(writers, dict.fromkeys(itertools.chain(*left))):
 
-        def copied(each: Demonstration, own: tuple[ToolMethod, str, str, str] = (tool, path, name, text)) -> Agent:
+        def copied(
+            each: Demonstration, own: tuple[ToolMethod, str, str, str] = (tool, path, name, text)
+        ) -> agents.Agent:
             others = zip(judged_demonstrations(subject), left, strict=False)
             content = next((files[own[2]] for other, files in others if other is not each and own[2] in files), "")
-            return says(*written(*own, content))
+            return agents.says(*written(*own, content))
 
         words = f"write {name} with the tool {tool.name} as the episode of another task left it"
-        yield Trick(f"{words}, then reply with 'done'", copied, change)
-    names = dict.fromkeys([*in_trio(_files_of_setup, subject, folder), *FILES])
+        yield Trick(f"{words}, then reply with 'done'", copied)
+    names = dict.fromkeys([*agents.in_trio(_files_of_setup, subject, folder), *FILES])
     for (tool, path, text), name in itertools.product(writers, names):
         for content in CONTENTS:
             tried = f"write {content!r} to {name} with the tool {tool.name}, then reply with 'done'"
-            yield Trick(tried, _saying(*written(tool, path, name, text, content)), change)
+            yield Trick(tried, _saying(*written(tool, path, name, text, content)))
 
 
 def _writers(subject: Subject) -> Iterator[tuple[ToolMethod, str, str]]:
     """Tools that seem to write files: the tool, the argument for the path, and the one for the text."""
-    for tool in tools_for(subject):
+    for tool in agents.tools_for(subject):
         names = [name for owner, name, _ in text_arguments(subject) if owner.name == tool.name]
         path = next((name for name in names if re.search("path|file|name", name)), None)
         text = next((name for name in names if name != path), None)
@@ -616,7 +613,7 @@ def _left_by_experts(subject: Subject, folder: Path) -> list[dict[str, str]]:
     term = RewardTerm("rollouts_files", record, 0.0, {}, ("env",))
     for each in judged_demonstrations(subject):
         files.clear()
-        play_each(subject, [each.task], [says(*each.replies)], turns=len(each.replies), rewards=(term,))
+        agents.play_each(subject, [each.task], [agents.says(*each.replies)], turns=len(each.replies), rewards=(term,))
         written = [value for call in calls_of(each) for value in call.arguments.values()]
         found.append({name: text for name, text in files.items() if text not in written})
     return found
@@ -624,7 +621,7 @@ def _left_by_experts(subject: Subject, folder: Path) -> list[dict[str, str]]:
 
 async def _files_of_setup(subject: Subject, folder: Path) -> list[str]:
     """The names of the files that `setup` puts into temporary folders, and into folders that the environment knows."""
-    async with ready(subject) as run:
+    async with agents.ready(subject) as run:
         return list(await trio.to_thread.run_sync(_files, run.env, folder))
 
 

@@ -18,50 +18,42 @@ from rollouts.env.schema import schema_of
 from rollouts.errors import counted
 from rollouts.inference.chatting import ChatRequest
 from rollouts.types import Message
-from rollouts_check.environments.agents import Played, play_each, says, script_for, tools_for
+from rollouts_check.environments import agents, traces
 from rollouts_check.environments.definition import plain_data
 from rollouts_check.environments.rewards import LEFT, difference_of, first_episodes, first_scripts, require_end
 from rollouts_check.environments.subject import DRAWN, Subject
-from rollouts_check.environments.traces import (
-    ask_child_of,
-    first_difference,
-    process_changes,
-    random_sources,
-    restore_process,
-    state_of_process,
-    writes_outside,
-)
 from rollouts_check.report import FailedError, SkippedError, UntestedError
 
 DEPENDS = "use nothing that differs between processes: no hash() of a text, no order of a set, no id(), no clock"
 
 
 def process_state(subject: Subject) -> str:
-    """An episode leaves the process as it is: its working directory, environment variables, signal handlers, files."""
-    first = dict(subject.kept["process"])
+    """An episode leaves the process as it is: its working directory, environment variables, signal handlers, files.
+
+    Advice: write only into a folder that `setup` makes for the episode, and that `close` removes
+    """
     task = subject.tasks[0]
-    script = script_for(subject, task)
-    agent = says(*script)
+    script = agents.script_for(subject, task)
+    agent = agents.says(*script)
     seen: list[str] = []
-    variables = state_of_process()  # a library may have set some when it was first used
-    first |= {name: value for name, value in variables.items() if " variable " in name or name == "sys.path"}
+    late = {
+        name: value for name, value in traces.state_of_process().items() if " variable " in name or name == "sys.path"
+    }
+    first = subject.kept["process"] | late  # a library may have set variables when it was first used
 
     def watching(request: ChatRequest) -> Message | Awaitable[Message]:
-        seen.extend(process_changes(first, state_of_process()))
+        seen.extend(traces.process_changes(first, traces.state_of_process()))
         return agent(request)
 
     try:
-        with writes_outside(Path(tempfile.gettempdir())) as written:
-            play_each(subject, [task], [watching], turns=len(script))
-            seen += process_changes(first, state_of_process())
+        with traces.writes_outside(Path(tempfile.gettempdir())) as written:
+            agents.play_each(subject, [task], [watching], turns=len(script))
+            seen += traces.process_changes(first, traces.state_of_process())
     finally:
-        restore_process(first)
-    if written:
-        change = "write only into a folder that `setup` makes for the episode, and that `close` removes"
-        raise FailedError("play an episode", f"it wrote {'; '.join(written[:3])}", change)
-    if seen:
-        change = "all episodes share the process: use paths and values of the object, `cwd=` and `env=` of a command"
-        raise FailedError("play an episode", "; ".join(dict.fromkeys(seen[:3])) + subject.at("setup"), change)
+        traces.restore_process(first)
+    subject.attempt("play an episode").require(not written, f"it wrote {'; '.join(written[:3])}")
+    change = "all episodes share the process: use paths and values of the object, `cwd=` and `env=` of a command"
+    subject.attempt("play an episode", "setup", change=change).require(not seen, "; ".join(dict.fromkeys(seen[:3])))
     return counted(len(first), "value")
 
 
@@ -72,13 +64,13 @@ def other_process(subject: Subject) -> str:
     if not subject.found.is_importable:
         raise SkippedError("the class has no name that another process can import")
     known = first_episodes(subject)
-    there = ask_child_of(subject, "play", hash_seed="1", is_late=True)
+    there = traces.ask_child_of(subject, "play", hash_seed="1", is_late=True)
     for each, other in zip(known, there, strict=True):
-        if difference := first_difference(json.dumps(summary(each.played)).encode(), json.dumps(other).encode()):
+        if difference := traces.first_difference(json.dumps(summary(each.played)).encode(), json.dumps(other).encode()):
             tried = f"play {each.words} in another process, after other episodes"
-            if there == ask_child_of(subject, "play", hash_seed="2"):
+            if there == traces.ask_child_of(subject, "play", hash_seed="2"):
                 raise FailedError(tried, difference, LEFT)
-            sources = [f"; {each}" for each in random_sources(subject, with_episode=True)]
+            sources = [f"; {each}" for each in traces.random_sources(subject, with_episode=True)]
             raise FailedError(tried, f"{difference}{''.join(sources)}", DEPENDS)
     return counted(len(known), "episode")
 
@@ -86,15 +78,15 @@ def other_process(subject: Subject) -> str:
 def played_backwards(subject: Subject) -> list[dict[str, Any]]:
     """The first episodes, played in another order: before them one of the last task, then the last one first."""
     scripts = first_scripts(subject)
-    play_each(subject, subject.tasks[-1:], [says(*scripts[0][2])], turns=len(scripts[0][2]))
-    found = []
-    for _, task, script in reversed(scripts):
-        (played,) = play_each(subject, [task], [says(*script)], turns=len(script))
-        found.append(summary(played))
-    return found[::-1]
+    agents.play_each(subject, subject.tasks[-1:], [agents.says(*scripts[0][2])], turns=len(scripts[0][2]))
+    found = [
+        agents.play_each(subject, [task], [agents.says(*script)], turns=len(script))
+        for _, task, script in reversed(scripts)
+    ]
+    return [summary(played) for (played,) in reversed(found)]
 
 
-def summary(played: Played) -> dict[str, Any]:
+def summary(played: agents.Played) -> dict[str, Any]:
     """What two processes must have in common of an episode: the messages, the status and the rewards."""
     return {
         "conversations": [
@@ -131,19 +123,19 @@ def worker_tasks(subject: Subject) -> str:
 def worker_episodes(subject: Subject) -> str:
     """An episode in a worker has the tools, messages, rewards and metrics that it has in the process of the run."""
     inline = _inline(subject)
-    schemas = [encode([schema_of(tool) for tool in tools_for(each)]) for each in (inline, subject)]
-    if difference := first_difference(*schemas):
-        raise FailedError("read the schemas of the tools here and in a worker", difference, CHANGE)
+    schemas = [encode([schema_of(tool) for tool in agents.tools_for(each)]) for each in (inline, subject)]
+    difference = traces.first_difference(*schemas)
+    subject.attempt("read the schemas of the tools here and in a worker", change=CHANGE).require(
+        not difference, difference
+    )
     pairs = list(zip(first_episodes(inline), first_episodes(subject), strict=True))
     for here, there in pairs:
-        tried = f"play {here.words} here and in a worker"
-        difference = difference_of(here.played, there.played)
         metrics = [
             {name: value for name, value in each.played.episode.metrics.items() if name.startswith("metric/")}
             for each in (here, there)
         ]
-        if difference := difference or first_difference(*map(encode, metrics)):
-            raise FailedError(tried, difference, CHANGE)
+        difference = difference_of(here.played, there.played) or traces.first_difference(*map(encode, metrics))
+        subject.attempt(f"play {here.words} here and in a worker", change=CHANGE).require(not difference, difference)
     return counted(len(pairs), "episode")
 
 
@@ -153,14 +145,15 @@ def worker_data(subject: Subject) -> str:
 
 
 def worker_lives(subject: Subject) -> str:
-    """The worker has not died in any check, also not when an episode was cancelled, and it still plays."""
+    """The worker has not died in any check, also not when an episode was cancelled, and it still plays.
+
+    Advice: do not end the process, let `trio.Cancelled` pass, and run code that may crash elsewhere
+    """
     first = first_episodes(subject)[0]
-    (again,) = play_each(subject, [first.task], [says(*first.script)], turns=len(first.script))
+    (again,) = agents.play_each(subject, [first.task], [agents.says(*first.script)], turns=len(first.script))
     deaths = subject.deaths()
-    if deaths:
-        seen = f"{counted(deaths, 'worker')} died; the last episode ended as {again.episode.status.value}"
-        change = "do not end the process, let `trio.Cancelled` pass, and run code that may crash elsewhere"
-        raise FailedError("count the deaths of workers in all checks", seen, change)
+    seen = f"{counted(deaths, 'worker')} died; the last episode ended as {again.episode.status.value}"
+    subject.attempt("count the deaths of workers in all checks").require(not deaths, seen)
     require_end(again, "play an episode after all others")
     return "no worker died"
 
@@ -175,5 +168,5 @@ def _inline(subject: Subject) -> Subject:
 def _compare(subject: Subject, found: Sequence[Sequence[bytes]], tried: str) -> None:
     for number, (first, second) in enumerate(itertools.zip_longest(*found), start=1):
         if first != second:
-            difference = f"{first_difference(first, second)}{subject.at('tasks')}"
-            raise FailedError(tried, f"number {number} differs: {difference}", CHANGE)
+            seen = f"number {number} differs: {traces.first_difference(first, second)}"
+            raise subject.attempt(tried, "tasks", change=CHANGE).failed(seen)

@@ -33,7 +33,7 @@ from rollouts.runs.plan import reward_terms
 from rollouts.runs.workers import Workers, pools_of, refuse_env_of_rewards, with_sandboxes
 from rollouts.types import Message, Task
 from rollouts_check.packages import Found
-from rollouts_check.report import SkippedError, UntestedError, at
+from rollouts_check.report import Attempt, SkippedError, UntestedError, at
 
 TASKS = 5  # tasks that are played, unless the user says otherwise
 DRAWN = 50  # tasks that are compared
@@ -78,6 +78,10 @@ class Subject:
     def at(self, *methods: str) -> str:
         """The line of the first of these methods that the class has, in parentheses; empty if it has none."""
         return at(*(getattr(self.component, name, None) for name in methods))
+
+    def attempt(self, tried: str, *methods: str, change: str = "") -> Attempt:
+        """What a check tries. Its failures have the line of the first of these methods that the class has."""
+        return Attempt(tried, *(getattr(self.component, name, None) for name in methods), change=change)
 
     def has(self, method: str) -> bool:
         """Whether the environment has this optional method."""
@@ -134,7 +138,7 @@ class Subject:
         tasks = _TasksByPrompt(self.environment.draw("train", self.rng()))
         with contextlib.suppress(ConfigError):  # the rows of `prompts` need no responses
             for messages in itertools.islice(self.environment.draw_demonstrations("train", self.rng()), READ_MAX):
-                if len(found) < self.tasks_max and (known := tasks.find(messages)) is not None:
+                if (known := tasks.find(messages)) is not None:
                     found.setdefault(encode(known.task), known)
                 if len(found) >= self.tasks_max:
                     break
@@ -148,10 +152,9 @@ class Subject:
     @property
     def expert(self) -> list[Demonstration]:
         """The demonstrations; none if there are none."""
-        try:
+        with contextlib.suppress(SkippedError):
             return self.demonstrations
-        except SkippedError:
-            return []
+        return []
 
     @property
     def is_judged(self) -> bool:

@@ -15,19 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from rollouts.author_code import message_of, shown
+from rollouts.author_code import shown
 from rollouts.env import calls
 from rollouts.env.authoring import ToolMethod
-from rollouts.env.results import ToolOutcome
 from rollouts.env.schema import read_arguments, schema_of
 from rollouts.env.tools import run_tool
-from rollouts.errors import RolloutsError, counted
+from rollouts.errors import counted
 from rollouts.runs.rehearsal import ScriptedEngine, example_of
 from rollouts.types import Message, ToolCall
 from rollouts_check.environments.agents import in_trio, play_each, progressed, ready, says, script_for, tools_for
 from rollouts_check.environments.subject import Subject
 from rollouts_check.environments.traces import Leftovers, own_temporary_folder, writes_outside
-from rollouts_check.report import FailedError, Passed, SkippedError, UntestedError, at
+from rollouts_check.report import Attempt, Passed, SkippedError, UntestedError, trying
 
 if TYPE_CHECKING:
     from rollouts.chat.format import ChatFormat
@@ -46,11 +45,14 @@ ACCIDENTS = (
 
 
 def tool_schemas(subject: Subject) -> str:
-    """The schemas of the tools are valid for OpenAI's API, and chat formats can show them and read calls of them."""
+    """The schemas of the tools are valid for OpenAI's API, and chat formats can show them and read calls of them.
+
+    Advice: correct the signature
+    """
     schemas = _schemas(subject)
     for tool, schema in schemas:
-        if fault := _fault_of_schema(schema["function"]):
-            raise FailedError(f"read the schema of {tool.name}", f"{fault}{at(tool.function)}", "correct the signature")
+        fault = _fault_of_schema(schema["function"])
+        Attempt(f"read the schema of {tool.name}", tool.function).require(not fault, fault)
     formats = chat_formats()
     for family, chat in formats.items():
         for tool, schema in schemas:
@@ -63,16 +65,19 @@ def tool_schemas(subject: Subject) -> str:
             read = chat.parse(chat.tokenizer.encode(text[len(prompt) :], add_special_tokens=False), [schema])
             wanted = [(tool.name, read_arguments(tool, arguments))]
             found = [(each.name, read_arguments(tool, each.arguments)) for each in read.tool_calls]
-            if found != wanted and _loosely(found) != _loosely(wanted):  # after conversion: XML has text only
-                seen = f"the call {tool.name}({shown(arguments)}) was read as {shown(read.tool_calls or read.text)}"
-                change = "use simpler names and types for the arguments"
-                raise FailedError(f"write a call in the format of {family} and read it back", seen, change)
+            is_same = found == wanted or _loosely(found) == _loosely(wanted)  # after conversion: XML has text only
+            tried, change = f"write a call in the format of {family}", "use simpler names and types for the arguments"
+            seen = f"the call {tool.name}({shown(arguments)}) was read as {shown(read.tool_calls or read.text)}"
+            Attempt(tried, change=change).require(is_same, seen)
     families = f"; formats of {', '.join(formats)}" if formats else "; chat formats need the extra [train]"
     return counted(len(schemas), "tool") + families
 
 
 def tool_arguments(subject: Subject) -> Passed:
-    """Strange arguments do no harm: no hang, no crash, no file outside, no process that is left."""
+    """Strange arguments do no harm: no hang, no crash, no file outside, no process that is left.
+
+    Advice: write only into a folder that `setup` makes, and refuse a path that leaves it (ValueError)
+    """
     schemas = _schemas(subject)
     count, notes = 0, dict[str, str]()
     with own_temporary_folder(subject.scratch / "arguments") as folder:
@@ -83,19 +88,18 @@ def tool_arguments(subject: Subject) -> Passed:
             count += len(strange)
             with writes_outside(folder) as written:
                 left = in_trio(_call_each, subject, tool, strange, folder, notes)
-            if written:
-                tried = f"call the tool {tool.name}, also with paths outside of its folder"
-                change = "write only into a folder that `setup` makes, and refuse a path that leaves it (ValueError)"
-                raise FailedError(tried, f"it wrote {'; '.join(written[:3])}", change)
-            if lines := [line for line in left.found() if "file" not in line]:
-                change = "end threads and processes in the tool, or in `close`"
-                seen = f"it left {'; '.join(lines)}{at(tool.function)}"
-                raise FailedError(f"call the tool {tool.name}", seen, change)
+            tried = f"call the tool {tool.name}, also with paths outside of its folder"
+            Attempt(tried).require(not written, f"it wrote {'; '.join(written[:3])}")
+            change = "end threads and processes in the tool, or in `close`"
+            left.require_none(Attempt(f"call the tool {tool.name}", tool.function, change=change), without="file")
     return Passed(f"{counted(len(schemas), 'tool')}, {counted(count, 'call')}", tuple(notes.values()))
 
 
 def tool_results(subject: Subject) -> str:
-    """Tools return text, or data that JSON can hold."""
+    """Tools return text, or data that JSON can hold.
+
+    Advice: return text, or numbers, lists and dicts: the model reads the `str` of any other object
+    """
     schemas = _schemas(subject)
     known = [call for each in subject.expert for reply in each.replies for call in reply.tool_calls]
     for tool, schema in schemas:
@@ -103,14 +107,11 @@ def tool_results(subject: Subject) -> str:
             continue
         arguments = next((call.arguments for call in known if call.name == tool.name), example_arguments(schema))
         returned = in_trio(_raw_result, subject, tool, arguments)
-        if isinstance(returned, str | None):
-            continue
         try:
-            msgspec.json.encode(returned)
+            msgspec.json.encode(None if isinstance(returned, str) else returned)
         except (TypeError, ValueError, RecursionError):
-            seen = f"it returned {shown(returned)} ({type(returned).__name__}){at(tool.function)}"
-            change = "return text, or numbers, lists and dicts: the model reads the `str` of any other object"
-            raise FailedError(f"call the tool {tool.name}", seen, change) from None
+            attempt = Attempt(f"call the tool {tool.name}", tool.function)
+            raise attempt.failed(f"it returned {shown(returned)} ({type(returned).__name__})") from None
     return counted(len(schemas), "tool")
 
 
@@ -145,11 +146,7 @@ def _values(outside: Path) -> dict[str, Any]:
 
 
 async def _call_each(
-    subject: Subject,
-    tool: ToolMethod,
-    strange: Sequence[tuple[str, dict[str, Any]]],
-    folder: Path,
-    notes: dict[str, str],
+    subject: Subject, tool: ToolMethod, strange: Sequence[tuple[str, Any]], folder: Path, notes: dict[str, str]
 ) -> Leftovers:
     """Call the tool of one environment with all arguments. Returns what there was before the calls, and adds a note for
     each kind of exception that is probably an accident. Raises FailedError for the first call that does harm.
@@ -159,30 +156,24 @@ async def _call_each(
         own = next(each for each in run.own_tools if each.name == tool.name)
         for words, arguments in strange:
             call = ToolCall(tool.name, arguments, "call")
-            try:
+            tried, change = f"call the tool {tool.name} with {words}: {shown(arguments)}", "check the arguments first"
+            with trying(tried, own.function, change=change) as attempt:
                 outcome = await run_tool({own.name: own}, call, characters_max=RESULT_MAX, seconds_max=TOOL_SECONDS)
-            except RolloutsError as error:
-                tried = f"call the tool {tool.name} with {words}: {shown(arguments)}"
-                raise FailedError(tried, message_of(error), "check the arguments first") from error
             progressed()
-            _judge(own, f"call the tool {tool.name} with {words}: {shown(arguments)}", outcome)
+            if tool.isolate is None:
+                change = (
+                    'check the arguments first; or use @tool(isolate="process"), or async, so that it can be stopped'
+                )
+                attempt.require(outcome.failure != "timeout", "it had not ended at its deadline", change)
+                attempt.require(outcome.failure != "crashed", outcome.text)
+            size = len(outcome.text)
+            attempt.require(size <= RESULT_MAX + 100, f"the result has {size} characters", "return a shorter text")
             name = outcome.text.removeprefix("Error: ").partition(":")[0].strip()
             if outcome.failure == "exception" and tool.isolate is None and name in ACCIDENTS:
                 why = f"the tool {tool.name} raised {outcome.error or outcome.text} for {words}"
                 advice = "to refuse a call, raise a ValueError that says what to write instead"
                 notes.setdefault(f"{tool.name} {name}", f"{why}; {advice}")
         return before
-
-
-def _judge(tool: ToolMethod, tried: str, outcome: ToolOutcome) -> None:
-    place = at(tool.function)
-    if outcome.failure == "timeout" and tool.isolate is None:
-        change = 'check the arguments first; or use @tool(isolate="process"), or async, so that it can be stopped'
-        raise FailedError(tried, f"it had not ended at its deadline{place}", change)
-    if outcome.failure == "crashed" and tool.isolate is None:
-        raise FailedError(tried, f"{outcome.text}{place}", "check the arguments first")
-    if not isinstance(outcome.text, str) or len(outcome.text) > RESULT_MAX + 100:
-        raise FailedError(tried, f"the result has {len(outcome.text)} characters{place}", "return a shorter text")
 
 
 async def _raw_result(subject: Subject, tool: ToolMethod, arguments: dict[str, Any]) -> Any:
@@ -232,12 +223,10 @@ def _fault_of_schema(function: Mapping[str, Any]) -> str:
     if wrong := next((name for name in names if not NAME.fullmatch(name)), None):
         return f"the name {wrong!r} may only have letters, digits, _ and -, and at most 64 of them"
     for path, schema in _inside(parameters, "parameters"):
-        kinds = schema.get("type", [])
-        for kind in [kinds] if isinstance(kinds, str) else kinds:
-            if kind not in TYPES:
-                return f"{path} has the type {kind!r}, which JSON schema does not have"
-        lacking = set(schema.get("required", ())) - set(schema.get("properties", schema.get("required", ())))
-        if lacking:
+        kinds, required = schema.get("type", []), schema.get("required", ())
+        if wrong := sorted({kinds} - TYPES if isinstance(kinds, str) else set(kinds) - TYPES):
+            return f"{path} has the type {wrong[0]!r}, which JSON schema does not have"
+        if lacking := set(required) - set(schema.get("properties", required)):
             return f"{path} requires {sorted(lacking)}, which it does not describe"
     return ""
 
@@ -269,7 +258,10 @@ CONTROL_TOKENS: Mapping[str, tuple[str, ...]] = {
 
 
 def masks(subject: Subject) -> str:
-    """The trained tokens are exactly the model's, under four chat templates."""
+    """The trained tokens are exactly the model's, under four chat templates.
+
+    Advice: in `rollout`, pass the messages of earlier turns on unchanged
+    """
     from rollouts.inference.base import GenerateRequest, Generation
 
     formats = chat_formats()
@@ -289,19 +281,15 @@ def masks(subject: Subject) -> str:
         sampled.clear()
         engine, options = Engine(script, schemas, chat), {"turns": len(script), "rewards": (), "chat": chat}
         (played,) = play_each(subject, [task], [says("")], engine=engine, **options)
-        tried = f"play an episode with the chat template of {family}"
-        if played.episode.status.is_infrastructure:
-            seen = f"it ended as {played.episode.status.value}: {played.trajectory.error}"
-            change = "use the roles system (first), user, assistant and tool, and text in each message"
-            raise FailedError(tried, seen, change)
+        attempt, status = Attempt(f"play an episode with the chat template of {family}"), played.episode.status
+        change = "use the roles system (first), user, assistant and tool, and text in each message"
+        attempt.require(not status.is_infrastructure, f"it ended as {status.value}: {played.trajectory.error}", change)
         live: list[int] = []
         for segment in (segment for each in played.episode.trajectories for segment in each.segments):
             segment.check()
             live += [token for token, mask in zip(segment.tokens, segment.loss_mask, strict=True) if mask > 0]
-        if live != sampled:
-            texts = [shown(chat.tokenizer.decode(ids)) for ids in (sampled, live)]
-            seen = f"the model wrote {texts[0]}, and the trained tokens are {texts[1]}"
-            raise FailedError(tried, seen, "in `rollout`, pass the messages of earlier turns on unchanged")
+        wrote, trained = (shown(chat.tokenizer.decode(ids)) for ids in (sampled, live))
+        attempt.require(live == sampled, f"the model wrote {wrote}, and the trained tokens are {trained}")
     return ", ".join(formats)
 
 

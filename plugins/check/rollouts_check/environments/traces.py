@@ -8,13 +8,11 @@ lists, mappings, and the attributes of objects in them, down to a depth. Functio
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import hashlib
 import inspect
 import itertools
 import json
-import linecache
 import os
 import random
 import signal
@@ -23,20 +21,23 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType, FunctionType, ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import msgspec
 
-from rollouts.author_code import CORE, INSTALLED, STANDARD_LIBRARY, Place, is_file, shown
+from rollouts.author_code import INSTALLED, Place, shown
 from rollouts.config.convert import unflagged
+from rollouts.env import calls
 from rollouts.errors import counted
 from rollouts_check.environments.agents import watched
 from rollouts_check.environments.subject import Subject
 from rollouts_check.packages import without_own_path
-from rollouts_check.report import FailedError, SkippedError
+from rollouts_check.report import Attempt, FailedError, SkippedError, place_of_frame
 
 CHILD_SECONDS = 300.0
 GRACE_SECONDS = 3.0  # how long threads and processes may take to end after the last episode
@@ -76,7 +77,6 @@ def random_calls() -> Iterator[list[str]]:
     calls: dict[str, None] = {}
     found: list[str] = []
     owner = random.random.__self__  # type: ignore[attr-defined]  # the hidden generator of the module
-    patched = {name: value for name, value in vars(random).items() if getattr(value, "__self__", None) is owner}
     numpy = sys.modules.get("numpy")
     saved = random.getstate(), numpy and numpy.random.get_state()
     random.seed("rollouts check")  # a state that no environment sets, because an earlier episode may have seeded it
@@ -92,14 +92,14 @@ def random_calls() -> Iterator[list[str]]:
 
         return call
 
-    for name, value in patched.items():
-        if name != "getstate":
-            setattr(random, name, recorded(name, value))
+    functions = {name: value for name, value in vars(random).items() if getattr(value, "__self__", None) is owner}
+    del functions["getstate"]
     try:
-        yield found
+        with contextlib.ExitStack() as patches:
+            for name, value in functions.items():
+                patches.enter_context(mock.patch.object(random, name, recorded(name, value)))
+            yield found
     finally:
-        for name, value in patched.items():
-            setattr(random, name, value)
         if random.getstate() != before:
             found += list(calls) or ["the state of the global `random` changed"]
         if numpys is not None and _numpy_state() != numpys:
@@ -114,25 +114,6 @@ def _numpy_state() -> str | None:
     return None if numpy is None else repr([str(part) for part in numpy.random.get_state()])
 
 
-def place_of_frame(frame: FrameType | None) -> Place | None:
-    """The innermost line of an author's code, from this frame outwards."""
-    while frame is not None:
-        if _is_authors_file(frame):
-            return _place_of(frame)
-        frame = frame.f_back
-    return None
-
-
-def _is_authors_file(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return is_file(file) and not file.startswith((*CORE, STANDARD_LIBRARY))
-
-
-def _place_of(frame: FrameType) -> Place:
-    file = frame.f_code.co_filename
-    return Place(file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
-
-
 # --- another process --------------------------------------------------------------------------------------------------
 
 
@@ -145,10 +126,9 @@ def ask_child_of(
     settings = unflagged(subject.settings)
     if name:
         settings["env"] = settings["env"] | {"name": name} if isinstance(settings["env"], dict) else name
-    request = {"name": name or subject.found.name, "settings": settings, "seed": subject.seed}
-    request |= {"tasks": subject.tasks_max, **more}
+    own = {"name": name or subject.found.name, "settings": settings, "seed": subject.seed, "tasks": subject.tasks_max}
     command, path = ([str(python), "-P"], None) if python else ([sys.executable], sys.path)
-    return ask_child(command, program, request, {"PYTHONHASHSEED": hash_seed} if hash_seed else {}, path)
+    return ask_child(command, program, own | more, {"PYTHONHASHSEED": hash_seed} if hash_seed else {}, path)
 
 
 def random_sources(subject: Subject, *, with_episode: bool = False) -> list[str]:
@@ -157,11 +137,10 @@ def random_sources(subject: Subject, *, with_episode: bool = False) -> list[str]
     """
     if not subject.found.is_importable:
         return []
-    try:
+    with contextlib.suppress(FailedError, SkippedError):
         found: list[str] = ask_child_of(subject, "sources", with_episode=with_episode)
-    except (FailedError, SkippedError):
-        return []
-    return found[:3]
+        return found[:3]
+    return []
 
 
 def first_difference(first: bytes | None, second: bytes | None) -> str:
@@ -191,7 +170,7 @@ def ask_child(
     Raises FailedError if it fails or takes longer than CHILD_SECONDS, and SkippedError if a setting cannot be sent to
     it, or if it is its episodes that take longer.
     """
-    tried = "import the environment in another process"
+    attempt = Attempt("import the environment in another process", change="make the module importable on its own")
     environment = {**(os.environ if path else without_own_path()), **variables}
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
@@ -203,19 +182,16 @@ def ask_child(
         try:
             code, errors, left = _run_alone(command, environment)
         except subprocess.TimeoutExpired:
+            seen = f"it took longer than {CHILD_SECONDS:g} seconds"
             if program == "play":
-                raise SkippedError(f"its episodes took longer than {CHILD_SECONDS:g} seconds there") from None
-            seen = f"the import and the tasks took longer than {CHILD_SECONDS:g} seconds"
-            raise FailedError(tried, seen, "load heavy things in `shared`, and make a task when it is drawn") from None
+                raise SkippedError(f"another process: {seen}") from None
+            raise attempt.failed(seen, "load heavy things in `shared`, and make a task when it is drawn") from None
         if code != 0 and request.get("is_late"):  # a library may not work with the shifted clock
             return ask_child(python, program, {**request, "is_late": False}, variables, path)
-        if code != 0:
-            lines = errors.strip().splitlines() or [f"exit code {code}"]
-            raise FailedError(tried, "\n".join(lines[-3:]), "make the module importable on its own")
-        if left:
-            tried = "play episodes in another process, and let it end" if program == "play" else tried
-            change = "end it in `close`; what `shared` started, after its `yield`"
-            raise FailedError(tried, f"it left {counted(len(left), 'process')}: {', '.join(left[:3])}", change)
+        lines = errors.strip().splitlines() or [f"exit code {code}"]
+        attempt.require(code == 0, "\n".join(lines[-3:]))
+        change = "end it in `close`; what `shared` started, after its `yield`"
+        attempt.require(not left, f"it left {counted(len(left), 'process')}: {', '.join(left[:3])}", change)
         return json.loads(answer.read_text())
 
 
@@ -257,8 +233,7 @@ def _processes_of(group: int) -> list[str]:
     found = []
     for pid, _, words in _running():
         with contextlib.suppress(OSError):
-            if os.getpgid(pid) == group:
-                found.append(words)
+            found += [words] if os.getpgid(pid) == group else []
     return found
 
 
@@ -290,8 +265,7 @@ class Blocked(threading.Thread):
 
         self._stack = contextlib.ExitStack()
         self._stack.enter_context(audited(self._see))
-        self._stack.callback(setattr, time, "sleep", sleep)
-        time.sleep = call  # type: ignore[assignment]
+        self._stack.enter_context(mock.patch.object(time, "sleep", call))
         self.start()
         return self
 
@@ -353,8 +327,8 @@ def _place_in_async(frame: FrameType | None, package: str) -> Place | None:
     while frame is not None:
         file = frame.f_code.co_filename
         if frame.f_code.co_flags & ASYNC or any(part in file for part in LOOP_PACKAGES):
-            is_foreign = any(part in file and f"{part}{package}" not in file for part in INSTALLED)
-            return _place_of(frame) if _is_authors_file(frame) and not is_foreign else None
+            place = place_of_frame(frame, is_own=not any(f"{part}{package}" in file for part in INSTALLED))
+            return place if place and place.file == file else None
         frame = frame.f_back
     return None
 
@@ -419,27 +393,29 @@ def writes_outside(allowed: Path) -> Iterator[list[str]]:
 def own_temporary_folder(folder: Path) -> Iterator[Path]:
     """Make `folder` the temporary folder of this process and of its children."""
     folder.mkdir(parents=True, exist_ok=True)
-    before, variable = tempfile.tempdir, os.environ.get("TMPDIR")
-    tempfile.tempdir, os.environ["TMPDIR"] = str(folder), str(folder)
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder)
     try:
-        yield folder
+        with mock.patch.object(tempfile, "tempdir", str(folder)):
+            yield folder
     finally:
-        tempfile.tempdir = before
-        if variable is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = variable
+        os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
 
 
 # --- leftovers --------------------------------------------------------------------------------------------------------
 
 
 class Leftovers:
-    """Compares threads, child processes and temporary files with those at its creation."""
+    """Compares threads, child processes, temporary files and asyncio tasks with those at its creation."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._tasks = folder, Counter(calls.asyncio_tasks())
         self._threads, self._processes, self._files = set(threading.enumerate()), _children(), self._temporary()
+
+    def require_none(self, attempt: Attempt, without: str = "nothing") -> None:
+        """Raise the failure of this attempt if something is left, other than what has `without` in its name."""
+        left = [line for line in self.found() if without not in line]
+        attempt.require(not left, f"it left {'; '.join(left)}")
 
     def found(self) -> list[str]:
         """What is left and does not end within a few seconds."""
@@ -455,8 +431,8 @@ class Leftovers:
             if thread not in self._threads and thread.is_alive() and not thread.name.startswith(OURS)
         ]
         processes = {pid: words for pid, words in _children().items() if pid not in self._processes}
-        files = sorted(self._temporary() - self._files)
-        found = {"thread": threads, "process": list(processes.values()), "temporary file": files}
+        files, tasks = sorted(self._temporary() - self._files), Counter(calls.asyncio_tasks()) - self._tasks
+        found = {"thread": threads, "process": [*processes.values()], "temporary file": files, "asyncio task": [*tasks]}
         return [f"{counted(len(each), word)}: {', '.join(each[:3])}" for word, each in found.items() if each]
 
     def _temporary(self) -> set[str]:
@@ -500,7 +476,7 @@ OWN_VARIABLES = ("TMPDIR", "COLUMNS", "LINES", "PYTEST_CURRENT_TEST")
 """Environment variables that the checks, the terminal and pytest set."""
 
 VARIABLE = "the environment variable "
-CONTAINERS = (list, dict, set, collections.deque)
+CONTAINERS = (list, dict, set, deque)
 SKIPPED = (ModuleType, FunctionType, property, staticmethod, classmethod)
 
 
@@ -539,21 +515,18 @@ def kept_by_author(subject: Subject) -> dict[str, Kept]:
 
 def changes(before: Mapping[str, Kept], after: Mapping[str, Kept]) -> list[str]:
     """The names whose value is another one afterwards, each with both values."""
-    names = [name for name in after if name not in before or before[name].digest != after[name].digest]
-    return [
-        f"{name} was {before[name].text}, then {after[name].text}" if name in before else f"{name} is new"
-        for name in names
-    ]
+    nothing = Kept("", None, "not there")
+    pairs = [(name, before.get(name, nothing), kept) for name, kept in after.items()]
+    return [f"{name} was {one.text}, then {two.text}" for name, one, two in pairs if one.digest != two.digest]
 
 
 def grown(states: list[dict[str, Kept]]) -> list[str]:
     """The names of lists, mappings and sets with more items each time."""
     found = []
     for name, last in states[-1].items():
-        sizes = [each[name].size for each in states if name in each]
-        known = [size for size in sizes if size is not None]
-        if len(known) == len(states) and all(one < two for one, two in itertools.pairwise(known)):
-            found.append(f"{name} had {', '.join(map(str, known[:-1]))} and then {known[-1]} items: {last.text}")
+        sizes = [size for each in states if name in each and (size := each[name].size) is not None]
+        if len(sizes) == len(states) and all(one < two for one, two in itertools.pairwise(sizes)):
+            found.append(f"{name} had {', '.join(map(str, sizes[:-1]))} and then {sizes[-1]} items: {last.text}")
     return found
 
 
@@ -570,11 +543,10 @@ def _is_state(name: str, value: Any) -> bool:
 
 
 def _kept(value: Any) -> Kept:
-    digest = hashlib.sha256()
     sizes: list[int] = []
-    for part in _parts(value, 0, set(), sizes):
-        digest.update(part.encode(errors="replace"))
-    return Kept(digest.hexdigest(), sum(sizes) if sizes else None, shown(value))
+    text = "".join(_parts(value, 0, set(), sizes))
+    digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
+    return Kept(digest, sum(sizes) if sizes else None, shown(value))
 
 
 def _parts(value: Any, depth: int, seen: set[int], sizes: list[int]) -> Iterator[str]:
@@ -590,7 +562,7 @@ def _parts(value: Any, depth: int, seen: set[int], sizes: list[int]) -> Iterator
         sizes.append(len(value))
     if isinstance(value, random.Random):
         yield str(hash(value.getstate()))
-    elif isinstance(value, dict | set | frozenset | list | tuple | collections.deque):
+    elif isinstance(value, dict | set | frozenset | list | tuple | deque):
         yield str(len(value))
         items = list(value.items() if isinstance(value, dict) else value)[:ITEMS_MAX]
         items = [each for pair in items for each in pair] if isinstance(value, dict) else items
@@ -621,12 +593,12 @@ def state_of_process() -> dict[str, Any]:
         folder = os.getcwd()
     except OSError:
         folder = "a folder that does not exist"
-    found: dict[str, Any] = {"the working directory": folder, "sys.path": list(sys.path)}
-    for name in SIGNALS:
-        if hasattr(signal, name):
-            found[f"the handler of {name}"] = signal.getsignal(getattr(signal, name))
-    known = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
-    return found | {f"{VARIABLE}{name}": value for name, value in known.items()}
+    handled = [getattr(signal, name) for name in SIGNALS if hasattr(signal, name)]
+    return (
+        {"the working directory": folder, "sys.path": list(sys.path)}
+        | {f"the handler of {number.name}": signal.getsignal(number) for number in handled}
+        | {f"{VARIABLE}{name}": value for name, value in os.environ.items() if name not in OWN_VARIABLES}
+    )
 
 
 def process_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:

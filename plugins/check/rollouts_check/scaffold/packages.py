@@ -10,7 +10,6 @@ import datetime
 import json
 import keyword
 import re
-import textwrap
 from pathlib import Path
 from string import Template
 from typing import NamedTuple
@@ -54,7 +53,6 @@ _TRY = {
 """The command that uses a component of each kind. For the other kinds, it is `--flag NAME`."""
 
 NAME_CHARACTERS_MAX = 40
-_LINE_CHARACTERS = 100
 _EXAMPLE = "a_name_that_no_template_has"
 _SHARED = {
     "pyproject.toml": "pyproject.toml.txt",
@@ -120,7 +118,7 @@ def render_package(kind: str, name: str, author: str = "") -> NewPackage:
         "description": example_description(kind),
         "about": f"{example_description(kind)}.",
     }
-    values["next"] = _wrapped(_fill(_text(kind, "next.md.txt"), values))
+    values["next"] = _fill(_text(kind, "next.md.txt"), values).rstrip()
     files = {path: _fill(_text("shared", file), values) for path, file in _SHARED.items()}
     files[f"{package}/__init__.py"] = _fill(module, values)
     files[f"tests/test_{name}.py"] = _fill(test, values)
@@ -189,23 +187,6 @@ def _check_use(name: str, templates: tuple[str, ...]) -> None:
 
 def _text(folder: str, file: str) -> str:
     return (TEMPLATES / folder / file).read_text(encoding="utf-8")
-
-
-def _wrapped(text: str) -> str:
-    """Markdown with paragraphs of lines of equal length and aligned comments, because names have different lengths."""
-    paragraphs = [_aligned(each) if each.startswith("    ") else each for each in text.rstrip().split("\n\n")]
-    is_prose = [each.lstrip("\n")[:1] not in ("", " ", "|", "#") for each in paragraphs]
-    return "\n\n".join(
-        textwrap.fill(each, _LINE_CHARACTERS, break_long_words=False, break_on_hyphens=False) if prose else each
-        for each, prose in zip(paragraphs, is_prose, strict=True)
-    )
-
-
-def _aligned(code: str) -> str:
-    """Code whose comments begin in one column."""
-    lines = [line.partition("  # ") for line in code.splitlines()]
-    width = max(len(command.rstrip()) for command, _, _ in lines)
-    return "\n".join(f"{command.rstrip():{width}}{mark}{comment}".rstrip() for command, mark, comment in lines)
 
 
 def _fill(text: str, values: dict[str, str]) -> str:

@@ -45,7 +45,7 @@ from rollouts.types import Message, Task, ToolCall
 from rollouts_notes.primitives.types import Conversation, Generation, GenerationConfig, ModelConfig, Turn
 
 if TYPE_CHECKING:
-    from rollouts.inference.servers.dialect import Dialect
+    from rollouts_servers.dialect import Dialect
 
 T = TypeVar("T")
 Prompt = str | Sequence[int] | Conversation | Sequence[Message] | Task
@@ -338,10 +338,10 @@ def vllm_generator(
         api_key_env: the environment variable with the API key, if the server requires one
         dialect: how the server speaks; None: as vLLM does
     """
-    from rollouts.inference.servers.checks import ServerSetup
-    from rollouts.inference.servers.options import PROBE_TEXT
-    from rollouts.inference.servers.server import Server
-    from rollouts.inference.servers.vllm import VLLM
+    from rollouts_servers.checks import ServerSetup
+    from rollouts_servers.options import PROBE_TEXT
+    from rollouts_servers.server import Server
+    from rollouts_servers.vllm import VLLM
 
     setup = ServerSetup(
         vocabulary_size=len(tokenizer),
@@ -361,7 +361,7 @@ def sglang_generator(
     """Sample one reply from the SGLang server at `url`, http://127.0.0.1:30000 by default. `options` are those of
     `vllm_generator`; the default of `api_key_env` is SGLANG_API_KEY.
     """
-    from rollouts.inference.servers.sglang import SGLang
+    from rollouts_servers.sglang import SGLang
 
     usual: dict[str, Any] = {"url": "http://127.0.0.1:30000", "api_key_env": "SGLANG_API_KEY", "dialect": SGLang()}
     return vllm_generator(model, tokenizer, prompt, config, **usual | options)

@@ -8,13 +8,13 @@ import pytest
 import torch
 import trio
 from rollouts_notes.loops import RLTrainingConfig, SFTTrainingConfig, run_rl_training, run_sft_training
+from rollouts_notes.manager import AsyncRolloutManager
+from rollouts_notes.rows import RolloutConfig
 from rollouts_notes.supervised import load_sft_dataset, tokenize_conversation
 
 from rollouts.errors import ConfigError, RunError, TrainingError
 from rollouts.primitives import load_tokenizer
 from rollouts.training import DataBuffer
-from rollouts.training.rollout_gen.manager import AsyncRolloutManager
-from rollouts.training.rollout_gen.steps import RolloutConfig
 from rollouts.types import Sample
 
 CONVERSATION = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 import torch
+from rollouts_notes.rows import with_lists
 
 import rollouts
 from rollouts.errors import TrainingError
 from rollouts.training import RLSample, RolloutBatch, Sample, compute_reward, convert_to_batch, prepare_sft_batch
-from rollouts.training.samples import with_lists
 
 REWARDS = [(1.0, {}), (0.5, {}), (None, {}), (1.0, {"correct": False}), (0.0, {"correct": True})]
 IDS = torch.tensor([5, 6, 7])

@@ -36,7 +36,7 @@ def test_it_trains_on_two_ranks(forked_ranks):
 def test_it_takes_a_loss_function_and_an_algorithm(monkeypatch):
     """As create_pytorch_backend does, if every rank finds it again."""
     plans = []
-    monkeypatch.setattr("rollouts.runs.jobs.evaluating.make_training", plans.append)
+    monkeypatch.setattr("rollouts.runs.jobs.train.make_training", plans.append)
     create_fsdp_backend("tiny", 1e-2, 2, losses.reinforce, processes=2, device="cpu")
     create_fsdp_backend("tiny", 1e-2, 2, recipes.GRPO, processes=1, device="cpu")
     first, second = (plan.schedule[0].algorithm for plan in plans)
@@ -53,7 +53,7 @@ def test_a_rank_above_0_serves_and_ends(monkeypatch):
             served.append(True)
 
     assert isinstance(Rank(), RankServer)
-    monkeypatch.setattr("rollouts.runs.jobs.evaluating.make_training", lambda plan: Rank())
+    monkeypatch.setattr("rollouts.runs.jobs.train.make_training", lambda plan: Rank())
     with pytest.raises(SystemExit) as ended:
         create_fsdp_backend("tiny", 1e-2, 2, device="cpu")
     assert (ended.value.code, served) == (0, [True])

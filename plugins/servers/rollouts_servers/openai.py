@@ -29,11 +29,11 @@ from rollouts.data.conversations import BadRowError, read_message
 from rollouts.errors import BudgetSpentError, ConfigError, InferenceError
 from rollouts.inference.base import Capabilities, Health, Spending
 from rollouts.inference.chatting import ChatReply, ChatRequest, evaluation_only
-from rollouts.inference.servers.http import HTTPFailure, PlainClient, Retries, error_message, read_url
 from rollouts.models.loading import BUNDLED
 from rollouts.plugins.checks import check_bounds, checked_by
-from rollouts.spending import (
-    Prices,
+from rollouts.types import Message
+from rollouts_servers.http import HTTPFailure, ProxyClient, Retries, error_message, read_url
+from rollouts_servers.spending import (
     SpendingStore,
     check_file,
     check_prices,
@@ -41,7 +41,6 @@ from rollouts.spending import (
     price,
     spent_words,
 )
-from rollouts.types import Message
 
 OPENAI_URL = "https://api.openai.com/v1"
 COMPLETIONS = "/chat/completions"
@@ -164,9 +163,8 @@ class OpenAIInference:
         folder: str = "",
     ) -> None:
         self.model, self._options, self._api_key, self._key_name = model, options, api_key, key_name
-        self._client = PlainClient(
+        self._client = ProxyClient(
             _url_of(options),
-            is_direct=False,
             api_key=api_key,
             connections_max=options.connections,
             retries=RETRIES._replace(attempts_max=options.attempts),
@@ -191,7 +189,7 @@ class OpenAIInference:
         await self._client.aclose()
         self._spending = self.spending()
         if self._meter is not None:
-            self._meter.close()
+            self._meter.store.close()
             self._meter = None
         if self._cache is not None:
             self._cache.close()
@@ -210,9 +208,7 @@ class OpenAIInference:
             self._cache = SpendingStore(options.cache)
         if self._meter is None and (options.prices or options.has_limit or options.cache):
             store = SpendingStore(str(Path(self._folder) / SPENT) if self._folder else "")
-            self._meter = Meter(
-                store, self.model, options.prices, tokens_max=options.tokens_max, dollars_max=options.dollars_max
-            )
+            self._meter = Meter(store, self.model, options)
 
     # --- chat ---------------------------------------------------------------------------------------------------------
 
@@ -246,7 +242,7 @@ class OpenAIInference:
         found = await trio.to_thread.run_sync(self._cache.reply, key)
         if found is None:
             return None
-        self._meter.hit()
+        self._meter.store.count(cache_hits=1)
         return msgspec.json.decode(found, type=ChatReply)
 
     def _key_of(self, request: ChatRequest) -> str:
@@ -262,7 +258,7 @@ class OpenAIInference:
         """
         self._open_files()
         request = ChatRequest([Message("user", "Say hello.")], list(tools), CHECK_TOKENS, 0, temperature)
-        async with PlainClient(self.url, is_direct=False, api_key=self._api_key, connections_max=1) as client:
+        async with ProxyClient(self.url, api_key=self._api_key, connections_max=1) as client:
             try:
                 try:
                     completion = await self._post(client, request, CHECK_SECONDS)
@@ -277,7 +273,7 @@ class OpenAIInference:
             except InferenceError as error:
                 raise ConfigError(f"{self!r} cannot be used: {error}") from error
 
-    async def _post(self, client: PlainClient, request: ChatRequest, seconds: float) -> _Completion:
+    async def _post(self, client: ProxyClient, request: ChatRequest, seconds: float) -> _Completion:
         """The completion of a request, within the limits. Raises HTTPFailure, BudgetSpentError."""
         body = self._body(request)
         if self._meter is None:
@@ -336,32 +332,28 @@ class OpenAIInference:
 
     def _refusal(self, failure: HTTPFailure) -> str:
         """Why the first request failed, and what to do about it."""
-        status, is_key = failure.status, failure.status in (401, 403)
-        advice = [
-            (is_key and self._key_name, f"the API key in the variable {self._key_name} is refused; is it correct?"),
-            (is_key, "put an API key into an environment variable, and type --inference.api-key-env ITS_NAME"),
-            (
-                status == 404,
+        status, words = failure.status, ""
+        if status in (401, 403):
+            words = "put an API key into an environment variable, and type --inference.api-key-env ITS_NAME"
+            if self._key_name:
+                words = f"the API key in the variable {self._key_name} is refused; is it correct?"
+        elif status == 404:
+            words = (
                 f"check that the server has the model {self.model!r} (if not, type --model or --inference.served-model)"
-                ", and that the URL is the part before /chat/completions; it usually ends in /v1",
-            ),
-            (
-                status == 400 and "tool" in str(failure),
+                ", and that the URL is the part before /chat/completions; it usually ends in /v1"
+            )
+        elif status == 400 and "tool" in str(failure):
+            words = (
                 "the environment has tools, but this server refuses them; vLLM needs --enable-auto-tool-choice "
-                "--tool-call-parser hermes (or the model's own), SGLang --tool-call-parser",
-            ),
-            (
-                failure.kind in ("refused", "reset", "timeout"),
-                "check that the server runs, and that --inference.url is its URL",
-            ),
-            (failure.kind == "garbage", "this server has no chat-completions API; check --inference.url"),
-            (
-                status == 400,
-                "--inference.leave-out '[\"seed\"]' leaves out keys, and --inference.body.KEY VALUE adds keys",
-            ),
-        ]
-        what_to_do = next((f"\n{words}" for applies, words in advice if applies), "")
-        return f"{self!r} cannot be used: {failure}{what_to_do}"
+                "--tool-call-parser hermes (or the model's own), SGLang --tool-call-parser"
+            )
+        elif status == 400:
+            words = "--inference.leave-out '[\"seed\"]' leaves out keys, and --inference.body.KEY VALUE adds keys"
+        elif failure.kind == "garbage":
+            words = "this server has no chat-completions API; check --inference.url"
+        elif failure.kind in ("refused", "reset", "timeout"):
+            words = "check that the server runs, and that --inference.url is its URL"
+        return f"{self!r} cannot be used: {failure}" + (f"\n{words}" if words else "")
 
     # --- the rest of InferenceBackend ---------------------------------------------------------------------------------
 
@@ -396,20 +388,11 @@ class OpenAIInference:
 
 
 class Meter:
-    """Counts the requests of one model, within limits. `flag` begins the flags of the limits in messages."""
+    """Counts the requests of one model in `store`, within the limits of `options`."""
 
-    def __init__(
-        self,
-        store: SpendingStore,
-        model: str,
-        prices: Prices | None = None,
-        *,
-        tokens_max: int | None = None,
-        dollars_max: float | None = None,
-        flag: str = "--inference",
-    ) -> None:
-        self._store, self._model, self._prices, self._flag = store, model, prices, flag
-        self._limits = tokens_max, dollars_max
+    def __init__(self, store: SpendingStore, model: str, options: OpenAIOptions) -> None:
+        self.store, self._model, self._prices = store, model, options.prices
+        self._limits = options.tokens_max, options.dollars_max
         self._open = 0
         self._turn, self._changed = trio.StrictFIFOLock(), trio.Event()
 
@@ -421,7 +404,7 @@ class Meter:
     async def reserve(self, tokens: int, dollars: float) -> None:
         """Count the most that a request can cost. Raises BudgetSpentError if the limits do not allow it."""
         async with self._turn:  # in the order of their arrival, so that a long request is not passed by short ones
-            while not self._store.reserve(tokens, dollars, *self._limits):
+            while not self.store.reserve(tokens, dollars, *self._limits):
                 if not self._open:
                     raise self._spent(tokens, dollars)
                 self._changed = trio.Event()
@@ -430,45 +413,37 @@ class Meter:
 
     def close_request(self, tokens: int, dollars: float) -> None:
         """Add the difference between what a request cost and what it reserved: it is not open any more."""
-        self._store.settle(tokens, dollars)
+        self.store.settle(tokens, dollars)
         self._open -= 1
         self._changed.set()
 
     def settle(self, reserved: MeteredRequest, input_tokens: int | None, output_tokens: int | None) -> None:
         """Count the price of a reply in place of what was reserved. Without its tokens, it counts as the most."""
         if input_tokens is None or output_tokens is None or min(input_tokens, output_tokens) < 0:
-            self._store.count(requests=1)
+            self.store.count(requests=1)
             self.close_request(0, 0.0)
             return
-        self._store.count(requests=1, prompt_tokens=input_tokens, completion_tokens=output_tokens)
+        self.store.count(requests=1, prompt_tokens=input_tokens, completion_tokens=output_tokens)
         dollars = price(self._prices, self._model, input_tokens, output_tokens)
         self.close_request(input_tokens + output_tokens - reserved.tokens, dollars - reserved.dollars)
 
-    def hit(self) -> None:
-        """Count a reply that was read from a file."""
-        self._store.count(cache_hits=1)
-
     def spending(self) -> Spending:
         """What was spent so far."""
-        (tokens, dollars), counts = self._store.spent(), self._store.counts()
+        (tokens, dollars), counts = self.store.spent(), self.store.counts()
         own = {name: counts.get(name, 0) for name in ("requests", "cache_hits", "prompt_tokens", "completion_tokens")}
         known = dollars if self._model in (self._prices or {}) else None
         return Spending(**own, tokens_spent=tokens, dollars=known)
 
-    def close(self) -> None:
-        """Close the file."""
-        self._store.close()
-
     def _spent(self, tokens: int, dollars: float) -> BudgetSpentError:
         """The error for a request that may cost this much, with the flags of higher limits."""
-        spent, (tokens_max, dollars_max) = self._store.spent(), self._limits
+        spent, (tokens_max, dollars_max) = self.store.spent(), self._limits
         needs, flags = [], []
         if tokens_max is not None and spent[0] + tokens > tokens_max:
             needs.append(f"{tokens} tokens")
-            flags.append(f"{self._flag}.tokens-max {2 * (spent[0] + tokens)}")
+            flags.append(f"--inference.tokens-max {2 * (spent[0] + tokens)}")
         if dollars_max is not None and spent[1] + dollars > dollars_max:
             needs.append(f"${dollars:.4f}")
-            flags.append(f"{self._flag}.dollars-max {2 * (spent[1] + dollars):.2g}")
+            flags.append(f"--inference.dollars-max {2 * (spent[1] + dollars):.2g}")
         return BudgetSpentError(
             f"the budget of {self._model} is spent: {spent_words(*spent, *self._limits)}, and the next request may "
             f"need {' and '.join(needs)} more",

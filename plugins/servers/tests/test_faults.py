@@ -18,19 +18,19 @@ from typing import Any, NamedTuple
 
 import pytest
 import trio
+from rollouts_servers.checks import ServerSetup
+from rollouts_servers.http import Retries
+from rollouts_servers.server import Server
+from rollouts_servers.server_pool import ServerPool
+from rollouts_servers.sglang import SGLang
+from rollouts_servers.vllm import VLLM
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, Generation, WeightUpdate
-from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.http import Retries
-from rollouts.inference.servers.server import Server
-from rollouts.inference.servers.server_pool import ServerPool
-from rollouts.inference.servers.sglang import SGLang
-from rollouts.inference.servers.vllm import VLLM
 from rollouts.training.weights import files as weight_files
 from rollouts.training.weights.sync import WeightSyncManager
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "servers")]
+sys.path[:0] = [str(Path(__file__).parents[3] / "tests" / "servers")]
 from fake_engines import FakeServers, FakeTrainer, started, write_model  # noqa: E402
 
 DIALECTS = {"vllm": VLLM, "sglang": SGLang}
@@ -158,7 +158,7 @@ def apart_from(reply: Generation, trainer: FakeTrainer, temperature: float = 1.0
 # --- weights that do not arrive --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.0, marks=pytest.mark.nightly)])
 def test_healthy_servers_follow_the_trainer(room: Room, way: str, temperature: float) -> None:
     """The control of all that follows in this part."""
 
@@ -190,7 +190,13 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("way", "fault"), list(FAULTS))
+DAILY = (("full", "no_flush"), ("full", "old_version"), ("adapter", "adapter_not_loaded"))
+
+
+@pytest.mark.parametrize(
+    ("way", "fault"),
+    [pytest.param(*each, marks=() if each in DAILY else pytest.mark.nightly) for each in FAULTS],
+)
 def test_a_sync_that_did_not_arrive_stops_and_says_what_it_looks_like(room: Room, way: str, fault: str) -> None:
     async def main() -> None:
         with room.take() as server:
@@ -392,7 +398,7 @@ def test_killed_in_the_middle_of_a_generation_its_rollouts_finish_elsewhere(room
     run(main)
 
 
-def test_none_is_moved_where_nobody_dies(room: Room) -> None:
+def test_none_is_moved_where_none_dies(room: Room) -> None:
     async def main() -> None:
         with room.take() as one, room.take() as two:
             async with pool_of(room, one.url, two.url) as pool:
@@ -576,7 +582,9 @@ def page() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("status", [200, 404, 503])
+@pytest.mark.parametrize(
+    "status", [200, pytest.param(404, marks=pytest.mark.nightly), pytest.param(503, marks=pytest.mark.nightly)]
+)
 def test_a_url_that_answers_something_else(room: Room, page: str, status: int) -> None:
     _Page.status = status
     words = run(lambda: refused(room.engine(page).check))
@@ -594,7 +602,7 @@ def test_a_url_of_the_other_kind_of_server(room: Room) -> None:
     run(main)
 
 
-def test_a_url_where_nobody_is(room: Room) -> None:
+def test_a_url_without_a_server(room: Room) -> None:
     words = run(lambda: refused(room.engine("http://127.0.0.1:9").check))
     assert "127.0.0.1:9" in words and room.software in words
 
@@ -877,7 +885,7 @@ def test_an_adapter_that_was_evicted_without_a_word(servers: FakeServers, model_
                         folder = FakeTrainer(model_folder, lora_rank=2).write(tmp_path / f"other{number}", "adapter")
                         body = {"lora_name": f"other{number}", "lora_path": str(folder)}
                         assert server.ask("POST", "/load_lora_adapter", body)[0] == 200
-                        server.ask("POST", "/unload_lora_adapter", {"lora_name": "nobody"})
+                        server.ask("POST", "/unload_lora_adapter", {"lora_name": "unknown"})
 
                 for gone in (False, True):
                     crowd()

@@ -5,7 +5,8 @@
 
 At most `connections_max` requests are in flight, each on its own connection; the others wait in order. Connections are
 reused, the most recently used one first, so that idle ones time out. msgspec encodes bodies and decodes replies; a
-reply is checked against its type while it is decoded. The requests themselves are in `vllm`, `sglang` and `openai`.
+reply is checked against its type while it is decoded. `HTTPClient` is for servers of models, and `ProxyClient` for APIs
+on the internet. The requests themselves are in `vllm`, `sglang` and `openai`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple, Self, TypeVar, cast
 from urllib.parse import quote, urlsplit, urlunsplit
 
@@ -26,7 +27,7 @@ import h11
 import msgspec
 import trio
 
-from rollouts.errors import ConfigError, InferenceError
+from rollouts.errors import ConfigError, EngineRequestError
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ HTTP, not JSON, or not the expected JSON.
 
 CHUNK_BYTES = 65_536
 CONNECT_SECONDS = 10.0
+REPLY_BYTES_MAX = 256 * 2**20
 IDLE_SECONDS = 0.1  # servers close idle connections after seconds; checking this costs a system call
 MESSAGE_CHARACTERS_MAX = 500
 RETRYABLE_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -48,7 +50,7 @@ UNREADABLE = (ValueError, RecursionError)
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
-class HTTPFailure(InferenceError):
+class HTTPFailure(EngineRequestError):
     """A request without a usable reply.
 
     `retryable`: the same request may succeed later, or at another server. `status` is the HTTP status, if there was a
@@ -109,13 +111,12 @@ def _cut(text: str) -> str:
 
 class Retries(NamedTuple):
     """How retryable failures are retried. The delay before each attempt doubles from `first_seconds` up to
-    `longest_seconds`, and is shortened at random by up to a half. `attempt_seconds` limits one attempt.
+    `longest_seconds`, and is shortened at random by up to a half.
     """
 
     attempts_max: int = 4
     first_seconds: float = 0.25
     longest_seconds: float = 10.0
-    attempt_seconds: float = math.inf
 
 
 class ClientStatistics(NamedTuple):
@@ -147,9 +148,8 @@ class HTTPClient:
     Raises ConfigError if the URL or the key cannot be used.
     """
 
-    # Generation uses h11, and all other requests use httpx (`PlainClient`). CPU time of one turn with ids and logprobs:
-    # httpx with 8 connections per client 0.73 ms, httpcore's single connections 0.26 ms, this class 0.15 ms. The budget
-    # for a turn is 0.5 ms.
+    # It uses h11 itself. CPU time of one turn with ids and logprobs: httpx with 8 connections per client 0.73 ms,
+    # httpcore's single connections 0.26 ms, this class 0.15 ms. The budget for a turn is 0.5 ms.
 
     def __init__(
         self,
@@ -158,7 +158,6 @@ class HTTPClient:
         api_key: str = "",
         timeout_seconds: float = 60.0,
         connections_max: int = 256,
-        reply_bytes_max: int = 256 * 2**20,
         retries: Retries = Retries(),  # noqa: B008 - a NamedTuple cannot be changed
         seed: int = 0,
     ) -> None:
@@ -168,7 +167,7 @@ class HTTPClient:
         self._headers = _headers(self._origin, self._host, self._port, api_key)
         self._api_key = api_key
         self._tls = ssl.create_default_context() if self.url.startswith("https:") else None
-        self._timeout_seconds, self._retries, self._reply_bytes_max = timeout_seconds, retries, reply_bytes_max
+        self._timeout_seconds, self._retries = timeout_seconds, retries
         self._rng = random.Random(seed)
         self._limiter = trio.CapacityLimiter(connections_max)
         self._connections: set[_Connection] = set()
@@ -199,6 +198,10 @@ class HTTPClient:
         limiter = self._limiter.statistics()
         counts = self._opened, self._requests, self._retried, dict(self._failures)
         return ClientStatistics(limiter.borrowed_tokens, limiter.tasks_waiting, len(self._connections), *counts)
+
+    async def get(self, path: str, reply_type: type[T], **bounds: Any) -> T:
+        """Like `post`, without a body."""
+        return await self.post(path, None, reply_type, **bounds)
 
     async def post(
         self,
@@ -232,14 +235,10 @@ class HTTPClient:
                     try:
                         if self._is_closed:  # the client was closed while this task waited, perhaps in a shielded scope
                             raise HTTPFailure("reset", "the connection is closed")
-                        with trio.fail_after(retries.attempt_seconds):
-                            async with each_attempt:
-                                return _decode(await self._exchange(method, target, data), reply_type)
+                        async with each_attempt:
+                            return _decode(await self._exchange(method, target, data), reply_type)
                     except HTTPFailure as error:
                         failure = error
-                    except trio.TooSlowError:
-                        words = f"no complete reply within {retries.attempt_seconds:g} seconds"
-                        failure = HTTPFailure("timeout", words)
                     self._failures[failure.kind] += 1
                     is_last = self._is_closed or attempt >= (attempts_max or retries.attempts_max)
                     if is_last or not failure.retryable:
@@ -275,7 +274,7 @@ class HTTPClient:
         if connection is None:
             connection = await self._connect()
         try:
-            return await connection.send(method, target, self._headers, body, self._reply_bytes_max)
+            return await connection.send(method, target, self._headers, body)
         except h11.RemoteProtocolError as error:
             raise HTTPFailure("garbage", f"the reply is not HTTP: {error}") from error
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -311,23 +310,13 @@ class HTTPClient:
 _LOOPBACK = ("all://localhost", "all://127.0.0.1", "all://[::1]")
 
 
-class PlainClient(HTTPClient):
-    """Like HTTPClient, but over httpx, for rare requests. It also sends GET.
+class ProxyClient(HTTPClient):
+    """Like HTTPClient, but over httpx, which uses the proxies of the environment and follows redirects."""
 
-    `is_direct`: use no proxy and follow no redirect, like `HTTPClient`.
-    """
-
-    def __init__(self, base_url: str, *, is_direct: bool = True, **settings: Any) -> None:
+    def __init__(self, base_url: str, **settings: Any) -> None:
         super().__init__(base_url, **settings)
-        self._is_direct = is_direct
         self._httpx: Any = None
         self._scopes: set[trio.CancelScope] = set()  # of the requests in flight
-
-    async def __aenter__(self) -> Self:
-        import httpx
-
-        httpx.AsyncHTTPTransport(verify=False)  # imports the rest of httpx, which is slow, before the first request
-        return await super().__aenter__()
 
     async def aclose(self) -> None:
         """Close every connection, also those in use. Requests in flight and later requests fail."""
@@ -337,22 +326,17 @@ class PlainClient(HTTPClient):
         if self._httpx is not None:
             await self._httpx.aclose()
 
-    async def get(self, path: str, reply_type: type[T], **bounds: Any) -> T:
-        """Like `post`, without a body."""
-        return await self.post(path, None, reply_type, **bounds)
-
     async def _exchange(self, method: str, target: str, body: bytes) -> HTTPReply:
         import httpx
 
         if self._httpx is None:
             try:
                 self._httpx = httpx.AsyncClient(
-                    verify=self._tls or not self._is_direct,  # certificates matter with TLS, or after a redirect to it
+                    verify=self._tls or _certificates(),  # without TLS too: a redirect may lead to it
                     timeout=httpx.Timeout(None, connect=CONNECT_SECONDS),
                     limits=httpx.Limits(max_connections=None),
-                    trust_env=not self._is_direct,
                     mounts=dict.fromkeys(_LOOPBACK),  # no proxy for loopback
-                    follow_redirects=not self._is_direct,
+                    follow_redirects=True,
                 )
             except (ImportError, OSError, ValueError, httpx.InvalidURL) as error:
                 words = f"the environment's proxy (ALL_PROXY, HTTP_PROXY) or SSL_CERT_FILE cannot be used: {error}"
@@ -366,7 +350,7 @@ class PlainClient(HTTPClient):
                     async for part in found.aiter_bytes():
                         parts.append(part)
                         size += len(part)
-                        if size > self._reply_bytes_max:
+                        if size > REPLY_BYTES_MAX:
                             scope.cancel()  # breaking out of the loop would leave httpx's generators open
         except httpx.ConnectTimeout:
             raise HTTPFailure("timeout", f"no connection within {CONNECT_SECONDS:g} seconds") from None
@@ -384,8 +368,16 @@ class PlainClient(HTTPClient):
             self._scopes.discard(scope)
         if scope.cancelled_caught and self._is_closed:
             raise HTTPFailure("reset", "the connection is closed")
-        _check_size(size, self._reply_bytes_max)
+        _check_size(size)
         return HTTPReply(found.status_code, {name.lower(): value for name, value in found.headers.raw}, b"".join(parts))
+
+
+@cache
+def _certificates() -> ssl.SSLContext:
+    """httpx's certificates. To load them takes longer than many requests."""
+    import httpx
+
+    return httpx.create_ssl_context()
 
 
 class _Connection:
@@ -403,9 +395,7 @@ class _Connection:
         has_idled = trio.current_time() - self._used_at > IDLE_SECONDS
         return self.is_open and not (has_idled and self._socket.is_readable())
 
-    async def send(
-        self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes, bytes_max: int
-    ) -> HTTPReply:
+    async def send(self, method: str, target: str, headers: list[tuple[bytes, bytes]], body: bytes) -> HTTPReply:
         """Send one request and receive its reply. Then closes the connection, unless both sides keep it open.
 
         Raises h11.RemoteProtocolError (the reply is not HTTP), HTTPFailure, trio.BrokenResourceError.
@@ -419,7 +409,7 @@ class _Connection:
             parser.send(h11.Data(data=body))  # framed by its length, so the bytes are sent unchanged
             parser.send(h11.EndOfMessage())
             await self._stream.send_all(head + body)
-            reply = await self._receive(bytes_max)
+            reply = await self._receive()
             if parser.our_state is h11.DONE and parser.their_state is h11.DONE and not parser.trailing_data[0]:
                 parser.start_next_cycle()
                 self._used_at = trio.current_time()
@@ -429,7 +419,7 @@ class _Connection:
             if not finished:
                 self.close()
 
-    async def _receive(self, bytes_max: int) -> HTTPReply:
+    async def _receive(self) -> HTTPReply:
         parser, response, parts, size, has_ended = self._parser, None, list[bytes](), 0, False
         while True:
             try:
@@ -444,7 +434,7 @@ class _Connection:
                 parser.receive_data(data)
             elif isinstance(event, h11.Data):
                 size += len(event.data)
-                _check_size(size, bytes_max)
+                _check_size(size)
                 parts.append(bytes(event.data))
             elif isinstance(event, h11.Response):
                 response = event
@@ -581,9 +571,9 @@ def _retry_after(value: bytes) -> float | None:
     return max(seconds, 0.0) if math.isfinite(seconds) else None
 
 
-def _check_size(size: int, bytes_max: int) -> None:
-    if size > bytes_max:
-        raise HTTPFailure("garbage", f"the reply has more than {bytes_max} bytes", retryable=False)
+def _check_size(size: int) -> None:
+    if size > REPLY_BYTES_MAX:
+        raise HTTPFailure("garbage", f"the reply has more than {REPLY_BYTES_MAX} bytes", retryable=False)
 
 
 def _closed_early() -> HTTPFailure:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from rollouts_servers.checks import ServerSetup
+from rollouts_servers.openai import OpenAIInference, OpenAIOptions
+from rollouts_servers.server import Server
+from rollouts_servers.server_pool import ServerPool
+from rollouts_servers.vllm import VLLM
 
 from rollouts.errors import ConfigError
 from rollouts.inference.base import METHOD_OF, Capabilities, InferenceBackend, check_engine, members_of
-from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.openai import OpenAIInference, OpenAIOptions
-from rollouts.inference.servers.server import Server
-from rollouts.inference.servers.server_pool import ServerPool
-from rollouts.inference.servers.vllm import VLLM
 
 
 async def nothing(self, *_):
@@ -78,6 +78,6 @@ def test_the_engines_of_the_core_have_everything():
 
 
 def test_the_page_for_authors_lists_every_field():
-    page = (Path(__file__).parents[2] / "docs" / "inference.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "inference.md").read_text()
     fields = [*InferenceBackend.__annotations__, *Capabilities._fields]
     assert [name for name in fields if f"| `{name}` |" not in page] == []

@@ -13,8 +13,8 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import Capabilities, Probe, VersionSpan, WeightUpdate, furthest_apart
-from rollouts.inference.servers.dialect import Dialect, GroupCalls, Sampled, ServerInfo
-from rollouts.inference.servers.http import HTTPFailure, PlainClient, Retries
+from rollouts_servers.dialect import Dialect, GroupCalls, Sampled, ServerInfo
+from rollouts_servers.http import HTTPClient, HTTPFailure, Retries
 
 HANDSHAKE_SECONDS = 60.0  # a server's first generation may take long
 
@@ -69,10 +69,11 @@ class ServerSetup:
             scores_alone=self.lora_rank > 0 and dialect.scores_adapters_alone,
             aborts=True,
             checks=True,
+            has_states=True,
         )
 
 
-async def handshake(dialect: Dialect, client: PlainClient, setup: ServerSetup, label: str) -> ServerInfo:
+async def handshake(dialect: Dialect, client: HTTPClient, setup: ServerSetup, label: str) -> ServerInfo:
     """Identify the server. Raises ConfigError if the server does not fit this setup. `label` names the server in
     messages.
     """

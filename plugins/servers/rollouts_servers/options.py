@@ -26,17 +26,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import trio
+from packaging.version import InvalidVersion, Version
 
 from rollouts.child_environment import child_environment
 from rollouts.errors import ConfigError, ModelError, OutputError
 from rollouts.inference.base import TOLERANCE_HALF
-from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.dialect import Dialect, GroupCalls
-from rollouts.inference.servers.http import read_url
-from rollouts.inference.servers.process import ServerCommand, ServerProcess, has_gpu
-from rollouts.inference.servers.server import Server
-from rollouts.inference.servers.server_pool import ServerPool
 from rollouts.plugins.checks import check_bounds
+from rollouts_servers.checks import ServerSetup
+from rollouts_servers.dialect import Dialect, GroupCalls
+from rollouts_servers.http import read_url
+from rollouts_servers.process import ServerCommand, ServerProcess, has_gpu
+from rollouts_servers.server import Server
+from rollouts_servers.server_pool import ServerPool
 
 PROBE_TEXT = 'Tokens in, tokens out:\n\n  12 * 34 = 408; "naïve" café 東京 🙂 <tool>{"a": [1, 2]}</tool>'
 SPARE_CONNECTIONS = 8  # for health checks while every episode waits for a reply
@@ -131,7 +132,7 @@ class EnginePackage(NamedTuple):
 
     name: str
     install: str  # "pip install 'vllm>=0.32'"
-    minimum: str = ""
+    minimum: str = "0"
 
 
 class ServedRun(NamedTuple):
@@ -223,7 +224,7 @@ def _processes(
     """The processes of the servers, not started yet. Raises ConfigError."""
     from rollouts.models.loading import is_remote_code_allowed
 
-    python, _ = find_engine(options.python, package)
+    python = find_engine(options.python, package)
     trusted = ("--trust-remote-code",) if is_remote_code_allowed() else ()
     trained_in = getattr(run.training, "compute_dtype", None) or "auto"
     dtype = options.dtype if options.dtype != "auto" else trained_in
@@ -303,57 +304,45 @@ def _flag(name: str) -> str:
 
 # --- the engine's package ---------------------------------------------------------------------------------------------
 
-_FIND_VERSION = """
+_FIND_VERSIONS = """
 import importlib.metadata as metadata, importlib.util, json, sys
 
-def version_of(package):
-    try:
-        names = metadata.packages_distributions().get(package, [])
-    except Exception:  # another distribution in this environment has damaged metadata
-        names = []
-    for name in [*names, package, package + "-cpu"]:
-        try:
-            if version := metadata.version(name):
-                return version
-        except Exception:  # there is no such distribution, or its metadata is damaged
-            continue
-    return ""
-
-name = sys.argv[1]
-print(json.dumps(version_of(name) if importlib.util.find_spec(name) else None))
+names = [sys.argv[1], sys.argv[1] + "-cpu"]
+found = [str(each.version) for name in names for each in metadata.distributions(name=name)]
+print(json.dumps(found if importlib.util.find_spec(names[0]) else None))
 """
 
 
-def find_engine(python: str, package: EnginePackage) -> tuple[str, str]:
-    """The path of the interpreter, and the version of its engine ("" if its metadata does not say).
+def find_engine(python: str, package: EnginePackage) -> str:
+    """The path of the interpreter. `python` is an interpreter, the folder of a virtual environment, or "" for this one.
 
-    `python` is an interpreter, the folder of a virtual environment, or "" for this interpreter. The engine is not
-    imported. Raises ConfigError, with the install command, if the engine is missing or too old.
+    The engine is not imported. Raises ConfigError, with the install command, if the engine is missing or too old.
     """
     interpreter = _interpreter(python)
     try:
         done = subprocess.run(
-            [interpreter, "-c", _FIND_VERSION, package.name],
+            [interpreter, "-c", _FIND_VERSIONS, package.name],
             capture_output=True,
             text=True,
             timeout=FIND_SECONDS,
             stdin=subprocess.DEVNULL,
             env=child_environment(),
         )
-        version: str | None = json.loads(done.stdout.strip().splitlines()[-1])
+        versions: list[str] | None = json.loads(done.stdout.strip().splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError) as error:
         words = f"--inference.python {python}: {interpreter} does not run as a Python interpreter ({error})"
         raise ConfigError(f"{words}; give the interpreter of an environment that has {package.name}") from error
-    if version is None:
+    if versions is None:
         where = "this environment" if not python else interpreter
         raise ConfigError(
             f"{where} has no {package.name}, and --inference.url names no running server. Install it, preferably in "
             f"a separate environment, and name that with --inference.python:\n  {package.install}"
         )
-    if version and version_numbers(version) < version_numbers(package.minimum):
-        needed = f"{package.minimum} or newer is needed:\n  {package.install}"
-        raise ConfigError(f"{interpreter} has {package.name} {version}, and {needed}")
-    return interpreter, version
+    for version in versions[:1]:  # a server that has started says its version too
+        if is_older(version, package.minimum):
+            needed = f"{package.minimum} or newer is needed:\n  {package.install}"
+            raise ConfigError(f"{interpreter} has {package.name} {version}, and {needed}")
+    return interpreter
 
 
 def _interpreter(python: str) -> str:
@@ -369,19 +358,17 @@ def _interpreter(python: str) -> str:
     return on_path
 
 
-def version_numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, to compare two versions.
+def is_older(version: str, minimum: str) -> bool:
+    """Whether a version is older than `minimum`. A development version is not: its number may say nothing.
 
-    >>> version_numbers("0.32.0rc1+cpu") < version_numbers("0.5.22"), version_numbers("0.5.23.post1")
-    (False, (0, 5, 23))
+    >>> is_older("0.32.0rc1+cpu", "0.32"), is_older("0.5.3", "0.5.22"), is_older("0.1.dev1+g0", "0.32")
+    (False, True, False)
     """
-    found = []
-    for part in version.partition("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        found.append(int(digits))
-    return tuple(found)
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return False
+    return not found.is_devrelease and found.release < Version(minimum).release
 
 
 # --- the model --------------------------------------------------------------------------------------------------------
@@ -404,19 +391,13 @@ def _write_merged(model: str, whole: str, folder: Path, dtype: str) -> None:
 
 def context_of(model: str) -> int:
     """The longest context of a model in a folder or on the hub, in tokens; 0 if its configuration does not say."""
-    try:  # first read config.json: transformers may not support the model
-        config = json.loads((Path(model) / "config.json").read_bytes())
-        context = config.get("text_config", config).get("max_position_embeddings")
-    except (OSError, ValueError):
-        context = None
-    if not context:
-        from rollouts.models.loading import load_config
+    from rollouts.models.loading import load_config
 
-        try:
-            context = getattr(load_config(model).get_text_config(decoder=True), "max_position_embeddings", None)
-        except (ImportError, ModelError):  # no transformers; the server reports any other problem
-            context = None
-    return int(context or 0)
+    try:
+        config = load_config(model).get_text_config(decoder=True)
+    except ModelError:  # the server reports the problem
+        return 0
+    return int(getattr(config, "max_position_embeddings", None) or 0)
 
 
 def _vocabulary_size(model: str, training: Any) -> int:

@@ -4,7 +4,7 @@ The group is independent of torch's default group, in which ranks may shard the 
 this process, at the address by which the servers reach this machine: loopback if all servers are on it. Tensors are
 broadcast in the order of the manifest, with gloo between CPUs and NCCL between GPUs. If a server does not answer in
 time, the broadcast's thread is abandoned, and the update fails. Each update has a new group, because servers may come
-and go. Not here: requests to servers (`inference.servers.sglang`), and whether the weights have arrived (`sync`).
+and go. Not here: requests to servers (`sglang`), and whether the weights have arrived (`training.weights.sync`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import trio
 
 from rollouts.errors import InferenceError
 from rollouts.inference.base import InferenceBackend, WeightUpdate, members_of
-from rollouts.inference.servers.dialect import GroupPlace, TakesGroup
+from rollouts_servers.dialect import GroupPlace, TakesGroup
 
 JOIN_SECONDS = 120.0
 LEAVE_SECONDS = 30.0

@@ -11,13 +11,10 @@ from functools import partial
 import msgspec
 import pytest
 import trio
-
-from rollouts.errors import ConfigError, InferenceError
-from rollouts.inference.base import GenerateRequest, TensorInfo, WeightUpdate
-from rollouts.inference.servers.dialect import GroupPlace, RequestTarget
-from rollouts.inference.servers.http import HTTPFailure, failure_of_status
-from rollouts.inference.servers.options import ServerOptions
-from rollouts.inference.servers.sglang import (
+from rollouts_servers.dialect import GroupPlace, RequestTarget
+from rollouts_servers.http import HTTPFailure, failure_of_status
+from rollouts_servers.options import ServerOptions
+from rollouts_servers.sglang import (
     SGLang,
     create_sglang_inference,
     group_ranks,
@@ -26,6 +23,9 @@ from rollouts.inference.servers.sglang import (
     receive,
     serve_sglang,
 )
+
+from rollouts.errors import ConfigError, InferenceError
+from rollouts.inference.base import GenerateRequest, TensorInfo, WeightUpdate
 from rollouts.plugins.checks import run_check
 
 URL = "http://server:30000"
@@ -244,20 +244,21 @@ INFO = {
 }
 
 
-def tops(spread_at_1, spread_at_high):
-    """Answers to the two requests that measure the convention."""
+def measured(sampled, scored):
+    """Answers to the requests that measure the convention: a sampled token, and its score."""
 
     def reply(body):
-        spread = spread_at_1 if body["sampling_params"]["temperature"] == 1.0 else spread_at_high
-        made = answer([9])
-        made["meta_info"]["output_top_logprobs"] = [[[-1.0, 9, None], [-1.0 - spread, 8, None]]]
+        if body["sampling_params"]["max_new_tokens"]:
+            return answer([9], logprobs=[sampled])
+        made = answer([], prompt=body["input_ids"])
+        made["meta_info"]["input_token_logprobs"][1][0] = scored
         return made
 
     return reply
 
 
 def handshake(*, info=INFO, **replies):
-    given = {"generate": tops(8.0, 2.0), "v1__models": {"data": [{"max_model_len": 512}]}, "server_info": info}
+    given = {"generate": measured(-2.0, -3.0), "v1__models": {"data": [{"max_model_len": 512}]}, "server_info": info}
     client = Client(**(given | replies))
     return trio.run(SGLang().handshake, client), client
 
@@ -271,22 +272,14 @@ def test_greeting():
     plain, _ = handshake(info={"version": "0.6", "served_model_name": "m", "enable_lora": None, "max_lora_rank": None})
     assert not plain.loads_adapters and plain.lora_rank_max == 0
     assert not handshake(info=INFO | {"dp_size": 2})[0].loads_adapters
-    older, _ = handshake(server_info=Refused(404, ""), get_server_info=INFO)
-    assert older.models == ("policy",)
 
 
 @pytest.mark.parametrize(
-    ("spreads", "convention"),
-    [
-        ((8.0, 2.0), "processed"),
-        ((8.0, 8.0), "raw"),
-        ((8.0, 7.9), "raw"),
-        ((8.0, 2.1), "processed"),
-        ((0, 0), "processed"),
-    ],
+    ("logprobs", "convention"),
+    [((-2.0, -3.0), "processed"), ((-2.0, -2.2), "processed"), ((-2.0, -2.0), "raw"), ((-2.0, -2.05), "raw")],
 )
-def test_the_convention_of_logprobs_is_measured(spreads, convention):
-    assert handshake(generate=tops(*spreads))[0].logprobs == convention
+def test_the_convention_of_logprobs_is_measured(logprobs, convention):
+    assert handshake(generate=measured(*logprobs))[0].logprobs == convention
 
 
 @pytest.mark.parametrize(
@@ -296,7 +289,8 @@ def test_the_convention_of_logprobs_is_measured(spreads, convention):
             {"info": INFO | {"version": "0.5.21"}},
             "0.5.21 at http://server:30000 is too old: 0.5.22 or newer is needed; type pip",
         ),
-        ({"server_info": {"vllm_config": 1}, "get_server_info": Refused(404, "")}, "is not an SGLang server"),
+        ({"server_info": {"vllm_config": 1}}, "is not an SGLang server"),
+        ({"server_info": Refused(404, "")}, "is not an SGLang server"),
         (
             {"ready": Refused(503, "")},
             "curl -X POST -H 'content-type: application/json' -d '{}' http://server:30000/cont",
@@ -424,17 +418,17 @@ def test_a_server_receives_in_buckets_within_one_update():
         begun.append(client.paths[-1])
 
     trio.run(partial(receive, client, INFOS, 7, name="g", bucket_bytes=32, receiving=receiving))
-    told = "/update_weights_from_distributed"
+    received = "/update_weights_from_distributed"
     assert client.paths == [
         "/pause_generation",
         "/begin_weight_update",
-        told,
-        told,
+        received,
+        received,
         "/end_weight_update",
         "/continue_generation",
     ]
     assert begun == ["/begin_weight_update"]
-    first, last = client.sent(told)
+    first, last = client.sent(received)
     assert (first["names"], first["dtypes"], first["shapes"]) == (["a", "b"], ["float32", "bfloat16"], [[2, 3], [4]])
     assert not first["flush_cache"] and first["weight_version"] is None
     assert last["names"] == ["c"] and last["flush_cache"] and last["weight_version"] == "7"

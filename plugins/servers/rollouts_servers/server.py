@@ -32,8 +32,8 @@ from typing import NamedTuple, Self
 import trio
 
 from rollouts.errors import ConfigError, InferenceError, RolloutsError
-from rollouts.inference.base import GenerateRequest, Generation, Health, WeightUpdate, check_tokens
-from rollouts.inference.servers.checks import (
+from rollouts.inference.base import EngineState, GenerateRequest, Generation, Health, WeightUpdate, check_tokens
+from rollouts_servers.checks import (
     ServerSetup,
     check_update,
     fault_of_probe,
@@ -41,11 +41,10 @@ from rollouts.inference.servers.checks import (
     has_answered,
     spans_of,
 )
-from rollouts.inference.servers.dialect import Dialect, GroupPlace, RequestTarget, ServerInfo
-from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient, acquire
-from rollouts.inference.servers.process import ServerProcess, end_of
+from rollouts_servers.dialect import Dialect, GroupPlace, RequestTarget, ServerInfo
+from rollouts_servers.http import HTTPClient, HTTPFailure, acquire
+from rollouts_servers.process import ServerProcess, end_of
 
-CONTROL_CONNECTIONS = 8  # for control requests: more connections cost httpx milliseconds per request
 ABORT_AGAIN_SECONDS = 0.2  # repeat an abort, since the server may not have read the request yet
 ABORT_SECONDS = 10.0  # after this time without a reply, an aborted request is cancelled
 BACK_SECONDS_MAX = 30.0
@@ -71,7 +70,8 @@ class ServerStatistics(NamedTuple):
 
 
 class Server:
-    """Implements InferenceBackend, CanAbort and CanCheck for the server at `url`, or for one that `process` starts.
+    """Implements InferenceBackend, CanAbort, CanCheck and HasStates for the server at `url`, or for one that `process`
+    starts.
 
     `changed` is called with a sentence when the server starts or stops serving. `sessions` are the episodes that a pool
     assigned to this server.
@@ -121,6 +121,11 @@ class Server:
         counts = len(self.sessions), self.in_flight, self.answered, self._deaths, self._restarts
         return ServerStatistics(self._name or self.url, self.state, self.version, *counts, self.reason)
 
+    def states(self) -> list[EngineState]:
+        """The server's state, for the live view."""
+        state = "" if self.state == "ready" else self.state
+        return [EngineState(self._name or self.url, self.version, self.in_flight, state)]
+
     def _set_state(self, state: str, reason: str = "") -> None:
         """Enter a state. Requests that cannot succeed any more are cancelled."""
         self.state, self.reason = state, reason or self.reason
@@ -134,7 +139,7 @@ class Server:
 
     async def check(self) -> None:
         """Identify the server. Raises ConfigError if the server cannot be used with the run's settings."""
-        async with PlainClient(self.url, api_key=self.setup.api_key) as client:
+        async with HTTPClient(self.url, api_key=self.setup.api_key) as client:
             await handshake(self.dialect, client, self.setup, repr(self))
 
     async def __aenter__(self) -> Self:
@@ -154,8 +159,7 @@ class Server:
             url, api_key=key, timeout_seconds=seconds, connections_max=most, retries=setup.retries, seed=setup.seed
         )
         # Separate connections, so that an abort does not wait for the replies that it aborts.
-        self._control = PlainClient(url, api_key=key, connections_max=CONTROL_CONNECTIONS, retries=setup.retries)
-        self._loader = PlainClient(url, api_key=key, timeout_seconds=setup.load_seconds, retries=setup.retries)
+        self._control = HTTPClient(url, api_key=key, timeout_seconds=setup.load_seconds, retries=setup.retries)
         self.url, self.version = self._client.url, 0
         self._versions: list[int] = []  # the loaded versions, in order
         # The names of the current and the previous adapter; "": none, so the base model answers.
@@ -168,7 +172,11 @@ class Server:
         """Connect, and check that the server fits and generates. Raises ConfigError."""
         await self._disconnect()
         self._open(url)
-        self.info = await handshake(self.dialect, self._control, self.setup, repr(self))
+        try:
+            self.info = await handshake(self.dialect, self._control, self.setup, repr(self))
+        except BaseException:
+            await self._disconnect()
+            raise
         limits = (self.info.context_tokens_max, self.setup.context_tokens_max)
         self.context_tokens_max = min(limits) if all(limits) else max(limits)
 
@@ -182,7 +190,7 @@ class Server:
                     await self.dialect.unload_adapter(self._control, name)
                 except InferenceError:
                     continue  # the server may be down
-        for client in (self._client, self._control, self._loader):
+        for client in (self._client, self._control):
             await client.aclose()
 
     # --- requests -----------------------------------------------------------------------------------------------------
@@ -394,15 +402,15 @@ class Server:
             if update.kind == "adapter":
                 keeps = self.dialect.keeps_requests
                 old = self._adapter_before if keeps else self._adapter
-                adapter = await self.dialect.load_adapter(self._loader, update, old=old)
+                adapter = await self.dialect.load_adapter(self._control, update, old=old)
                 self._adapter_before, self._adapter = self._adapter if keeps else "", adapter
             elif update.path is not None:
-                await self.dialect.load_full(self._loader, update)
+                await self.dialect.load_full(self._control, update)
             else:
                 assert self.setup.groups is not None and self._group is not None, f"{self!r} is not in a group"
                 place, receiving = self._group
                 await self.setup.groups.receive(
-                    self._loader, update.manifest, update.version, name=place.name, receiving=receiving
+                    self._control, update.manifest, update.version, name=place.name, receiving=receiving
                 )
         except InferenceError as error:
             words = f"{self!r} did not load version {update.version}: {error}"

@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 import trio
+from rollouts_servers import openai
+from rollouts_servers.http import Retries
+from rollouts_servers.openai import OPENAI_URL, OpenAIInference, OpenAIOptions, create_openai_inference
 
 from rollouts import Message, Task, reward, tool
 from rollouts.agent.episode import run_episode
@@ -18,14 +21,11 @@ from rollouts.agent.model import EpisodeLimits
 from rollouts.env.mixing import env_term
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.chatting import ChatRequest, is_evaluation_only
-from rollouts.inference.servers import openai
-from rollouts.inference.servers.http import Retries
-from rollouts.inference.servers.openai import OPENAI_URL, OpenAIInference, OpenAIOptions, create_openai_inference
 from rollouts.plugins.checks import run_check
 from rollouts.runs.folder import episode_records
 from rollouts.types import Episode, Score, Status
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "servers"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "servers"))
 from mock_engine import started
 
 ATTEMPTS = 3
@@ -143,7 +143,7 @@ def test_a_reply_that_is_cut_off():
     assert not {"prompt_tokens", "completion_tokens"} & set(episode.trajectory.metrics)  # the server reported none
 
 
-@pytest.mark.parametrize("field", ["reasoning", "reasoning_content"])
+@pytest.mark.parametrize("field", ["reasoning", pytest.param("reasoning_content", marks=pytest.mark.nightly)])
 def test_reasoning_is_kept_apart(field):
     with started(chat_body=reply(content="46", **{field: "twelve, then"}), **FAST) as server:
         episode = play(server.url)
@@ -154,12 +154,15 @@ def test_reasoning_is_kept_apart(field):
     "content",
     [
         {"content": [{"type": "text", "text": "4"}, {"type": "output_text", "text": "6"}]},
-        {
-            "content": [
-                {"type": "thinking", "thinking": [{"type": "text", "text": "so"}]},
-                {"type": "text", "text": "46"},
-            ]
-        },
+        pytest.param(
+            {
+                "content": [
+                    {"type": "thinking", "thinking": [{"type": "text", "text": "so"}]},
+                    {"type": "text", "text": "46"},
+                ]
+            },
+            marks=pytest.mark.nightly,
+        ),
         {"content": None, "refusal": "46"},
     ],
 )
@@ -172,9 +175,14 @@ def test_a_reply_in_parts_is_its_text(content):
 
 @pytest.mark.parametrize(
     ("arguments", "failure"),
-    [("{a: 1}", "malformed"), ("[1]", "malformed"), ('{"a": "x"}', "bad_arguments"), ('{"a": NaN}', "malformed")],
+    [
+        ("{a: 1}", "malformed"),
+        ('{"a": "x"}', "bad_arguments"),
+        pytest.param("[1]", "malformed", marks=pytest.mark.nightly),
+        pytest.param('{"a": NaN}', "malformed", marks=pytest.mark.nightly),
+    ],
 )
-def test_calls_that_cannot_be_read_are_told_to_the_model(arguments, failure):
+def test_calls_that_cannot_be_read_are_shown_to_the_model(arguments, failure):
     with started(chat_body=called(arguments), **FAST) as server:
         episode = play(server.url, max_turns=2)
         asked = server.chats()
@@ -209,10 +217,14 @@ def test_own_loops_speak_to_it_too():
         ("{}", "a reply with 0 choices, expected 1"),
         ('{"error": {"message": "no credits"}}', "no credits"),
         ('{"choices": [{}]}', "does not have the expected fields"),
-        ('{"choices": null}', "a reply with 0 choices, expected 1"),
-        ("[]", "does not have the expected fields"),
-        ("[{}]", "does not have the expected fields"),
-        ('{"choices": [{"message": {"content": 7}}]}', "does not have the expected fields"),
+        pytest.param('{"choices": null}', "a reply with 0 choices, expected 1", marks=pytest.mark.nightly),
+        pytest.param("[]", "does not have the expected fields", marks=pytest.mark.nightly),
+        pytest.param("[{}]", "does not have the expected fields", marks=pytest.mark.nightly),
+        pytest.param(
+            '{"choices": [{"message": {"content": 7}}]}',
+            "does not have the expected fields",
+            marks=pytest.mark.nightly,
+        ),
         (completion({"content": ""}, "error"), "ended its reply with an error"),
         (reply(content=[{"type": "image_url", "image_url": {}}]), "cannot be read: a part of type 'image_url' is not"),
     ],

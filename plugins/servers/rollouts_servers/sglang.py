@@ -4,9 +4,8 @@ Ids go to `POST /generate`, which returns ids with logprobs. These facts were ob
 them:
 
 - Logprobs of a reply are at the sampling temperature (at 1 if the temperature is 0), before top-p, unless the server
-was started
-  with SGLANG_RETURN_ORIGINAL_LOGPROB. The server does not report this, so `handshake` measures it. Logprobs of a prompt
-  are always at temperature 1.
+  was started with SGLANG_RETURN_ORIGINAL_LOGPROB. The server does not report this, so `handshake` measures it. Logprobs
+  of a prompt are always at temperature 1.
 - Seeds are sent, but only a server with --enable-deterministic-inference uses them. According to its source, this needs
   an attention backend for GPUs (fa3, flashinfer, triton). It samples by seed and position, so a reply that continues
   after an abort gets the same random numbers as without the abort.
@@ -14,9 +13,9 @@ was started
   prevents this. So in this case `generate` requests a continuation.
 - A prompt must be at least seven tokens shorter than --context-length.
 - In a prompt's logprobs, the last id of the vocabulary is reported as 0.
-- An abort by name ends all requests whose names start with this name. So the names of requests end with a dot. -
-Replies in flight survive a reload (a pause with `retract`). Each reply reports which weights sampled which tokens. - If
-a folder lacks a tensor, the server loads the rest, keeps the old tensor, and reports no error. A damaged file
+- An abort by name ends all requests whose names start with this name. So the names of requests end with a dot.
+- Replies in flight survive a reload (a pause with `retract`). Each reply reports which weights sampled which tokens.
+- If a folder lacks a tensor, the server loads the rest, keeps the old tensor, and reports no error. A damaged file
   crashes the server.
 - An adapter that was unloaded or evicted is loaded again from its folder when a request names it. So a name must always
   mean one folder, which must exist while the name is in use.
@@ -30,7 +29,6 @@ torch.distributed are at the end.
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -41,8 +39,12 @@ import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, TensorInfo, WeightUpdate
-from rollouts.inference.servers.checks import other_weights
-from rollouts.inference.servers.dialect import (
+from rollouts.models import revisions
+from rollouts.plugins.checks import checked_by
+from rollouts_servers.checks import other_weights
+from rollouts_servers.dialect import (
+    ADAPTER_PREFIX,
+    Dialect,
     Finish,
     GroupCalls,
     GroupPlace,
@@ -51,28 +53,23 @@ from rollouts.inference.servers.dialect import (
     ServerInfo,
     WeightSpan,
     finish_of,
-    ids_of_text,
 )
-from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
-from rollouts.inference.servers.options import (
+from rollouts_servers.http import HTTPClient, HTTPFailure
+from rollouts_servers.options import (
     SERVED_MODEL,
     EnginePackage,
     ServedRun,
     ServerOptions,
     create_server_pool,
+    is_older,
     offline,
-    version_numbers,
 )
-from rollouts.inference.servers.process import ServerCommand
-from rollouts.inference.servers.server_pool import ServerPool
-from rollouts.models import revisions
-from rollouts.plugins.checks import checked_by
+from rollouts_servers.process import ServerCommand
+from rollouts_servers.server_pool import ServerPool
 
 MINIMUM_VERSION = "0.5.22"  # the first version in which updates over torch.distributed have a begin and an end
 PACKAGE = EnginePackage("sglang", f"pip install 'sglang>={MINIMUM_VERSION}'", MINIMUM_VERSION)
 SEEDS = 2**63  # the server stores seeds as int64
-PROBE_IDS, PROBE_TEMPERATURE, PROBE_TOP = [1, 2, 3], 4.0, 20
-ADAPTER_PREFIX = "rollouts-v"
 CONTINUE_SECONDS = 60.0
 JOIN_SECONDS = 120.0
 NEITHER = "its weights are now a mixture of old and new ones: restart it"
@@ -116,7 +113,6 @@ class SGLangRequest(msgspec.Struct, frozen=True, omit_defaults=True):
     extra_key: str | None = None
     return_logprob: bool = False
     logprob_start_len: int = -1
-    top_logprobs_num: int = 0
 
 
 class SGLangFinish(msgspec.Struct, frozen=True):
@@ -135,7 +131,6 @@ class Meta(msgspec.Struct, frozen=True):
     weight_versions: list[WeightSpan] = []
     output_token_logprobs: list[Logprob] = []
     input_token_logprobs: list[Logprob] = []
-    output_top_logprobs: list[list[Logprob] | None] = []
 
 
 class SGLangReply(msgspec.Struct, frozen=True):
@@ -166,20 +161,21 @@ class _Models(msgspec.Struct, frozen=True):
     data: list[_Card]
 
 
-class SGLang:
-    """Implements `Dialect`."""
+class SGLang(Dialect):
+    """The dialect of SGLang."""
 
     software = "SGLang"
     keeps_requests = True
     scores_adapters_alone = False
+    adapter_path = ""
     adapter_flags = "--enable-lora --max-lora-rank {rank} --lora-target-modules all"
     weights_flags = ""  # no flag needed
     logprobs_flags = "SGLANG_RETURN_ORIGINAL_LOGPROB=0 in its environment"
 
-    async def handshake(self, client: PlainClient) -> ServerInfo:
+    async def handshake(self, client: HTTPClient) -> ServerInfo:
         """Identify the server, and measure the temperature of its logprobs. Raises ConfigError, HTTPFailure."""
         info = await server_info(client)
-        if version_numbers(info.version) < version_numbers(MINIMUM_VERSION):
+        if is_older(info.version, MINIMUM_VERSION):
             needed = f"{MINIMUM_VERSION} or newer is needed; type {PACKAGE.install} on its machine, and restart it"
             raise ConfigError(f"SGLang {info.version} at {client.url} is too old: {needed}")
         await _check_control(client)
@@ -189,7 +185,7 @@ class SGLang:
             software=f"SGLang {info.version}",
             models=(info.served_model_name,),
             context_tokens_max=min((limit for limit in limits if limit), default=0),
-            logprobs=await _convention(client),
+            logprobs=await self.logprobs_convention(client),
             loads_adapters=bool(info.enable_lora) and info.dp_size == 1,
             lora_rank_max=(info.max_lora_rank or 0) if info.enable_lora else 0,
         )
@@ -236,14 +232,14 @@ class SGLang:
         named = [(value, said or token, text) for (value, said, text), token in zip(found, tokens, strict=True)]
         return [0.0, *read_logprobs(named[1:], tokens[1:], client.url)]
 
-    async def abort(self, client: PlainClient, names: Sequence[str]) -> None:
+    async def abort(self, client: HTTPClient, names: Sequence[str]) -> None:
         """End these requests; each returns its tokens so far. The server ignores unknown names. It handles requests
         that arrived during a pause after the pause.
         """
         for name in names:
             await client.post("/abort_request", {"rid": rid_of(name)}, bytes)
 
-    async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
+    async def load_full(self, client: HTTPClient, update: WeightUpdate) -> None:
         """Serve the weights in the folder `update.path`, with all caches flushed. Replies in flight continue with the
         new weights, which compute their keys and values anew. Raises InferenceError.
         """
@@ -259,40 +255,6 @@ class SGLang:
                 await client.post("/update_weights_from_disk", body, bytes, attempts_max=1)
         except HTTPFailure as failure:
             raise _load_failure(client.url, update, failure) from failure
-
-    async def load_adapter(self, client: PlainClient, update: WeightUpdate, *, old: str) -> str:
-        """Load the adapter in the folder `update.path` under a new name, and unload `old`.
-
-        The folder must exist while the name is in use. Raises InferenceError.
-        """
-        assert update.path is not None, f"version {update.version} has no folder"
-        name = f"{ADAPTER_PREFIX}{update.version}-{secrets.token_hex(4)}"
-        body = {"lora_name": name, "lora_path": update.path}
-        try:
-            await client.post("/load_lora_adapter", body, bytes, attempts_max=1)
-        except HTTPFailure as failure:
-            raise InferenceError(
-                f"{client.url} did not load the adapter of version {update.version} in {update.path}: {failure}; "
-                "check its rank against --max-lora-rank, its layers against --lora-target-modules, and that the "
-                "server's machine can read that folder",
-                is_transient=failure.retryable,
-            ) from failure
-        if old:
-            await self.unload_adapter(client, old)
-        return name
-
-    async def unload_adapter(self, client: PlainClient, name: str) -> None:
-        """Unload the adapter. No request may use it. Raises HTTPFailure."""
-        body = {"lora_name": name}
-        try:
-            await client.post("/unload_lora_adapter", body, bytes, attempts_max=1)
-        except HTTPFailure as failure:
-            if failure.status != 400:  # 400: the adapter was evicted before
-                raise
-
-    async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
-        """The server's ids of a text; None if it was started without a tokenizer."""
-        return await ids_of_text(client, text, without_tokenizer=(400, 404, 500, 501))
 
 
 # --- requests and replies ---------------------------------------------------------------------------------------------
@@ -355,19 +317,19 @@ def read_logprobs(found: Sequence[Logprob], ids: Sequence[int], url: str) -> lis
     return logprobs
 
 
-async def server_info(client: PlainClient) -> ServedInfo:
+async def server_info(client: HTTPClient) -> ServedInfo:
     """The server's settings. The reply contains its API key, so never show it. Raises ConfigError, HTTPFailure."""
-    for path in ("/server_info", "/get_server_info"):
-        try:
-            return await client.get(path, ServedInfo)
-        except HTTPFailure as failure:
-            if failure.status != 404 and failure.kind != "garbage":
-                raise
-    raise ConfigError(f"{client.url} is not an SGLang server; give --inference.url the address of one, without a path")
+    try:
+        return await client.get("/server_info", ServedInfo)
+    except HTTPFailure as failure:
+        if failure.status != 404 and failure.kind != "garbage":
+            raise
+        advice = "give --inference.url the address of one, without a path"
+        raise ConfigError(f"{client.url} is not an SGLang server; {advice}") from failure
 
 
 @asynccontextmanager
-async def paused(client: PlainClient) -> AsyncIterator[None]:
+async def paused(client: HTTPClient) -> AsyncIterator[None]:
     """Pause the server during this block. Replies in flight wait. After the block, also after an exception, it computes
     their keys and values anew with the current weights.
     """
@@ -383,7 +345,7 @@ async def paused(client: PlainClient) -> AsyncIterator[None]:
         await resume()
 
 
-async def _check_control(client: PlainClient) -> None:
+async def _check_control(client: HTTPClient) -> None:
     """Check that the server is not paused, and that the API key allows control requests. Raises ConfigError,
     HTTPFailure.
     """
@@ -406,23 +368,6 @@ async def _check_control(client: PlainClient) -> None:
             f"{client.url} has an admin key (--admin-api-key), and refuses aborts and new weights without it: start "
             "the server with --api-key alone, or with --admin-api-key alone, and use that key"
         ) from None
-
-
-async def _convention(client: PlainClient) -> Literal["processed", "raw"]:
-    """Whether logprobs depend on the temperature: a higher temperature brings the logprobs of the most likely tokens
-    closer together.
-    """
-    spreads = []
-    for temperature in (1.0, PROBE_TEMPERATURE):
-        rid = rid_of(f"handshake-{secrets.token_hex(4)}")
-        body = SGLangRequest(
-            rid, PROBE_IDS, SGLangSampling(1, temperature), return_logprob=True, top_logprobs_num=PROBE_TOP
-        )
-        meta = (await client.post("/generate", body, SGLangReply)).meta_info
-        values = [entry[0] for entry in (meta.output_top_logprobs or [None])[0] or [] if entry[0] is not None]
-        spreads.append(max(values) - min(values) if values else 0.0)
-    # The threshold is halfway between the two conventions, which do not differ if all tokens are equally likely.
-    return "raw" if spreads[1] > spreads[0] * (1 + 1 / PROBE_TEMPERATURE) / 2 else "processed"
 
 
 def _read_finish(reason: SGLangFinish, url: str) -> Finish:
@@ -463,10 +408,10 @@ def _load_failure(url: str, update: WeightUpdate, failure: HTTPFailure) -> Infer
 # A server does not notice a tensor that its model lacks (it is dropped), nor a missing tensor (the old one stays). It
 # does notice a wrong shape (status 400; earlier tensors are loaded) and, with gloo, a trainer that dies (status 400 at
 # once). It waits half an hour, torch's timeout, for a trainer that sends nothing. The trainer's side is in
-# `rollouts.training.weights.broadcast`.
+# `rollouts_servers.broadcast`.
 
 
-async def group_ranks(client: PlainClient) -> int:
+async def group_ranks(client: HTTPClient) -> int:
     """The number of ranks of this server: one per worker. Raises ConfigError, HTTPFailure."""
     info = await server_info(client)
     if info.dp_size != 1 or info.pp_size != 1:
@@ -475,7 +420,7 @@ async def group_ranks(client: PlainClient) -> int:
     return info.tp_size
 
 
-async def join_group(client: PlainClient, place: GroupPlace, *, rank: int = 1) -> None:
+async def join_group(client: HTTPClient, place: GroupPlace, *, rank: int = 1) -> None:
     """Join the group as `rank` and the ranks after it (`group_ranks` in total). Returns when all ranks have joined, so
     rank 0 must join at the same time. Raises InferenceError.
     """
@@ -499,7 +444,7 @@ async def join_group(client: PlainClient, place: GroupPlace, *, rank: int = 1) -
 
 
 async def receive(
-    client: PlainClient,
+    client: HTTPClient,
     infos: Sequence[TensorInfo],
     version: int,
     *,
@@ -537,7 +482,7 @@ async def receive(
         raise InferenceError(f"{words}; {NEITHER}", is_transient=False) from failure
 
 
-async def leave_group(client: PlainClient, *, name: str) -> None:
+async def leave_group(client: HTTPClient, *, name: str) -> None:
     """Leave the group, if the server is in it. Raises HTTPFailure."""
     try:
         await _post(client, "/destroy_weights_update_group", {"group_name": name})
@@ -546,7 +491,7 @@ async def leave_group(client: PlainClient, *, name: str) -> None:
             raise
 
 
-async def _begin(client: PlainClient) -> None:
+async def _begin(client: HTTPClient) -> None:
     """Begin an update. If an earlier update is still open, end it first. Raises HTTPFailure."""
     try:
         await _post(client, "/begin_weight_update", {})
@@ -557,7 +502,7 @@ async def _begin(client: PlainClient) -> None:
         await _post(client, "/begin_weight_update", {})
 
 
-async def _post(client: PlainClient, path: str, body: object, *, timeout_seconds: float | None = None) -> None:
+async def _post(client: HTTPClient, path: str, body: object, *, timeout_seconds: float | None = None) -> None:
     await client.post(path, body, bytes, timeout_seconds=timeout_seconds, attempts_max=1)
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, cast, get_args, runtime_checkable
 
 import msgspec
 
-from rollouts.errors import InferenceError
+from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
-from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
+from rollouts_servers.http import HTTPClient, HTTPFailure
+
+ADAPTER_PREFIX = "rollouts-v"
+# Far from 1, so that one token usually shows the convention; the other tokens are for the remaining cases.
+MEASURED_TEMPERATURE, MEASURED_TOKENS = 2.0, 16  # vLLM refuses temperatures above 2
+NOISE_NATS = 0.05
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -71,18 +78,19 @@ class RequestTarget(NamedTuple):
 
 class Dialect(Protocol):
     """One kind of server. It is stateless: each method sends requests through `client`, and raises HTTPFailure if one
-    fails.
+    fails. The methods with a body are the same for vLLM and SGLang.
     """
 
     software: str  # "vLLM", for messages
     keeps_requests: bool  # requests in flight stay valid while weights are loaded (`Sampled.spans`)
     scores_adapters_alone: bool  # scoring with an adapter beside other requests crashes the server
+    adapter_path: str  # of the requests that load and unload adapters
     # The flags that enable a feature, for messages; {rank} is the adapters' rank.
     adapter_flags: str
     weights_flags: str
     logprobs_flags: str  # logprobs at the sampling temperature
 
-    async def handshake(self, client: PlainClient) -> ServerInfo:
+    async def handshake(self, client: HTTPClient) -> ServerInfo:
         """Identify the server, and let it generate a token. Raises ConfigError if it is another kind of server, is too
         old, or was started without a required flag, which the message names. Raises HTTPFailure with status 401 or 403
         if the API key is missing or refused.
@@ -94,10 +102,10 @@ class Dialect(Protocol):
     async def score(self, client: HTTPClient, tokens: list[int], target: RequestTarget) -> list[float]:
         """The logprob of each token [L] at temperature 1; the first is 0.0. Raises InferenceError."""
 
-    async def abort(self, client: PlainClient, names: Sequence[str]) -> None:
+    async def abort(self, client: HTTPClient, names: Sequence[str]) -> None:
         """End these requests; each returns its tokens so far. Unknown and finished requests are ignored."""
 
-    async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
+    async def load_full(self, client: HTTPClient, update: WeightUpdate) -> None:
         """Serve the weights in `update.path` from now on, without caches of the old ones. If `keeps_requests` is False,
         no request is in flight. If it is True, requests in flight continue with the new weights, which compute their
         context anew.
@@ -105,33 +113,75 @@ class Dialect(Protocol):
         Raises InferenceError; `is_transient` is False if the server must be restarted.
         """
 
-    async def load_adapter(self, client: PlainClient, update: WeightUpdate, *, old: str) -> str:
+    async def logprobs_convention(self, client: HTTPClient) -> Literal["processed", "raw"]:
+        """Measure the temperature of the server's logprobs: compare sampled logprobs with scores, which are at
+        temperature 1. Raises ConfigError if the numbers are no logprobs, and HTTPFailure.
+        """
+        for first in range(MEASURED_TOKENS):
+            request = GenerateRequest([first], 1, (), first, temperature=MEASURED_TEMPERATURE)
+            name = f"rollouts-handshake-{secrets.token_hex(4)}"
+            sampled = await self.generate(client, request, RequestTarget(f"{name}-sampled"))
+            logprob, tokens = sampled.logprobs[0], [first, *sampled.tokens]
+            raw = (await self.score(client, tokens, RequestTarget(f"{name}-scored")))[1]
+            if max(logprob, raw) > NOISE_NATS:
+                raise self.logits_error(client)
+            if abs(logprob - raw) > NOISE_NATS * max(1.0, abs(raw)):
+                return "processed"
+        return "raw"
+
+    def logits_error(self, client: HTTPClient) -> ConfigError:
+        """The error for a server that returns logits."""
+        what = f"{self.software} at {client.url} returns logits instead of logprobs"
+        return ConfigError(f"{what}: start it with {self.logprobs_flags}")
+
+    async def load_adapter(self, client: HTTPClient, update: WeightUpdate, *, old: str) -> str:
         """Load the adapter in `update.path`, and unload the adapter `old` ("": none), which no request in flight uses.
 
-        Returns the adapter's name for requests. If `keeps_requests` is True, the name is new each time, because
-        requests in flight use the previous adapter. Raises like `load_full`.
+        Returns the adapter's name for requests. It is new each time, also among runs, because requests in flight use
+        the previous adapter. The folder must exist while the name is in use. Raises like `load_full`.
         """
+        name = f"{ADAPTER_PREFIX}{update.version}-{secrets.token_hex(4)}"
+        if old:
+            await self.unload_adapter(client, old)
+        body = {"lora_name": name, "lora_path": absolute_folder(update)}
+        try:
+            await client.post(f"{self.adapter_path}/load_lora_adapter", body, bytes, attempts_max=1)
+        except HTTPFailure as failure:
+            raise InferenceError(
+                f"{client.url} did not load the adapter of version {update.version} in {update.path}: {failure}; "
+                "check its rank against --max-lora-rank, its layers against --lora-target-modules (SGLang), and that "
+                "the server's machine can read that folder",
+                is_transient=failure.retryable,
+            ) from failure
+        return name
 
-    async def unload_adapter(self, client: PlainClient, name: str) -> None:
-        """Unload this adapter. Does nothing if no adapter has this name. Raises InferenceError."""
+    async def unload_adapter(self, client: HTTPClient, name: str) -> None:
+        """Unload this adapter. Does nothing if no adapter has this name. Raises HTTPFailure."""
+        try:
+            await client.post(f"{self.adapter_path}/unload_lora_adapter", {"lora_name": name}, bytes)
+        except HTTPFailure as failure:
+            if failure.status not in (400, 404):  # it was evicted, or the server has restarted
+                raise
 
-    async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
-        """The server's ids of a text; None if it has no tokenizer."""
+    async def tokenize(self, client: HTTPClient, text: str) -> list[int] | None:
+        """The server's ids of a text, without added tokens; None if it was started without a tokenizer."""
+        body = {"prompt": text, "add_special_tokens": False}
+        try:
+            return (await client.post("/tokenize", body, _Tokens)).tokens
+        except HTTPFailure as failure:
+            if failure.status in (400, 404, 500, 501):
+                return None
+            raise
 
 
 class _Tokens(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
-async def ids_of_text(client: PlainClient, text: str, *, without_tokenizer: Sequence[int]) -> list[int] | None:
-    """The ids of a text from POST /tokenize, without added tokens; None for the statuses in `without_tokenizer`."""
-    body = {"prompt": text, "add_special_tokens": False}
-    try:
-        return (await client.post("/tokenize", body, _Tokens)).tokens
-    except HTTPFailure as failure:
-        if failure.status in without_tokenizer:
-            return None
-        raise
+def absolute_folder(update: WeightUpdate) -> str:
+    """The folder of an update as an absolute path, because the server has another working directory."""
+    assert update.path is not None, update
+    return str(Path(update.path).absolute())
 
 
 # --- weights over torch.distributed -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""ServerPool: who is asked, what becomes of requests whose server dies, and which weights are served.
+"""ServerPool: who is asked, where requests go whose server dies, and which weights are served.
 
 The servers are fakes in this process, and time is made up: `trio.testing.MockClock`.
 """
@@ -14,6 +14,12 @@ import trio
 import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
+from rollouts_servers import server
+from rollouts_servers.checks import ServerSetup
+from rollouts_servers.dialect import Sampled, ServerInfo
+from rollouts_servers.http import HTTPFailure
+from rollouts_servers.server import HEALTH_REQUEST, Server
+from rollouts_servers.server_pool import ServerPool
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import (
@@ -24,12 +30,6 @@ from rollouts.inference.base import (
     WeightUpdate,
     members_of,
 )
-from rollouts.inference.servers import server
-from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.dialect import Sampled, ServerInfo
-from rollouts.inference.servers.http import HTTPFailure
-from rollouts.inference.servers.server import HEALTH_REQUEST, Server
-from rollouts.inference.servers.server_pool import ServerPool
 
 TURN_SECONDS = 1.0
 
@@ -219,7 +219,7 @@ def test_it_is_what_it_should_be():
         pool = ServerPool([Server(Speech(a, 100), "http://a", SETUP), Server(Speech(b, 60), "http://b", SETUP)])
         assert pool.capabilities == Capabilities(
             owns_weights=True, weights_as="folder", weights_folder="w", tolerance=0.25, load_seconds=30, aborts=True,
-            checks=True, is_pool=True,
+            checks=True, is_pool=True, has_states=True,
         )  # fmt: skip
         assert pool.vocabulary_size == 64
         await pool.check()
@@ -287,10 +287,10 @@ def test_rollouts_of_one_prompt_share_a_server_unless_it_is_much_busier():
 
 def test_requests_of_a_dead_server_are_carried_elsewhere():
     a, b = Machine("a"), Machine("b")
-    told = []
+    said = []
 
     async def main():
-        async with pool_of(a, b, changed=told.append) as pool:
+        async with pool_of(a, b, changed=said.append) as pool:
             answers = {}
 
             async def ask(seed):
@@ -313,13 +313,13 @@ def test_requests_of_a_dead_server_are_carried_elsewhere():
             assert where(a, b) == [1, 8]
 
     run(main)
-    heads = [line.partition(": ")[0] for line in told]
+    heads = [line.partition(": ")[0] for line in said]
     assert sorted(heads[:2]) == ["fake a at http://a serves", "fake b at http://b serves"]
     assert heads[2:] == ["fake a at http://a is down", "fake a at http://a serves again"]
 
 
 def test_one_that_hangs_is_found_out():
-    """No connection breaks, and nobody asks for anything else: the watch sees it."""
+    """No connection breaks, and there are no other requests: the watch sees it."""
     a, b = Machine("a"), Machine("b")
 
     async def main():
@@ -388,7 +388,7 @@ def test_a_request_that_kills_servers_is_given_up():
     run(main)
 
 
-def test_nobody_left_names_everybody():
+def test_no_server_left_names_every_server():
     a, b = Machine("a"), Machine("b")
 
     async def main():
@@ -435,7 +435,7 @@ def test_one_that_was_started_here_is_started_again_and_lost_in_the_end():
         async with pool_of(launched=(process,)) as pool:
             assert process.starts == 1
             process.server.kill()
-            await trio.sleep(0.1)  # nobody asks: the process is watched
+            await trio.sleep(0.1)  # without a request: the process is watched
             assert pool.statistics().servers[0].state == "down"
             assert (await pool.generate(request(1))).tokens == [1, 1]
             assert process.starts == 2
@@ -570,7 +570,7 @@ def test_a_server_that_dies_while_it_loads(kind):
 # --- abort, cancellation, the end -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["working", "hanging", "nobody serves"])
+@pytest.mark.parametrize("how", ["working", "hanging", "none serves"])
 def test_abort_gives_back_what_there_is(how):
     a = Machine("a")
 
@@ -585,7 +585,7 @@ def test_abort_gives_back_what_there_is(how):
                 over.set()
 
             a.hangs = how == "hanging"
-            if how == "nobody serves":
+            if how == "none serves":
                 a.kill()
             nursery.start_soon(ask)
             await trio.sleep(0.5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
-import subprocess
+import ssl
 import sys
 import threading
 import time
@@ -19,14 +19,15 @@ import msgspec
 import pytest
 import trio
 import trio.testing
+from rollouts_servers import http
+from rollouts_servers.http import HTTPClient, HTTPFailure, ProxyClient, Retries, message_of_body
+from rollouts_servers.vllm import GenerateReply
 
 from rollouts.errors import ConfigError, InferenceError
-from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient, Retries, message_of_body
-from rollouts.inference.servers.vllm import GenerateReply
 
 
 def load_mock() -> Any:
-    path = Path(__file__).parents[1] / "servers" / "mock_engine.py"
+    path = Path(__file__).parents[3] / "tests" / "servers" / "mock_engine.py"
     specification = importlib.util.spec_from_file_location("mock_engine", path)
     module = importlib.util.module_from_spec(specification)
     sys.modules["mock_engine"] = module
@@ -37,10 +38,10 @@ def load_mock() -> Any:
 started = load_mock().started
 PATH = "/inference/v1/generate"
 BODY = {"request_id": "r", "token_ids": [1, 2, 3]}
-QUICK = Retries(attempts_max=4, first_seconds=0.01, attempt_seconds=0.3)
+QUICK = Retries(attempts_max=4, first_seconds=0.01)
 
 
-@pytest.fixture(params=[HTTPClient, PlainClient])
+@pytest.fixture(params=[HTTPClient, ProxyClient])
 def client(request: pytest.FixtureRequest) -> Any:
     """What both clients do alike: one speaks h11 itself, the other has httpx speak."""
     return request.param
@@ -93,9 +94,8 @@ def test_an_answer_is_decoded_and_its_connection_kept():
             for _ in range(3):
                 reply = await client.post(PATH, BODY, GenerateReply, timeout_seconds=10)
                 assert [entry.token_id for entry in reply.choices[0].logprobs.content] == reply.choices[0].token_ids
-            assert (client.statistics().requests, client.statistics().connections_opened) == (3, 1)
-        async with PlainClient(server.url) as client:
             assert await client.get("/health", bytes, timeout_seconds=10) == b""
+            assert (client.statistics().requests, client.statistics().connections_opened) == (4, 1)
 
     with started(delay_seconds=0) as server:
         trio.run(run)
@@ -137,8 +137,6 @@ def test_whatever_a_server_does_with_its_connections(options):
 @pytest.mark.parametrize(
     ("fault", "kind", "words", "attempts"),
     [
-        ("hang", "timeout", "no complete reply within 0.3 seconds", 4),
-        ("stall", "timeout", "no complete reply within 0.3 seconds", 4),
         ("garbage", "garbage", "<html>a proxy says", 4),
         ("close", "reset", "connection broke|closed the connection before its reply was complete", 4),
         ("cut", "reset", "closed the connection before its reply was complete", 4),
@@ -162,8 +160,8 @@ def test_every_misbehaviour_is_named_and_asked_again_only_where_that_is_right(cl
 
 
 def test_what_fails_sometimes_is_answered_in_the_end():
-    names = ("hang", "stall", "garbage", "close", "cut", "429", "500")
-    retries = Retries(attempts_max=20, first_seconds=0.001, attempt_seconds=0.5)
+    names = ("garbage", "close", "cut", "429", "500")
+    retries = Retries(attempts_max=20, first_seconds=0.001)
 
     async def run() -> Any:
         async with HTTPClient(server.url, connections_max=16, retries=retries) as client:
@@ -181,10 +179,9 @@ def test_what_fails_sometimes_is_answered_in_the_end():
         counts = trio.run(run)
         found = server.statistics()
         assert counts.requests == 200 and found["requests"] == 200 + counts.retries
-        # On a busy machine an answer may come too late, so that it is asked for again.
-        assert counts.retries == sum(counts.failures.values()) >= sum(found["faults"].values()) > 20
+        assert counts.retries == sum(counts.failures.values()) == sum(found["faults"].values()) > 20
         assert set(found["faults"]) == set(names)
-        assert set(counts.failures) == {"timeout", "garbage", "reset", "busy", "server"}
+        assert set(counts.failures) == {"garbage", "reset", "busy", "server"}
 
 
 def test_never_more_than_the_connections_allowed():
@@ -213,17 +210,25 @@ def test_once_is_once():
 
     with started(delay_seconds=0, faults={"500": 1.0}) as server:
         trio.run(run)
-    for client in (HTTPClient, PlainClient):
+    for client in (HTTPClient, ProxyClient):
         failure, counts = ask(server.url, client=client)
         assert (failure.kind, failure.retryable, counts.retries) == ("refused", True, 3)
         assert "Connection refused (4 attempts)" in str(failure)
 
 
+@pytest.mark.parametrize("fault", ["hang", "stall"])
+def test_a_reply_that_never_ends_is_waited_for_until_the_deadline(client, fault):
+    with started(delay_seconds=0, faults={fault: 1.0}) as server:
+        seconds, (failure, counts) = timed(lambda: ask(server.url, timeout_seconds=0.3, client=client))
+        assert 0.2 < seconds < 10 and (failure.kind, failure.attempts, counts.retries) == ("timeout", 1, 0)
+        assert "no complete reply within 0.3 seconds" in str(failure)
+
+
 def test_the_deadline_holds_for_all_attempts_and_waits():
-    with started(delay_seconds=0, faults={"hang": 1.0}) as server:
-        seconds, (failure, _) = timed(lambda: ask(server.url, timeout_seconds=0.5))
-        assert 0.4 < seconds < 10 and failure.kind == "timeout"
-        assert "within 0.5 seconds; the previous attempt: no complete reply within 0.3" in str(failure)
+    retries = Retries(attempts_max=9, first_seconds=0.2, longest_seconds=0.2)
+    with started(delay_seconds=0.3, faults={"500": 1.0}) as server:
+        failure, _ = ask(server.url, timeout_seconds=0.7, retries=retries)
+        assert failure.kind in ("timeout", "server") and failure.attempts < 9
     with started(delay_seconds=0, faults={"429": 1.0}, retry_after_seconds=60) as server:
         failure, counts = ask(server.url, timeout_seconds=5)
         assert counts.retries == 0  # to wait for longer than there is time is no use
@@ -358,7 +363,7 @@ def test_a_client_that_is_closed_while_it_connects_leaves_no_socket(client, monk
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
 
 
-def test_another_servers_json_and_no_http_at_all(client):
+def test_another_servers_json_and_no_http_at_all(client, monkeypatch):
     with raw_server(OK % (13, b'{"hello": 42}')) as url:
         failure, _ = ask(url, client=client)
         assert (failure.kind, failure.retryable) == ("garbage", False)
@@ -366,31 +371,21 @@ def test_another_servers_json_and_no_http_at_all(client):
     with raw_server(b"SSH-2.0-OpenSSH_9.2p1\r\n\r\n") as url:
         failure, _ = ask(url, client=client, retries=Retries(attempts_max=1))
         assert failure.kind == "garbage" and "not HTTP" in str(failure)
-    with raw_server(b"HTTP/1.1 301 Moved\r\nlocation: /v2\r\ncontent-length: 0\r\n\r\n") as url:
-        failure, _ = ask(url, client=client)
-        assert failure.kind == "client" and "redirects" in str(failure)
+    monkeypatch.setattr(http, "REPLY_BYTES_MAX", 1000)
     with raw_server(OK % (2000, b"x" * 2000)) as url:
-        failure, _ = ask(url, reply_bytes_max=1000, client=client)
+        failure, _ = ask(url, client=client)
         assert (failure.kind, failure.retryable) == ("garbage", False) and "more than 1000 bytes" in str(failure)
+
+
+def test_a_redirect_of_a_server_is_a_failure():
+    with raw_server(b"HTTP/1.1 301 Moved\r\nlocation: /v2\r\ncontent-length: 0\r\n\r\n") as url:
+        failure, _ = ask(url)
+        assert failure.kind == "client" and "redirects" in str(failure)
 
 
 def test_an_answer_that_ends_with_its_connection_is_whole(client):
     with raw_server(b'HTTP/1.0 200 OK\r\n\r\n{"choices": []}') as url:
         assert ask(url, client=client)[0] == GenerateReply([])
-
-
-def test_to_import_httpx_is_no_part_of_a_requests_time():
-    code = f"""if True:
-        import sys, trio
-        from {PlainClient.__module__} import PlainClient
-        slow = {{"httpx", "httpcore"}}
-        assert slow.isdisjoint(sys.modules)
-        async def main():
-            async with PlainClient("http://127.0.0.1:9"):
-                assert slow <= sys.modules.keys()
-        trio.run(main)
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 DISTANT = b"Mon, 01 Jan 2024 00:00:00 +99999999999999999"
@@ -423,7 +418,7 @@ def test_a_request_that_cannot_be_written_is_one_failed_request():
             (deep,) = deep[:1]
 
 
-def test_the_key_is_sent_and_stands_in_no_message(client):
+def test_the_key_is_sent_and_is_in_no_message(client):
     key = "sk-very-secret"
     seen: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listening:
@@ -506,17 +501,17 @@ def test_proxies_and_redirects_are_for_apis_alone(monkeypatch):
     with raw_server(OK % (15, b'{"choices": []}')) as proxy:
         monkeypatch.setenv("HTTP_PROXY", proxy)
         monkeypatch.setenv("http_proxy", proxy)
-        assert ask("http://far.example", client=PlainClient, is_direct=False)[0] == GenerateReply([])
+        assert ask("http://far.example", client=ProxyClient)[0] == GenerateReply([])
     with raw_server(
         OK % (15, b'{"choices": []}')
     ) as here:  # the proxy is gone, and a server of this machine needs none
-        assert ask(here, client=PlainClient, is_direct=False)[0] == GenerateReply([])
+        assert ask(here, client=ProxyClient)[0] == GenerateReply([])
     with raw_server(OK % (15, b'{"choices": []}')) as there:
-        assert ask(there, client=PlainClient)[0] == GenerateReply([])
+        assert ask(there)[0] == GenerateReply([])
         monkeypatch.delenv("HTTP_PROXY")
         monkeypatch.delenv("http_proxy")
     with raw_server(OK % (15, b'{"choices": []}')) as there, raw_server(moved % there.encode()) as here:
-        assert ask(here, client=PlainClient, is_direct=False)[0] == GenerateReply([])
+        assert ask(here, client=ProxyClient)[0] == GenerateReply([])
 
 
 def test_a_host_that_no_name_server_can_know_is_a_failure(client):
@@ -535,14 +530,15 @@ def test_a_redirect_into_tls_is_verified(monkeypatch):
 
     monkeypatch.setattr(httpx, "AsyncClient", Client)
     with raw_server(OK % (15, b'{"choices": []}')) as url:
-        assert ask(url, client=PlainClient, is_direct=False)[0] == GenerateReply([])
-    assert verified == [True]
+        assert ask(url, client=ProxyClient)[0] == GenerateReply([])
+    assert [each.verify_mode for each in verified] == [ssl.CERT_REQUIRED]
 
 
 @pytest.mark.parametrize("name", ["ALL_PROXY", "SSL_CERT_FILE"])
 def test_an_environment_that_no_client_can_be_made_with_is_a_failure(monkeypatch, name):
+    http._certificates.cache_clear()
     monkeypatch.setenv(name, "gopher://127.0.0.1:1")
-    failure, _ = ask("http://127.0.0.1:1", client=PlainClient, is_direct=False)
+    failure, _ = ask("http://127.0.0.1:1", client=ProxyClient)
     assert (failure.kind, failure.retryable) == ("refused", False) and name in str(failure)
     with raw_server(OK % (15, b'{"choices": []}')) as url:
-        assert ask(url, client=PlainClient)[0] == GenerateReply([])
+        assert ask(url)[0] == GenerateReply([])

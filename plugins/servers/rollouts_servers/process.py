@@ -26,8 +26,8 @@ import trio
 
 from rollouts.child_environment import FOR_SERVERS, child_environment
 from rollouts.errors import ConfigError, InferenceError, words_of_exit
-from rollouts.inference.servers.http import PlainClient, Retries
 from rollouts.supervisor import supervised
+from rollouts_servers.http import HTTPClient, Retries
 
 GRACE_SECONDS = 10.0  # from SIGTERM to SIGKILL, if the server has not ended
 END_SECONDS = 5.0  # how long to wait until killed processes have ended
@@ -170,7 +170,7 @@ class ServerProcess:
         """Poll until the server answers and generates. After each failed attempt, the reason is appended to
         `reasons`.
         """
-        async with PlainClient(self.url, timeout_seconds=30.0, retries=Retries(attempts_max=1)) as client:
+        async with HTTPClient(self.url, timeout_seconds=30.0, retries=Retries(attempts_max=1)) as client:
             while True:
                 try:
                     await client.get(path, bytes)

@@ -23,9 +23,9 @@ import msgspec
 import trio
 
 from rollouts.errors import InferenceError
-from rollouts.inference.base import GenerateRequest, Generation, Health, InferenceBackend, WeightUpdate
-from rollouts.inference.servers.http import HTTPFailure
-from rollouts.inference.servers.server import Server, ServerStatistics
+from rollouts.inference.base import EngineState, GenerateRequest, Generation, Health, InferenceBackend, WeightUpdate
+from rollouts_servers.http import HTTPFailure
+from rollouts_servers.server import Server, ServerStatistics
 
 REQUEST_FAILURES_MAX = 3  # after this many failures on servers that stay up, a request fails
 SERVER_FAILURES_MAX = 5  # after this many servers died during a request, it fails, because it may be the cause
@@ -41,7 +41,7 @@ class ServerPoolStatistics(NamedTuple):
 
 
 class ServerPool:
-    """Implements InferenceBackend, CanAbort, CanCheck and EnginePool over servers.
+    """Implements InferenceBackend, CanAbort, CanCheck, HasStates and EnginePool over servers.
 
     `prepare` is called before servers start, and `finish` after all have ended. `changed` is called with a sentence
     when a server starts or stops serving. Entering the pool raises UserError if a server cannot be used. Leaving the
@@ -85,6 +85,10 @@ class ServerPool:
     def statistics(self) -> ServerPoolStatistics:
         """The current statistics of the pool and of each server."""
         return ServerPoolStatistics(tuple(each.statistics() for each in self.servers), self._rerouted, self._failed)
+
+    def states(self) -> list[EngineState]:
+        """The state of each server now."""
+        return [state for server in self.servers for state in server.states()]
 
     # --- starting and ending ------------------------------------------------------------------------------------------
 

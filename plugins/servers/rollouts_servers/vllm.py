@@ -8,13 +8,13 @@ again.) These facts were observed on version 0.32, and the code relies on them:
 
 - Logprobs are at temperature 1, unless the server was started with `--logprobs-mode processed_logprobs`. `handshake`
   measures this. Logprobs of a prompt are always at temperature 1.
-- An end-of-sequence id always ends a reply. So requests set `ignore_eos`, and only `stop_ids` end a reply. - The server
-puts a prefix before a request's id. An abort needs the id with the prefix. - An adapter that is loaded again under its
-name (`load_inplace`) changes requests in flight as soon as another request
+- An end-of-sequence id always ends a reply. So requests set `ignore_eos`, and only `stop_ids` end a reply.
+- The server puts a prefix before a request's id. An abort needs the id with the prefix.
+- An adapter that is loaded again under its name (`load_inplace`) changes requests in flight as soon as another request
   of that name joins them, on top of the old adapter's cache. So each version gets its own name, and each request keeps
   the name of its adapter.
 - Full weights are loaded during a pause. Afterwards the server computes the contexts of running requests anew, so that
-they continue as if the new weights had computed everything. Loading does not empty the prefix cache; a separate
+  they continue as if the new weights had computed everything. Loading does not empty the prefix cache; a separate
   request does.
 - On a CPU, an output layer that is tied to the embedding keeps its first weights. `vllm_worker` repairs that.
 - On a CPU, scoring a prompt with an adapter beside other requests crashes the server, because the adapter's part of the
@@ -30,32 +30,31 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import trio
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, WeightUpdate
-from rollouts.inference.servers.dialect import RequestTarget, Sampled, ServerInfo, WeightSpan, finish_of, ids_of_text
-from rollouts.inference.servers.http import HTTPClient, HTTPFailure, PlainClient
-from rollouts.inference.servers.options import (
+from rollouts.models import revisions
+from rollouts_servers.dialect import Dialect, RequestTarget, Sampled, ServerInfo, WeightSpan, absolute_folder, finish_of
+from rollouts_servers.http import HTTPClient, HTTPFailure
+from rollouts_servers.options import (
     SERVED_MODEL,
     EnginePackage,
     ServedRun,
     ServerOptions,
     context_of,
     create_server_pool,
+    is_older,
     offline,
-    version_numbers,
 )
-from rollouts.inference.servers.process import ServerCommand, in_background
-from rollouts.inference.servers.server_pool import ServerPool
-from rollouts.models import revisions
+from rollouts_servers.process import ServerCommand, in_background
+from rollouts_servers.server_pool import ServerPool
 
 MINIMUM_VERSION = "0.32"  # the oldest tested version
 PACKAGE = EnginePackage("vllm", f"pip install 'vllm>={MINIMUM_VERSION}'", MINIMUM_VERSION)
@@ -66,9 +65,6 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of --max-lora-
 EXTENSION_FOLDER, EXTENSION = Path(__file__).with_name("vllm_worker"), "rollouts_vllm_worker.RolloutsWorker"
 CPU_BATCHED_TOKENS = 8192
 LEFT_SECONDS = 60.0  # after a cancellation, a load gets this long to finish, because a paused server would be unusable
-# Far from 1, so that one token usually shows the convention; the other tokens are for the remaining cases.
-MEASURED_TEMPERATURE, MEASURED_TOKENS = 2.0, 4  # the server refuses temperatures above 2
-NOISE_NATS = 0.05
 
 # --- requests and replies: types list only the fields that we read, which makes decoding cheap ------------------------
 
@@ -181,12 +177,13 @@ class _ServerInfo(msgspec.Struct):
 # --- the dialect ------------------------------------------------------------------------------------------------------
 
 
-class VLLM:
-    """Implements Dialect."""
+class VLLM(Dialect):
+    """The dialect of vLLM."""
 
     software = "vLLM"
     keeps_requests = True
     scores_adapters_alone = True
+    adapter_path = "/v1"
     adapter_flags = (
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True in its environment and --enable-lora --max-lora-rank {rank} "
         "--max-loras 2 --max-cpu-loras 4"
@@ -197,7 +194,7 @@ class VLLM:
     )
     logprobs_flags = "--logprobs-mode processed_logprobs"
 
-    async def handshake(self, client: PlainClient) -> ServerInfo:
+    async def handshake(self, client: HTTPClient) -> ServerInfo:
         """Identify the server, and measure the temperature of its logprobs. Raises ConfigError, HTTPFailure."""
         version = await self._version(client)
         models = (await client.get("/v1/models", _Models)).data
@@ -206,8 +203,15 @@ class VLLM:
             why = "perhaps because a run was killed while it sent weights"
             raise ConfigError(f"vLLM at {client.url} is paused, {why}: restart the server")
         if config is not None and config.model_config.logprobs_mode.endswith("logits"):
-            raise ConfigError(_words_of_logits(client))
-        logprobs = await self._convention(client)
+            raise self.logits_error(client)
+        try:
+            logprobs = await self.logprobs_convention(client)
+        except HTTPFailure as failure:
+            if failure.status in (403, 404, 405):
+                raise ConfigError(
+                    f"vLLM at {client.url} does not take token ids ({failure}): start it with --enable-scale-out"
+                ) from failure
+            raise
         base = [model for model in models if model.parent is None]
         return ServerInfo(
             f"vLLM {version}",
@@ -219,7 +223,7 @@ class VLLM:
             config is not None and (config.is_extended or config.device_config.device != "cpu"),
         )
 
-    async def _version(self, client: PlainClient) -> str:
+    async def _version(self, client: HTTPClient) -> str:
         try:
             version = (await client.get("/version", _Version)).version
         except HTTPFailure as failure:
@@ -229,13 +233,12 @@ class VLLM:
                     "URL is the server's, without /v1"
                 ) from failure
             raise
-        numbers = version_numbers(version)
-        if "dev" not in version and numbers and numbers < version_numbers(MINIMUM_VERSION):
+        if is_older(version, MINIMUM_VERSION):
             needed = f"{MINIMUM_VERSION} or later is needed: type {PACKAGE.install} on its machine, and restart it"
             raise ConfigError(f"{client.url} is vLLM {version}; {needed}")
         return version
 
-    async def _config(self, client: PlainClient) -> _Config | None:
+    async def _config(self, client: HTTPClient) -> _Config | None:
         """The settings of the server's start; None if its development endpoints are off."""
         try:
             return (await client.get("/server_info?config_format=json", _ServerInfo)).vllm_config
@@ -244,30 +247,7 @@ class VLLM:
                 return None
             raise
 
-    async def _convention(self, client: PlainClient) -> Literal["processed", "raw"]:
-        """Measure the temperature of the server's logprobs: compare sampled logprobs with scores, which are at
-        temperature 1.
-        """
-        for first in range(MEASURED_TOKENS):
-            request = GenerateRequest([first], 1, (), first, temperature=MEASURED_TEMPERATURE)
-            target = RequestTarget(f"rollouts-handshake-{secrets.token_hex(4)}")
-            try:
-                sampled = await self.generate(client, request, target)
-            except HTTPFailure as failure:
-                if failure.status in (403, 404, 405):
-                    raise ConfigError(
-                        f"vLLM at {client.url} does not take token ids ({failure}): start it with --enable-scale-out"
-                    ) from failure
-                raise
-            tokens, logprob = [first, *sampled.tokens], sampled.logprobs[0]
-            raw = (await self.score(client, tokens, target))[1]
-            if max(logprob, raw) > NOISE_NATS:
-                raise ConfigError(_words_of_logits(client))
-            if abs(logprob - raw) > NOISE_NATS * max(1.0, abs(raw)):
-                return "processed"
-        return "raw"
-
-    async def _loads_adapters(self, client: PlainClient, config: _Config | None) -> bool:
+    async def _loads_adapters(self, client: HTTPClient, config: _Config | None) -> bool:
         """Whether the server loads adapters: its error for a missing folder shows whether the endpoint works."""
         if config is not None and config.lora_config is None:
             return False
@@ -304,12 +284,12 @@ class VLLM:
             scores.append(entry[str(token)].logprob)
         return scores
 
-    async def abort(self, client: PlainClient, names: Sequence[str]) -> None:
+    async def abort(self, client: HTTPClient, names: Sequence[str]) -> None:
         """End these requests; each returns its tokens so far."""
         body = {"request_ids": [REQUEST_PREFIX + name for name in names]}
         await client.post(ABORT, body, bytes)
 
-    async def load_full(self, client: PlainClient, update: WeightUpdate) -> None:
+    async def load_full(self, client: HTTPClient, update: WeightUpdate) -> None:
         """Pause the server, load, set the version, empty every cache, and resume.
 
         After a failed load the server has no weights, so it stays paused. If this call is cancelled, the remaining
@@ -317,7 +297,7 @@ class VLLM:
         """
         # Two attempts, because the server closes connections after an internal error.
         post = partial(client.post, attempts_max=2)
-        config, folder = await self._config(client), _absolute(update)
+        config, folder = await self._config(client), absolute_folder(update)
         call: Any = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
         if config is not None and config.is_extended:
             call = {"method": "rollouts_reload", "kwargs": {"folder": folder}}
@@ -353,37 +333,6 @@ class VLLM:
                             await post("/resume", {}, bytes)
                     raise
                 await post("/resume", {}, bytes)
-
-    async def load_adapter(self, client: PlainClient, update: WeightUpdate, *, old: str) -> str:
-        """Load the adapter under a new name, and unload `old`. The name is unique among runs. Raises HTTPFailure."""
-        name = f"rollouts-v{update.version}-{secrets.token_hex(4)}"
-        if old:
-            await self.unload_adapter(client, old)
-        body = {"lora_name": name, "lora_path": _absolute(update)}
-        await client.post("/v1/load_lora_adapter", body, bytes, attempts_max=1)
-        return name
-
-    async def unload_adapter(self, client: PlainClient, name: str) -> None:
-        """Unload this adapter. Raises HTTPFailure."""
-        try:
-            await client.post("/v1/unload_lora_adapter", {"lora_name": name}, bytes)
-        except HTTPFailure as failure:
-            if failure.status != 404:  # a restarted server does not have the adapter
-                raise
-
-    async def tokenize(self, client: PlainClient, text: str) -> list[int] | None:
-        """The server's ids of a text; None if it was started without a tokenizer."""
-        return await ids_of_text(client, text, without_tokenizer=(400, 404, 501))
-
-
-def _absolute(update: WeightUpdate) -> str:
-    """The folder as an absolute path, because the server has another working directory."""
-    assert update.path is not None, update
-    return str(Path(update.path).absolute())
-
-
-def _words_of_logits(client: HTTPClient) -> str:
-    return f"vLLM at {client.url} returns logits instead of logprobs: start it with --logprobs-mode processed_logprobs"
 
 
 def _seed(request: GenerateRequest) -> int:

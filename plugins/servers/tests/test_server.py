@@ -1,4 +1,4 @@
-"""Server over a dialect that is made up: what it sends when, and what becomes of those who wait."""
+"""Server over a dialect that is made up: what it sends when, and how the waits end."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 import safetensors.numpy  # noqa: F401 - the first import takes longer than the clock of these tests waits
 import trio
 import trio.testing
+from rollouts_servers.checks import ServerSetup
+from rollouts_servers.dialect import RequestTarget, Sampled, ServerInfo
+from rollouts_servers.http import HTTPFailure
+from rollouts_servers.server import Server
 
 from rollouts.errors import ConfigError, InferenceError
 from rollouts.inference.base import GenerateRequest, Generation, VersionSpan, WeightUpdate
-from rollouts.inference.servers.checks import ServerSetup
-from rollouts.inference.servers.dialect import RequestTarget, Sampled, ServerInfo
-from rollouts.inference.servers.http import HTTPFailure
-from rollouts.inference.servers.server import Server
 
 INFO = ServerInfo("Fake 1", ("policy",), 100, loads_adapters=True, lora_rank_max=8)
 
 
 class Fake:
-    """A dialect without a server: a request ends when it is told to, with the ids that it is given."""
+    """A dialect without a server: a request ends when the test says so, with the ids that it is given."""
 
     software, keeps_requests, scores_adapters_alone = "Fake", False, False
     adapter_flags, weights_flags, logprobs_flags = "--adapters {rank}", "--weights", "--logprobs"
@@ -212,7 +212,7 @@ def test_a_server_that_can_be_used():
 
 
 @pytest.mark.parametrize(("key", "words"), [("", "requires an API key, but none is set"), ("hush", "refuses the API")])
-def test_an_api_key_is_asked_for_and_never_told(key, words):
+def test_an_api_key_is_asked_for_and_never_shown(key, words):
     class Guarded(Fake):
         async def handshake(self, client: Any) -> ServerInfo:
             raise HTTPFailure("client", f"status 401: {key} is wrong", retryable=False, status=401)
@@ -434,7 +434,7 @@ def test_a_server_that_unloads_no_adapter_is_left_all_the_same(folder, how):
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_whoever_scores_with_an_adapter_is_alone_where_that_harms_others(folder, alone):
+def test_scoring_with_an_adapter_is_done_alone_where_that_harms_others(folder, alone):
     """Also where those that wait have every turn."""
 
     class Scoring(Fake):

@@ -20,9 +20,9 @@ from rollouts.error_log import report
 from rollouts.errors import RolloutsError, RunError, words_of
 from rollouts.training.algorithms.algorithm import function_label
 from rollouts.training.rollout_gen.groups import Group, drop_reason, group_samples
-from rollouts.training.rollout_gen.steps import RolloutConfig
-from rollouts.training.samples import episode_samples, with_grade, with_lists
+from rollouts.training.samples import episode_samples
 from rollouts.types import Episode, Message, Sample, Score, Segment, Status, Task, Trajectory
+from rollouts_notes.rows import RolloutConfig, with_grade, with_lists
 
 
 async def generate_group(config: RolloutConfig, task: Task, version: int | None) -> list[Sample]:

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 import trio
+from rollouts_servers import broadcast as weight_broadcast
+from rollouts_servers.broadcast import send_over_group
 from torch import distributed
 
 from rollouts.errors import InferenceError
 from rollouts.inference.base import Capabilities, WeightUpdate
 from rollouts.training import create_pytorch_backend
-from rollouts.training.weights import broadcast as weight_broadcast
-from rollouts.training.weights.broadcast import send_over_group
 from rollouts.training.weights.files import manifest_of
 from rollouts.training.weights.sync import WeightSyncManager
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "training"))
 from tiny_qwen3 import qwen3
 from weight_fakes import FolderEngine
 
@@ -140,7 +140,7 @@ def test_every_rank_of_every_server_has_the_tensors(ranks):
         ("die", "version 4 were not broadcast"),
     ],
 )
-def test_one_that_fails_is_told_and_nobody_waits_for_it(fault, words):
+def test_one_that_fails_is_named_and_no_one_waits_for_it(fault, words):
     engines = [Receiver(), Receiver(fault=fault)]
     start = time.perf_counter()
     with pytest.raises(InferenceError, match=words):
