@@ -412,7 +412,7 @@ def test_control_c_while_a_reward_works(parts):
     assert summary_of(parts / "out")["status"] == "interrupted"
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_kill(parts):
     process = start("out", "--steps", "100000")
     try:

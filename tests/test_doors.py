@@ -146,7 +146,9 @@ def test_an_engine_of_a_missing_package_says_what_to_install(name, core):
         pytest.param("import rollouts.training.rl_losses", "rollouts_notes", marks=pytest.mark.nightly),
         ("from rollouts.training.types import RLTrainingConfig", "rollouts_notes"),
         ("from rollouts.inference.servers.vllm import VLLM", "rollouts_servers"),
-        pytest.param("from rollouts.providers import create_vllm_inference", "rollouts_servers", marks=pytest.mark.nightly),
+        pytest.param(
+            "from rollouts.providers import create_vllm_inference", "rollouts_servers", marks=pytest.mark.nightly
+        ),
         ("from rollouts.spending import SpendingStore", "rollouts_servers"),
     ],
 )

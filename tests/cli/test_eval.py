@@ -291,7 +291,7 @@ def test_nothing_judged_is_a_failure(here, capsys):
     assert summary_of(here / "out")["reward_mean"] is None
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_was_done(here):
     with started(delay_seconds=0.25, calls=0) as server:
         environment = dict(os.environ, PYTHONPATH=str(ROOT))

@@ -100,7 +100,7 @@ def evaluated(folder, done):
             for line in map(json.loads, lines)]  # fmt: skip
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "own",
     [
@@ -130,7 +130,7 @@ def test_the_numbers_are_those_of_the_step_while_training_goes_on(own, counts):
         assert found["reward_mean"] == pytest.approx(lines[done - 1]["eval/reward_mean"])
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_server_gets_the_weights_of_the_step(counts):
     small = {"eval_tasks": 2, "max_tokens": 6, "steps": 3}
     run("waits", counts, **small)
@@ -147,7 +147,7 @@ def test_a_server_gets_the_weights_of_the_step(counts):
             assert one["eval/greedy_mean"] == other["eval/greedy_mean"]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [0, 1])
 def test_its_result_ranks_the_checkpoint_of_its_step(keep, counts):
     rank = {"keep_best": "eval/reward_mean", "keep_checkpoints": keep}

@@ -91,7 +91,7 @@ def kill_after(command: list[str], folder: Path, more: int, how: int) -> int:
     return process.wait(60)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_killed_evaluation_equals_an_unbroken_one(here, capsys):
     assert main(["eval", *FLAGS, "--out", "whole"]) == 0
     assert kill_after(["eval", *FLAGS, "--out", "killed"], here / "killed", 7, signal.SIGKILL) == -signal.SIGKILL

@@ -334,8 +334,10 @@ def unbroken(request, tmp_path_factory):
     return request.param, folder / "whole"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("at", ["sft 0", "rl 0", "sft 2", "rl 1"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "at", ["sft 2", *(pytest.param(at, marks=pytest.mark.nightly) for at in ("sft 0", "rl 0", "rl 1"))]
+)
 def test_it_goes_on_where_it_stopped(at, unbroken, capsys):
     rank, whole = unbroken
     message = stopped(at, lora_rank=rank)

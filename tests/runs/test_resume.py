@@ -826,7 +826,7 @@ def wait_for_a_sign(process):
     assert process.stdout.readline() or process.wait() == 0
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_rank_that_dies_in_a_run(capfd, here):
     """One error that names it, exit code 1; and the run goes on, on one rank more, to the end."""
     (here / "dying.py").write_text(
@@ -893,7 +893,7 @@ class Interrupt(trio.abc.Instrument):
             signal.raise_signal(signal.SIGINT)
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_an_end_at_any_await_point(monkeypatch, here):
     """Numerics 20: interrupted between any two steps of trio's tasks, a run goes on to the same end: the same prompts,
     once each, and losses equal to the bit. Every seventeenth of these moments is tried.

@@ -100,7 +100,7 @@ def test_hours_that_are_over_end_it_after_a_step_and_resume_continues(more, caps
     assert (last["steps"], "stopped" in last) == (3, False) and steps_logged() == [0, 1, 2]
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_a_stopped_and_resumed_run_is_the_unbroken_one(capsys):
     def values():
         lines = [json.loads(line) for line in Path("r/metrics.jsonl").read_text().splitlines()]

@@ -143,7 +143,7 @@ def test_a_student_comes_to_its_teacher_without_rewards(tiny, tmp_path):
     assert start == before and after > taught - 0.1
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_controls_do_not_find_it(tiny):
     """Rewards the wrong way round, and a reference that holds the policy with all its weight."""
     model = tiny.qwen3(vocab=ARMS)

@@ -46,7 +46,8 @@ def same_words(one, other, tolerance=1e-4):
             assert math.isclose(value, theirs[name], rel_tol=50 * tolerance, abs_tol=tolerance), name
 
 
-@pytest.mark.parametrize("counts", [pytest.param(counts, marks=NIGHTLY) for counts in ((2,), (1, 2, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("counts", [(2,), pytest.param((1, 2, 4), marks=NIGHTLY)])
 def test_ranks_are_one_process(counts, tiny, folder, ranks_of, tmp_path):
     """Every aggregation, unequal token counts, several steps each; a rank with nothing to do; the checkpoint of any
     number of ranks loads into any other.
