@@ -894,9 +894,10 @@ class Interrupt(trio.abc.Instrument):
 
 
 @pytest.mark.slow
-def test_an_end_at_any_await_point(monkeypatch, here):
+@pytest.mark.parametrize("stride", [60, pytest.param(17, marks=pytest.mark.nightly)])
+def test_an_end_at_any_await_point(monkeypatch, here, stride):
     """Numerics 20: interrupted between any two steps of trio's tasks, a run goes on to the same end: the same prompts,
-    once each, and losses equal to the bit. Every seventeenth of these moments is tried.
+    once each, and losses equal to the bit. One in `stride` of these moments is tried.
     """
     small = ["--steps", "2"]
     plain = trio.run
@@ -909,7 +910,7 @@ def test_an_end_at_any_await_point(monkeypatch, here):
     run("whole", *small)
     expected = lines_of("whole"), prompts_of("whole")
     tried = 0
-    for number in range(3, counter.seen, 17):
+    for number in range(3, counter.seen, stride):
         out = f"out-{number}"
         with_instrument(Interrupt(number))
         code = main(["run", *SMALL, *small, "--out", out])
@@ -920,7 +921,7 @@ def test_an_end_at_any_await_point(monkeypatch, here):
             run(out, resume=True)
         assert (lines_of(out), prompts_of(out)) == expected
         shutil.rmtree(out)
-    assert tried >= 10, f"{tried} of {counter.seen} moments"
+    assert tried >= 170 // stride, f"{tried} of {counter.seen} moments"
 
 
 def prompts_of(folder):
