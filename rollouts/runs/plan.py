@@ -584,7 +584,7 @@ def _unused(plan: Plan, used_elsewhere: Sequence[str] = ()) -> list[str]:
         if before and all(_same(parts[key], before[key]) for key in _OF_STAGE):
             notes.append(f"{place}it changes nothing; write other settings, or leave it out")
         before = parts
-    return [*notes, *_unused_settings(plan)]
+    return [*notes, *_unused_settings(plan), *_dropping_all(plan)]
 
 
 def _is_named(key: str, component: Chosen) -> bool:
@@ -646,6 +646,16 @@ def _sampler(plan: Plan, component: Chosen) -> str:
 
 def _reference(plan: Plan, component: Chosen) -> str:
     return "" if "ref_logprobs" in plan.asked else "nothing names `ref_logprobs`; --kl rk3_loss would"
+
+
+def _dropping_all(plan: Plan) -> Iterator[str]:
+    """A warning for each filter that drops every group, because groups have one rollout."""
+    for each in plan.filters if plan.settings.samples and plan.settings.samples_per_prompt == 1 else ():
+        if checks.drops_groups_of_one(each.function, each.settings):
+            yield (
+                f"warning: the filter {each.name} drops every group of one rollout, so nothing is trained; type "
+                "--samples-per-prompt 8, or --filter none"
+            )
 
 
 def _eval_inference(plan: Plan, component: Chosen) -> str:

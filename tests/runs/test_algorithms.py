@@ -408,6 +408,7 @@ def test_a_part_that_cannot_be_called(parts, settings, words):
     refused(SignatureError, *words, **{key: parts + name})
 
 
+ONE = {"samples_per_prompt": 1, "advantage": "baseline"}
 TOOLLESS = "./algorithm_parts.py:Toolless"
 
 
@@ -426,6 +427,8 @@ TOOLLESS = "./algorithm_parts.py:Toolless"
          {"loss": "opd", "teacher": "tiny", "mix": "product", "reward": ["env:2"]}, {"filter": ["any_success"]}),
         ("--shaping overlong is not used",
          {"loss": "opd", "teacher": "tiny", "shaping": ["overlong"]}, {"filter": ["any_success"]}),
+        ("the filter nonzero_std drops every group", ONE | {"filter": ["nonzero_std"]}, {"samples_per_prompt": 2}),
+        ("the filter accuracy_std drops every group", ONE | {"loss": "dapo"}, {"filter": "none"}),
         ("--tool-parser hermes is not used", {"env": TOOLLESS, "tool_parser": "hermes"}, {"env": "calculator"}),
         ("--tool-parser hermes is not used",
          {"env": TOOLLESS, "tool_parser": "hermes", "mode": "eval"}, {"env": "calculator"}),

@@ -242,9 +242,11 @@ async def run_rl_training(
     given: dict[str, Any] = {"stages": stages, "syncing": syncing, "metrics_logger": metrics_logger, "start": start}
     given["callbacks"] = rl.Callbacks(on_step=after, on_logged=logged, **options)
     manager.reward_fn = _reward_of(reward_fn, manager.config) or of_config
-    async with contextlib.nullcontext() if manager.is_open else manager:
-        history = await rl.train_rl(backend, manager, settings, **given)
-    manager.reward_fn = of_config
+    try:
+        async with contextlib.nullcontext() if manager.is_open else manager:
+            history = await rl.train_rl(backend, manager, settings, **given)
+    finally:
+        manager.reward_fn = of_config
     progress.say("RL training complete!")
     return [metrics | {"step": step} for step, metrics in enumerate(history, start.step)]
 

@@ -190,8 +190,9 @@ class AsyncRolloutManager(GroupManager):
             RewardError: a reward returned an invalid value.
         """
         self.rules = _UserRules(self._rules, reward_fn or self.reward_fn, self.config.filter_fn)
+        wanted = wanted if self.is_open else 1  # a manager that is entered here plays this step alone
         async with contextlib.nullcontext() if self.is_open else self:
-            return GroupBatch(await super().generate_batch(wanted=wanted if self.is_open else 1))
+            return GroupBatch(await super().generate_batch(wanted=wanted))
 
     async def generate_batches(self, count: int = 1) -> list[GroupBatch]:
         """The next `count` batches, with the rewards and the errors of `generate_batch`."""

@@ -35,7 +35,10 @@ ERROR = "Error: "
 UNKNOWN = "tool_failure/unknown_tool"
 """The metric of a trajectory that counts its calls of tools that do not exist."""
 
-ADVICE = "train on demonstrations first, or longer (--mode sft+rl), or give --model a model that can call tools"
+ADVICE = (
+    "train on demonstrations first, or longer (--mode sft+rl --sft.steps 300), or give --model "
+    "a model that can call tools"
+)
 """What to do if the model cannot call tools."""
 
 

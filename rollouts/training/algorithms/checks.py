@@ -5,7 +5,7 @@ invalid setting. Imports torch only to try out settings.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -137,6 +137,19 @@ def keeps_own_tokens(correction: Any) -> bool:
         weights = _probe(correction, _three_tokens(None))
         return weights is not _NO_ANSWER and bool((weights == 1).all())
     return False
+
+
+def drops_groups_of_one(function: Any, settings: Mapping[str, Any]) -> bool:
+    """Whether a filter of the core drops every group of one rollout, whatever its reward is. False if this cannot be
+    known.
+    """
+    rewards = [*(place / 20 for place in range(21)), *(sign * size for sign in (-1, 1) for size in (0.5, 2, 5, 1e6))]
+    groups = [{"rewards": [reward], "scores": [reward], "parts": [{}]} for reward in rewards]
+    plain = unwrapped(function)
+    is_ours = isinstance(plain, FunctionType) and plain.__module__.startswith("rollouts.")
+    if not is_ours or not set(requests(function, "filters")) <= groups[0].keys():
+        return False
+    return not any(call_with(function, group, settings) is True for group in groups)
 
 
 def _check_pairs(algorithm: Algorithm, pairs: Callable[..., Any], samples_per_prompt: int | None) -> None:

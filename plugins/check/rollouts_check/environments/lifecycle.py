@@ -211,7 +211,8 @@ def deadlines(subject: Subject) -> str:
     tried = f"play an episode of at most {MODEL_SECONDS} seconds with a model that never replies"
     attempt = subject.attempt(tried)
     status = played.episode.status
-    attempt.require(status is Status.TIMEOUT, f"it ended as {status.value}: {played.trajectory.error}")
+    error = played.trajectory.error or "without an error"
+    attempt.require(status is Status.TIMEOUT, f"it ended as {status.value}: {error}")
     _check_closed(subject, watch, tried)
     return f"timeout after {time.monotonic() - begun:.1f} s"
 

@@ -432,7 +432,12 @@ class Leftovers:
         ]
         processes = {pid: words for pid, words in _children().items() if pid not in self._processes}
         files, tasks = sorted(self._temporary() - self._files), Counter(calls.asyncio_tasks()) - self._tasks
-        found = {"thread": threads, "process": [*processes.values()], "temporary file": files, "asyncio task": [*tasks]}
+        found = {
+            "thread": threads,
+            "process": [*processes.values()],
+            "temporary file": files,
+            "asyncio task": sorted(tasks.elements()),
+        }
         return [f"{counted(len(each), word)}: {', '.join(each[:3])}" for word, each in found.items() if each]
 
     def _temporary(self) -> set[str]:

@@ -15,6 +15,7 @@ from rollouts.errors import ConfigError, EnvironmentDefinitionError, UnknownComp
 from rollouts.models.loading import TINY_PATH
 from rollouts.training import (
     AsyncRolloutManager,
+    DataBuffer,
     Endpoint,
     PyTorchTrainingBackend,
     RLTrainingConfig,
@@ -193,3 +194,19 @@ def test_an_engine_is_closed_if_the_manager_cannot_be_entered(monkeypatch):
 def test_what_does_not_fit(make, error, words):
     with pytest.raises(error, match=words):
         make()
+
+
+def test_outside_its_block_it_plays_no_step_in_advance():
+    """A manager that enters itself for one step is left after it, and groups of later steps would be played again."""
+    calls = []
+
+    async def generate(prompts):
+        calls.append(prompts)
+        return [Sample(prompt, tokens=[5, 6], loss_mask=[0.0, 1.0], reward=1.0) for prompt in prompts]
+
+    manager = AsyncRolloutManager(
+        DataBuffer(prompts=["a", "b", "c"]), RolloutConfig(2, 2, generate_fn=generate, staleness=1)
+    )
+    for _ in range(3):
+        trio.run(manager.generate_batch)
+    assert (manager.statistics.begun, manager.statistics.carried, len(calls)) == (6, 0, 6)
