@@ -80,7 +80,7 @@ def stored_anchors(batch: TrainBatch, logprobs: Sequence[list[float]]) -> list[l
     return [row.rollout_logprobs or own for row, own in zip(batch.rows, logprobs, strict=True)]
 
 
-class Resolved(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """The logprobs [T] of a microbatch. `is_anchored`: the row keeps `old_logprobs`, or the sampler reported one."""
 
     old_logprobs: Tensor
@@ -90,7 +90,7 @@ class Resolved(NamedTuple):
 
 def resolve_logprobs(
     logprobs: Tensor, stored: Tensor | None, sampler: Tensor, is_known: Tensor, anchor: Anchor
-) -> Resolved:
+) -> TokenLogprobs:
     """The logprobs that a loss may name, beside the policy's own `logprobs` [T] in this pass.
 
     Args:
@@ -102,8 +102,8 @@ def resolve_logprobs(
     policy = logprobs.detach() if stored is None else stored
     rollout_logprobs = torch.where(is_known, sampler, policy)
     if stored is not None:
-        return Resolved(stored, rollout_logprobs, torch.ones_like(is_known))
-    return Resolved(rollout_logprobs if anchor == "sampler" else policy, rollout_logprobs, is_known)
+        return TokenLogprobs(stored, rollout_logprobs, torch.ones_like(is_known))
+    return TokenLogprobs(rollout_logprobs if anchor == "sampler" else policy, rollout_logprobs, is_known)
 
 
 def importance_weights(
