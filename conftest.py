@@ -8,11 +8,13 @@ from __future__ import annotations
 import compileall
 import functools
 import gc
+import logging
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +25,9 @@ from rollouts.doors import HOMES
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""  # of NVIDIA, and of AMD
+# pytest's plugin for logs is off, because it changes fifty loggers of torch three times a test. Like the plugin, this
+# keeps what libraries log off the standard error output.
+logging.lastResort = logging.NullHandler()
 os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # tests look at folders that they import files from
 # A machine that is busy makes examples slowly; that says nothing of what they test.
 settings.register_profile("ordinary", max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -107,12 +112,17 @@ def forked_checks():
 def metadata_read_once():
     """The entry points of a package that has not changed are read once, and the versions that a manifest names. A
     process reads those of all packages when sys.path changes, which it does with each test whose components are in a
-    file.
+    file. Files in site-packages do not change during the tests, and a run looks at a thousand of them.
     """
     from rollouts.plugins import index
     from rollouts.runs import manifest
 
     plain, found = index._read_refs, {}
+    look, installed = index._stamps, sysconfig.get_path("purelib") + os.sep
+    look_once = functools.cache(lambda file: look([file])[file])
+
+    def stamps(files):
+        return {file: look_once(file) if file.startswith(installed) else look([file])[file] for file in files}
 
     def read_refs(distribution):
         folder = getattr(distribution, "_path", None)
@@ -124,6 +134,7 @@ def metadata_read_once():
         return iter(found[key])
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index, "_stamps", stamps)
         patch.setattr(index, "_read_refs", read_refs)
         patch.setattr(manifest, "_version", functools.cache(manifest._version))
         yield

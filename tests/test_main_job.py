@@ -159,7 +159,7 @@ def test_lora_learns(here):
     assert after >= before + 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_supervised_training(here):
     arguments = ["--env", "calculator", "--out", "out", "--steps", 40, "--lr", "1e-3", "--eval-tasks", 64]
     command(*arguments, name="sft")

@@ -424,6 +424,7 @@ def test_two_runs_of_one_program_each_make_their_own(indexed: str) -> None:
     assert Path("events.txt").read_text().split() == ["made", "cleaned"] * 2
 
 
+@pytest.mark.slow
 def test_ctrl_c_cleans_up(indexed: str) -> None:
     arguments = ["-m", "rollouts", "run", "--env", indexed, "--env.interrupts", "true", *SIZES]
     done = forks.run([sys.executable, *arguments], timeout=120)

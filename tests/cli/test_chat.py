@@ -197,6 +197,7 @@ def test_a_transcript_of_nothing_is_no_file(run, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_a_reply_and_ctrl_d_ends(run):
     with Terminal("chat", str(run), "--env.hangs", "true", "--task", "0") as terminal:
         terminal.until("HANGS")

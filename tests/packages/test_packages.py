@@ -45,6 +45,7 @@ def assert_mistake(done, *words: str) -> None:
         assert word in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_a_setting_out_of_a_strangers_domain_is_refused_before_a_model_loads(rollouts, acme):
     done = rollouts("run", "--env", "calculator", "--loss", "acme_loss", "--loss.cap=-1", "--dry-run", path=(acme,))
     assert_mistake(done, "--loss.cap: expected a number (above 0); got -1")

@@ -105,7 +105,7 @@ def evaluated(folder, done):
     "own",
     [
         pytest.param({}, id="full"),
-        pytest.param({"lora_rank": 2}, id="lora"),
+        pytest.param({"lora_rank": 2}, id="lora", marks=pytest.mark.nightly),
         pytest.param({"mode": "rl", "staleness": 1}, id="ahead"),
     ],
 )
@@ -148,7 +148,7 @@ def test_a_server_gets_the_weights_of_the_step(counts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keep", [0, 1])
+@pytest.mark.parametrize("keep", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_its_result_ranks_the_checkpoint_of_its_step(keep, counts):
     rank = {"keep_best": "eval/reward_mean", "keep_checkpoints": keep}
     one, other = run("waits", counts, **rank), run("out", counts, eval_inference="hf", **rank)
@@ -158,6 +158,7 @@ def test_its_result_ranks_the_checkpoint_of_its_step(keep, counts):
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_stays_until_its_evaluation_has_ended(counts, monkeypatch):
     """The best of all is the first one that is evaluated, and three newer ones are saved before this is known."""
     from rollouts.runs.jobs import evaluating

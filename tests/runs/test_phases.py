@@ -323,7 +323,7 @@ def short(tmp_path_factory):
     return folder / "out"
 
 
-@pytest.fixture(scope="module", params=[0, 2], ids=["full", "lora"])
+@pytest.fixture(scope="module", params=[0, pytest.param(2, marks=pytest.mark.nightly)], ids=["full", "lora"])
 def unbroken(request, tmp_path_factory):
     """A LoRA rank, and a run with it that nothing stopped."""
     folder = tmp_path_factory.mktemp("unbroken")
@@ -368,6 +368,7 @@ def test_a_copy_and_a_run_that_was_moved_go_on(here):
     assert lines_of("copy/rl") == lines_of("elsewhere/rl")
 
 
+@pytest.mark.slow
 def test_another_first_phase_is_another_model(here, capsys):
     stopped("rl 1")
     assert main(["resume", "out/sft", "--steps", "4"]) == 0
@@ -450,6 +451,7 @@ def test_it_goes_back_to_a_checkpoint(short):
     assert "resumed_from" not in summary_of("out/sft")
 
 
+@pytest.mark.slow
 def test_resume_auto_leaves_the_phase_that_is_over_as_it_was(here, capsys):
     stopped("rl 0")
     command("--resume", "auto", "--checkpoint-every", "1", "--sft.steps", "4", code=2)

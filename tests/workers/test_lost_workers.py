@@ -105,6 +105,7 @@ def test_a_worker_that_uses_all_its_cpu_time_is_named_and_started_again():
         assert trio.run(env.make().close.call) is None
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_end_a_cancelled_call_is_killed(monkeypatch):
     monkeypatch.setattr(pools, "GRACE_SECONDS", 0.5)
 
@@ -119,6 +120,7 @@ def test_a_worker_that_does_not_end_a_cancelled_call_is_killed(monkeypatch):
         trio.run(main)
 
 
+@pytest.mark.slow
 def test_memory_has_a_limit():
     with environment("Hostile-memory", memory_gib=2.0) as env:
 
@@ -208,6 +210,7 @@ def test_an_environment_that_ends_its_process_at_import_is_a_mistake_of_the_user
     )
 
 
+@pytest.mark.slow
 def test_an_environment_that_waits_at_import_is_named(monkeypatch):
     monkeypatch.setenv("ROLLOUTS_IMPORT_SECONDS", "3")
     Path("slow.py").write_text("import time\ntime.sleep(10**6)\n")

@@ -58,6 +58,7 @@ def test_other_environments_have_the_same_metrics(name):
     both(f"{ENVS}:{name}")
 
 
+@pytest.mark.slow
 def test_an_agent_with_its_own_client_has_the_same_episodes():
     for out, worker in (("inline", "inline"), ("apart", "process")):
         rollouts.run(env=f"{ENVS}:OwnClient", out=out, worker=worker, mode="eval", **{**SHORT, "eval_tasks": 2})
@@ -231,6 +232,7 @@ rollouts.run(env="calculator", worker="process", out="run", steps=1000, prompts_
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_no_worker_outlives_its_run(number):
     process = forks.popen([sys.executable, "-c", RUN], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

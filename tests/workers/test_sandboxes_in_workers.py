@@ -86,6 +86,7 @@ def test_the_numbers_are_those_of_a_run_without_worker(given):
     assert {episode["status"] for episode in episodes_of(apart)} == {"completed"}
 
 
+@pytest.mark.slow
 def test_a_lost_sandbox_is_no_reward_of_0():
     _, apart = both({"name": BOXED, "kind": "lost"}, mode="eval", eval_tasks=3, retries=0, max_failures=20)
     episodes = episodes_of(apart)
@@ -124,7 +125,15 @@ def opened(env: Any, count: int) -> Any:
     return held
 
 
-@pytest.mark.parametrize("how", ["killed", "episode", pytest.param("closed", marks=NIGHTLY), "forgotten"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "killed",
+        "episode",
+        pytest.param("closed", marks=NIGHTLY),
+        pytest.param("forgotten", marks=pytest.mark.slow),
+    ],
+)
 def test_sandboxes_end_with_the_worker_or_the_episode(how, boxes):
     (env,) = make_plan(resolve({"env": BOXED, "worker": "process", "eval_tasks": 0})).environments
     before = keepers()  # those of other tests, if any
@@ -157,6 +166,7 @@ rollouts.run(env={BOXED!r}, worker="process", out="run", steps=1000, prompts_per
 """
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_run_that_is_killed(boxes):
     process = forks.popen([sys.executable, "-c", RUN])
     try:

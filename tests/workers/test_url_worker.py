@@ -208,7 +208,7 @@ def test_what_a_server_refuses(serve, monkeypatch):
 
 
 def test_a_url_that_serves_something_else(monkeypatch):
-    monkeypatch.setattr(websocket, "CONNECT_SECONDS", 3.0)
+    monkeypatch.setattr(websocket, "CONNECT_SECONDS", 1.0)
 
     def web(connection: socket.socket) -> None:
         connection.recv(4096)
@@ -221,7 +221,7 @@ def test_a_url_that_serves_something_else(monkeypatch):
     for handle, said in ((web, "it answers with HTTP status 404"), (garbage, "does not answer as a worker")):
         with fake_server(handle) as url, pytest.raises(WorkerError, match=said):
             pool_at(url).call("describe", {"name": "calculator"})
-    silent = fake_server(lambda connection: connection.recv(4096) and time.sleep(4))
+    silent = fake_server(lambda connection: connection.recv(4096) and time.sleep(1.5))
     with silent as url, pytest.raises(WorkerError, match="does not answer as a worker"):
         pool_at(url).call("describe", {"name": "calculator"})
     with socket.create_server(("127.0.0.1", 0)) as closed:
@@ -244,6 +244,7 @@ def test_a_message_that_is_too_big(monkeypatch):
         pool_at(url).call("describe", {"name": "calculator"})
 
 
+@pytest.mark.slow
 def test_a_silent_host_and_a_silent_worker_have_different_messages(serve):
     with fake_worker(msgspec.json.encode(Hello(VERSION))) as url:
         pool = pool_at(url, silent_seconds=0.5)
@@ -301,6 +302,7 @@ def test_a_server_opens_the_sandbox_that_it_was_started_with(serve):
     assert logged("url") == logged("inline") and len(logged("url")) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_vanishes_loses_only_its_episodes(serve):
     server, url = serve("calculator")
     port = url.rpartition(":")[2]

@@ -70,6 +70,7 @@ def logged(folder: str) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if not key.startswith(TIMED)} for line in lines]
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_a_run_without_worker():
     given = {"env": "calculator", "mode": "eval", **SHORT}
     rollouts.run(out="inline", **given)

@@ -21,7 +21,9 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 @pytest.mark.parametrize(
-    "only", [["settings", "episode"], pytest.param([], marks=pytest.mark.nightly)], ids=["quick", "all"]
+    "only",
+    [pytest.param(["settings", "episode"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.nightly)],
+    ids=["quick", "all"],
 )
 def test_the_contract(only: list[str]) -> None:
     """The other checks run hundreds of programs."""

@@ -116,7 +116,7 @@ def test_each_check_finds_a_fault(wanted, place, tmp_path):
     assert explained(failed[0], FIRST[wanted])
 
 
-@pytest.mark.parametrize("wanted", sorted(LEAVES - {"tool-arguments"}))
+@pytest.mark.parametrize("wanted", [pytest.param("cancelled", marks=pytest.mark.slow), "deadlines"])
 def test_each_check_finds_what_leaves_threads(wanted):
     failed = in_process_of_its_own(FIRST[wanted], wanted, only=wanted)
     assert [result.name for result in failed] == [wanted]

@@ -700,8 +700,10 @@ SLOW = ("sandboxes", "training", "workers")  # they start processes, and load a 
 
 
 def marked(*row):
-    """One fault of each of these kinds is in the ordinary run."""
+    """One fault of each of these kinds is in the ordinary run. Checks of time wait for seconds."""
     is_costly = row[0] in SLOW and row[-1] not in ("step", "connects", "outside")
+    if row[-1] in ("quick", "closes"):
+        return pytest.param(*row, marks=pytest.mark.slow)
     return pytest.param(*row, marks=pytest.mark.nightly) if is_costly else row
 
 

@@ -31,7 +31,9 @@ def cases():
     known = {check.name for check in CHECKS}
     for file, is_alone in itertools.product(FILES, (True, False)):
         is_more = not is_alone or wanted_of(file) in known
-        yield pytest.param(file, is_alone, id=f"{file.stem}-{is_alone}", marks=pytest.mark.nightly if is_more else ())
+        marks = [pytest.mark.nightly] if is_more else []
+        marks += [pytest.mark.slow] if wanted_of(file) == "worker-lives" else []  # it waits for the end of a worker
+        yield pytest.param(file, is_alone, id=f"{file.stem}-{is_alone}", marks=marks)
 
 
 @pytest.mark.parametrize(("file", "is_alone"), list(cases()))

@@ -167,6 +167,7 @@ def results(episode) -> list[str]:
     return [message.text for message in episode.trajectory.messages if message.role == "tool"]
 
 
+@pytest.mark.slow
 def test_each_episode_has_a_session_of_its_own():
     remembers = [called("remember", text="a"), called("calculator", expression="1 + 1")]
     kit = {"server": STDIO, "only": ["remember"]}
@@ -218,7 +219,10 @@ BROKEN = "import sys; print('no license', file=sys.stderr); sys.exit(2)"
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"server": [sys.executable, "-c", SILENT], "open_seconds": 0.5}, "did not open a session in 0.5 seconds"),
+        pytest.param(
+            *({"server": [sys.executable, "-c", SILENT], "open_seconds": 0.5}, "did not open a session in 0.5 seconds"),
+            marks=pytest.mark.slow,
+        ),
         ({"server": [sys.executable, "-c", BROKEN]}, "it wrote: no license"),
         ({"server": "http://127.0.0.1:9/mcp"}, "ConnectError"),
     ],

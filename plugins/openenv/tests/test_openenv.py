@@ -110,6 +110,7 @@ def test_too_many_refused_actions_end_the_episode(url):
 # --- failures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_pings_are_answered_while_the_model_generates(url):
     episode = play({"url": f"{url}/guessing"}, guesses(200, 200, 200), delay=1.0)
     assert episode.score.value == -1.5
@@ -138,7 +139,7 @@ def test_a_call_that_the_run_cuts_off_leaves_the_reward_unknown(url):
     assert "an earlier request got no answer" in after.trajectory.error
 
 
-@pytest.mark.parametrize("seconds", [0.6, 60.0])
+@pytest.mark.parametrize("seconds", [0.6, pytest.param(60.0, marks=pytest.mark.slow)])
 def test_a_server_without_a_free_session_is_tried_again(url, seconds):
     begun = trio.Event()
 

@@ -193,13 +193,12 @@ class TestCluster:
         assert len(worker_pids()) >= 5 and os.getpid() not in worker_pids()
         wait_until(lambda: not any(map(psutil.pid_exists, worker_pids())))
 
+    @pytest.mark.nightly
     @pytest.mark.parametrize(
         ("how", "said"),
         [
             ("process", r"ended \(exit code 137.*\n.*playing\n  it ran on the node [0-9.]+ of the Ray cluster"),
-            pytest.param(
-                "actor", r"the worker on the node [0-9.]+ of the Ray cluster was lost: ", marks=pytest.mark.nightly
-            ),
+            ("actor", r"the worker on the node [0-9.]+ of the Ray cluster was lost: "),
         ],
     )
     def test_the_error_of_a_dead_worker_names_the_node(self, how, said, cluster):
