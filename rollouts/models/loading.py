@@ -335,22 +335,6 @@ def load_config(whole: str, **settings: Any) -> Any:
     return _from_pretrained(AutoConfig, whole, "configuration", **settings)
 
 
-def prepare_gradient_checkpointing(causal: Any) -> None:
-    """Turn on checkpointing. Turn off all dropout, because checkpointing needs training mode."""
-    from torch import nn
-
-    for module in causal.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-    if hasattr(causal, "activation_checkpointing_enable"):  # the newer name; the older one warns if both exist
-        causal.activation_checkpointing_enable({"use_reentrant": False})
-    else:
-        causal.gradient_checkpointing_enable({"use_reentrant": False})
-
-
 @contextlib.contextmanager
 def no_progress_bars() -> Iterator[None]:
     """Hide transformers' progress bars for weight files, which would disturb our own progress line."""

@@ -32,8 +32,6 @@ class Row(msgspec.Struct):
         advantages: 0 where the mask is 0
         rollout_logprobs: logprobs under the sampler; None if they are unknown. The ratio of a loss then compares with
             the logprobs of the first forward pass over the row
-        prefix_length: how many leading tokens are the same in all rows of this prompt and group. A backend may run them
-            once
         segment: the number of the row within its rollout
         turns: (turn, first token) of each reply; empty: all tokens are of the first turn
         pair_index: -1 if the row is in no pair
@@ -47,7 +45,6 @@ class Row(msgspec.Struct):
     rollout_logprobs: list[float] | None
     rollout_index: int
     group_index: int
-    prefix_length: int = 0
     segment: int = 0
     pair_index: int = -1
     old_logprobs: list[float] | None = None

@@ -1,8 +1,7 @@
 """Turn samples into batch rows, and rows into microbatches. Pure functions on lists; no torch.
 
 `make_batch` sets u and D for the whole batch (see algorithms/aggregation.py) before anything is split, so a split never
-changes a result. A `Layout` describes how one microbatch runs: shared prompts run once, and the rest of each row runs
-in a bucket of rows of similar length. In packed mode, the rows of a microbatch form one sequence.
+changes a result. A microbatch is a forest of rows (`forest`): what several of its rows begin with counts once.
 """
 
 from __future__ import annotations
@@ -18,38 +17,15 @@ import msgspec
 from rollouts.errors import TrainingError
 from rollouts.training.algorithms.aggregation import Masks, aggregate
 from rollouts.training.batches import Row, TrainBatch, Unit
-from rollouts.training.samples import first_live
+from rollouts.training.forest import count_nodes, in_tree_order
 from rollouts.types import Sample
 
 Keep = Literal["", "rollout", "pair", "group"]
 
-# Each extra bucket costs one pass through the model, so it must save at least this many padded tokens. This number was
-# measured on a CPU, where the cost of a pass depends on its tokens. On a GPU it depends on kernel launches.
-BUCKET_SAVING_MIN = 128
-# The same for an extra microbatch of rows without a shared prompt, on a CPU. Compared with 128, a 58 M model took an
-# eighth less time, and a 0.36 M model took the same time.
-MICROBATCH_SAVING_MIN = 32
-# A shorter shared prompt is not worth a pass of its own.
-PREFIX_LENGTH_MIN = 8
-
-
-class Layout(NamedTuple):
-    """How the rows of one microbatch run.
-
-    `prefixes` are prompts as token ids; each runs once. `prefix_of_row` [R] is the index of the prefix that a row
-    continues, or -1. `starts` [R] is the first position that runs as part of the row itself. `buckets` are lists of row
-    numbers, each padded to one length. Either all rows of a bucket continue a prefix, or all start at 0.
-    """
-
-    prefixes: list[list[int]]
-    prefix_of_row: list[int]
-    starts: list[int]
-    buckets: list[list[int]]
-
-    def padded_tokens(self, lengths: Sequence[int]) -> int:
-        """How many tokens run for rows of these lengths, padding included."""
-        rests = (len(bucket) * max(lengths[row] - self.starts[row] for row in bucket) for bucket in self.buckets)
-        return len(self.prefixes) * max(map(len, self.prefixes), default=0) + sum(rests)
+# Flat rows get microbatches of their own if that saves the work of so many tokens. On a GPU, a pass through a small
+# model mostly costs kernel launches, as much as some thousand tokens.
+PASS_SAVING_MIN = 32
+PASS_SAVING_MIN_GPU = 4096
 
 
 def make_batch(
@@ -91,8 +67,7 @@ def make_batch(
     known = [math.nan if reward is None else float(reward) for reward in rewards]
     rows: list[Row] = []
     segments: Counter[int] = Counter()
-    prefixes = _prefix_lengths(samples, masks, groups)
-    for (rollout, sample), mask, group, prefix in zip(numbered, masks, groups, prefixes, strict=True):
+    for (rollout, sample), mask, group in zip(numbered, masks, groups, strict=True):
         rows.append(
             Row(
                 tokens=list(sample.tokens),
@@ -102,7 +77,6 @@ def make_batch(
                 rollout_logprobs=None if sample.rollout_log_probs is None else list(sample.rollout_log_probs),
                 rollout_index=rollout,
                 group_index=group,
-                prefix_length=prefix,
                 segment=segments[rollout],
                 role=str(sample.metadata.get("role", "")),
                 turns=list(sample.turns),
@@ -182,58 +156,110 @@ def split_microbatches(
     batch: TrainBatch,
     tokens_max: int,
     *,
-    share_prefix: bool = True,
+    share: bool = True,
+    padded: bool = False,
     keep: Keep = "",
     together_max: int = 0,
     only_live: bool = True,
-    packed: bool = False,
-    saving_min: int = MICROBATCH_SAVING_MIN,
-    flat_apart: bool = False,
+    flat_saving_min: float = math.inf,
 ) -> list[list[Row]]:
-    """Split the rows into microbatches of at most `tokens_max` tokens.
+    """Split the rows into microbatches of at most `tokens_max` tokens, as `microbatch_tokens` counts them.
 
-    Rows that share a prompt stay together if they fit. A single row above the limit runs alone. Raises TrainingError if
-    rows that must stay together because of `keep` do not fit.
+    Rows that begin alike stay together if they fit. If they do not, the tree is cut at its branches, and each part runs
+    the trunk. A single row above the limit runs alone. Raises TrainingError if rows that must stay together because of
+    `keep` do not fit.
 
     Args:
-        tokens_max: includes padding
-        share_prefix: run a shared prompt once
+        share: tokens that rows begin with count once
+        padded: rows are padded to the longest of their microbatch
         keep: rows of one rollout, pair or group stay in one microbatch, because the loss needs them together
         together_max: such rows may take so many tokens, if that is more than `tokens_max`
         only_live: leave out rows without a trained token
-        packed: the rows of a microbatch form one sequence, without padding and shared prompts
-        saving_min: how many padded tokens an extra microbatch must save, if no rows stay together
-        flat_apart: separate rows without an advantage, if that saves the work of `saving_min` tokens
+        flat_saving_min: separate rows without an advantage, if that saves the work of so many tokens
     """
-    share_prefix = share_prefix and not packed
+    rows = [row for row in batch.rows if not only_live or any(row.loss_mask)]
     sets: dict[Hashable, list[Row]] = {}
-    for number, row in enumerate(batch.rows):
-        if not only_live or any(row.loss_mask):
-            shares = share_prefix and row.prefix_length > PREFIX_LENGTH_MIN
-            key = getattr(row, f"{keep}_index") if keep else _prefix_key(row) if shares else number
-            sets.setdefault(key, []).append(row)
-    together, apart = list(sets.values()), []
-    if flat_apart:
-        learning = [members for members in together if any(any(row.advantages) for row in members)]
-        flat = [members for members in together if not any(any(row.advantages) for row in members)]
-        if sum(map(_token_count, flat)) * 2 / 3 >= saving_min:  # the backward pass is two thirds of the work
-            together, apart = learning, flat
+    for row in rows:
+        sets.setdefault(getattr(row, f"{keep or 'group'}_index"), []).append(row)
+    flat = [row for members in sets.values() if not any(any(row.advantages) for row in members) for row in members]
+    if sum(len(row.tokens) for row in flat) * 2 / 3 < flat_saving_min:  # the backward pass is two thirds of the work
+        flat = []
+    apart = set(map(id, flat))
     microbatches: list[list[Row]] = []
-    for chosen in (together, apart):
-        units = [
-            unit for members in chosen for unit in _units(members, tokens_max, together_max, share_prefix, keep, packed)
-        ]
-        if packed:
-            bins = pack_rows([_token_count(unit) for unit in units], tokens_max)
-            microbatches += [[row for number in numbers for row in units[number]] for numbers in bins]
-            continue
-        units.sort(key=lambda unit: max(len(row.tokens) for row in unit))
-        if all(len(unit) == 1 for unit in units):
-            cuts = _cuts([len(row.tokens) for (row,) in units], tokens_max, saving_min)
-            microbatches += [[row for (row,) in units[start:stop]] for start, stop in cuts]
-        else:
-            microbatches += _fill(units, tokens_max, share_prefix)
+    for chosen in ([row for row in rows if id(row) not in apart], flat):
+        sizes = _Sizes(tokens_max, max(tokens_max, together_max if keep else 0), share, padded)
+        microbatches += (_fill_padded if padded else _fill)(_sets(chosen, keep, sizes), sizes)
     return microbatches
+
+
+class _Set(NamedTuple):
+    """Rows that run in one microbatch. `tokens`: how many tokens they take alone. `shared`: how many of these the set
+    before has too.
+    """
+
+    rows: list[Row]
+    tokens: int
+    shared: int
+
+
+class _Sizes(NamedTuple):
+    tokens_max: int
+    set_max: int
+    share: bool
+    padded: bool
+
+
+def _sets(rows: Sequence[Row], keep: Keep, sizes: _Sizes) -> list[_Set]:
+    """Sets of rows, those that begin alike next to another; shorter rows first if they are padded."""
+    if sizes.share and not sizes.padded:
+        order, shared = in_tree_order([row.tokens for row in rows])
+    else:
+        order, shared = sorted(range(len(rows)), key=lambda number: len(rows[number].tokens)), [0] * len(rows)
+    members: dict[Hashable, list[Row]] = {}
+    first: dict[Hashable, int] = {}
+    before: Hashable = None  # the set of the row before
+    for place, number in enumerate(order):
+        row = rows[number]
+        key = getattr(row, f"{keep}_index") if keep else place
+        if key not in members:
+            members[key] = []
+            first[key] = shared[place] if before is not None and before == next(reversed(first), None) else 0
+        members[key].append(row)
+        before = key
+    sets = []
+    for key, chosen in members.items():
+        tokens = microbatch_tokens(chosen, share=sizes.share, padded=sizes.padded) if keep else len(chosen[0].tokens)
+        if tokens > sizes.set_max and len(chosen) > 1:
+            what = f"the loss names {keep}_index, so the {len(chosen)} rows of {keep} {key} must be run together"
+            limit = f"they take {tokens} tokens but tokens_per_microbatch is {sizes.set_max}"
+            raise TrainingError(f"{what}; {limit}. Give --tokens-per-microbatch {tokens}")
+        sets.append(_Set(chosen, tokens, first[key]))
+    return sets
+
+
+def _fill(sets: Sequence[_Set], sizes: _Sizes) -> list[list[Row]]:
+    """Put sets into microbatches: first whole trees, or as much of a tree as fits; then these parts into bins."""
+    parts: list[list[Row]] = []
+    tokens: list[int] = []
+    for each in sets:
+        if each.shared and tokens[-1] + each.tokens - each.shared <= sizes.tokens_max:
+            parts[-1] += each.rows
+            tokens[-1] += each.tokens - each.shared
+        else:
+            parts.append(list(each.rows))
+            tokens.append(each.tokens)
+    return [[row for part in chosen for row in parts[part]] for chosen in pack_rows(tokens, sizes.tokens_max)]
+
+
+def _fill_padded(sets: Sequence[_Set], sizes: _Sizes) -> list[list[Row]]:
+    """Put sets into microbatches in order. Open another one if the next set does not fit."""
+    filled: list[list[Row]] = []
+    for each in sets:
+        if filled and microbatch_tokens([*filled[-1], *each.rows], padded=True) <= sizes.tokens_max:
+            filled[-1] += each.rows
+        else:
+            filled.append(list(each.rows))
+    return filled
 
 
 def split_by_role(
@@ -250,28 +276,11 @@ def split_by_role(
     return [part for rows in of_role for part in split(msgspec.structs.replace(batch, rows=rows))]
 
 
-def microbatch_tokens(rows: Sequence[Row], *, share_prefix: bool, packed: bool) -> int:
-    """The tokens of one microbatch of these rows, with padding; a shared prompt counts once."""
-    lengths = [len(row.tokens) for row in rows]
-    return sum(lengths) if packed else plan_layout(rows, share_prefix=share_prefix).padded_tokens(lengths)
-
-
-def _units(
-    members: list[Row], tokens_max: int, together_max: int, share_prefix: bool, keep: Keep, packed: bool
-) -> list[list[Row]]:
-    """Split rows that belong together into as few parts as fit, shortest first. A single row always fits."""
-    members.sort(key=lambda row: len(row.tokens))
-    cost = microbatch_tokens(members, share_prefix=share_prefix, packed=packed)
-    most = max(tokens_max, together_max if keep else 0)
-    if cost <= most or len(members) == 1:
-        return [members]
-    if keep:
-        number, count = getattr(members[0], f"{keep}_index"), len(members)
-        what = f"the loss names {keep}_index, so the {count} rows of {keep} {number} must be run together"
-        sizes = f"they take {cost} tokens but tokens_per_microbatch is {most}"
-        raise TrainingError(f"{what}; {sizes}. Give --tokens-per-microbatch {cost}")
-    rows = [[row] for row in members]
-    return rows if packed else _fill(rows, tokens_max, share_prefix)
+def microbatch_tokens(rows: Sequence[Row], *, share: bool = True, padded: bool = False) -> int:
+    """The tokens that run for these rows in one microbatch: the nodes of their forest, or rows with padding."""
+    if padded:
+        return len(rows) * max(len(row.tokens) for row in rows)
+    return count_nodes([row.tokens for row in rows], share=share)
 
 
 def pack_rows(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
@@ -296,40 +305,6 @@ def pack_rows(lengths: Sequence[int], tokens_max: int) -> list[list[int]]:
     return [sorted(chosen) for chosen in bins]
 
 
-def plan_layout(
-    rows: Sequence[Row], *, share_prefix: bool = True, bucket_saving_min: int = BUCKET_SAVING_MIN
-) -> Layout:
-    """Plan how to run these rows. A prompt is shared if at least two rows have it and it is long enough.
-
-    A row starts at the last token of its prompt, not after it, because that token predicts the first sampled one. An
-    extra bucket is opened if it saves at least `bucket_saving_min` padded tokens.
-    """
-    prefixes: list[list[int]] = []
-    prefix_of_row = [-1] * len(rows)
-    starts = [0] * len(rows)
-    sharing: dict[tuple[int, ...], list[int]] = {}
-    for number, row in enumerate(rows):
-        if share_prefix and row.prefix_length > PREFIX_LENGTH_MIN:
-            sharing.setdefault(_prefix_key(row), []).append(number)
-    for (_, *prefix, _), members in sharing.items():
-        if len(members) > 1:
-            for number in members:
-                prefix_of_row[number], starts[number] = len(prefixes), len(prefix)
-            prefixes.append(prefix)
-    buckets: list[list[int]] = []
-    for continues in (True, False):
-        chosen = [number for number in range(len(rows)) if (prefix_of_row[number] >= 0) == continues]
-        rests = {number: len(rows[number].tokens) - starts[number] for number in chosen}
-        widest = math.inf
-        # Longest first. Open a new bucket if padding to the current length would cost more than another pass.
-        for place, number in enumerate(sorted(chosen, key=rests.__getitem__, reverse=True)):
-            if (widest - rests[number]) * (len(chosen) - place) >= bucket_saving_min:
-                buckets.append([])
-                widest = rests[number]
-            buckets[-1].append(number)
-    return Layout(prefixes, prefix_of_row, starts, buckets)
-
-
 def _live_mask(sample: Sample, trained: bool) -> list[float]:
     """The mask of a sample; all 0 if the sample has no reward or its rollout is not trained."""
     sample.check()
@@ -352,74 +327,3 @@ def _pair_rows(rows: Sequence[Row], pairs: Sequence[tuple[int, int]]) -> list[Ro
                 advantages = [sign if weight > 0 else 0.0 for weight in row.loss_mask]
                 paired.append(msgspec.structs.replace(row, pair_index=number, advantages=advantages))
     return paired
-
-
-def _prefix_lengths(samples: Sequence[Sample], masks: Sequence[Sequence[float]], groups: Sequence[int]) -> list[int]:
-    """For each row, the number of leading tokens that it shares with rows of its group with the same `prompt_length`.
-
-    The tokens are compared, because an environment may change the prompt in one of its episodes. The prefix ends before
-    the first trained token.
-    """
-    sets: dict[tuple[int, int], list[int]] = {}
-    for number, (sample, group) in enumerate(zip(samples, groups, strict=True)):
-        sets.setdefault((group, sample.prompt_length), []).append(number)
-    lengths: dict[int, int] = {}
-    for members in sets.values():
-        tokens = [samples[number].tokens for number in members]
-        ends = zip(min(tokens), max(tokens), strict=False)  # all members share what these two share
-        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], ends))
-        unsampled = min(first_live(masks[number]) for number in members)
-        lengths.update(dict.fromkeys(members, min(shared, unsampled)))
-    return [lengths[number] for number in range(len(samples))]
-
-
-def _prefix_key(row: Row) -> tuple[int, ...]:
-    return (row.group_index, *row.tokens[: row.prefix_length])
-
-
-def _token_count(rows: Sequence[Row]) -> int:
-    return sum(len(row.tokens) for row in rows)
-
-
-def _cuts(lengths: list[int], tokens_max: int, saving_min: int) -> list[tuple[int, int]]:
-    """Cut ascending lengths into slices of at most `tokens_max` padded tokens, or of one row.
-
-    The cuts have the lowest cost: all padding tokens, plus `saving_min` for each slice.
-    """
-    least = [0]  # [i] the lowest cost of the first i rows
-    begins: list[int] = []  # [i] where the last slice of the first i + 1 rows begins
-    for stop, length in enumerate(lengths, 1):
-        earliest = min(stop - 1, max(0, stop - tokens_max // max(1, length)))
-        cost, begin = min((least[start] + (stop - start) * length, start) for start in range(earliest, stop))
-        least.append(cost + saving_min)
-        begins.append(begin)
-    cuts: list[tuple[int, int]] = []
-    stop = len(lengths)
-    while stop:
-        cuts.append((begins[stop - 1], stop))
-        stop = begins[stop - 1]
-    return cuts[::-1]
-
-
-def _fill(units: list[list[Row]], tokens_max: int, share_prefix: bool) -> list[list[Row]]:
-    """Put units (lists of rows that stay together) into microbatches in order. Open another microbatch if the next unit
-    does not fit.
-
-    The size of a microbatch is estimated from above, as prefixes x longest prefix + rows x longest rest, so that one
-    pass over the units is enough.
-    """
-    filled: list[list[Row]] = []
-    prefixes = prefix_longest = rest_longest = 0
-    for unit in units:
-        layout = plan_layout(unit, share_prefix=share_prefix)
-        count, prefix = len(layout.prefixes), max(map(len, layout.prefixes), default=0)
-        rest = max(len(row.tokens) - start for row, start in zip(unit, layout.starts, strict=True))
-        if filled:
-            both = prefixes + count, max(prefix_longest, prefix), max(rest_longest, rest)
-            if both[0] * both[1] + (len(filled[-1]) + len(unit)) * both[2] <= tokens_max:
-                filled[-1].extend(unit)
-                prefixes, prefix_longest, rest_longest = both
-                continue
-        filled.append(list(unit))
-        prefixes, prefix_longest, rest_longest = count, prefix, rest
-    return filled

@@ -75,6 +75,36 @@ def gemma2(seed: int = 0):
     return Gemma2ForCausalLM(config).eval()
 
 
+def mistral(seed: int = 0):
+    """A sliding window in every layer."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    torch.manual_seed(seed)
+    return MistralForCausalLM(MistralConfig(**_SMALL, sliding_window=8)).eval()
+
+
+def gemma3(seed: int = 0):
+    """A sliding window in the first layer, and scaled embeddings."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    torch.manual_seed(seed)
+    layers = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM(Gemma3TextConfig(**_SMALL, sliding_window=8, layer_types=layers)).eval()
+
+
+_SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+}
+
+
 def make_samples(
     groups: int = 3, rollouts: int = 4, *, seed: int = 0, vocab: int = 61, prompt: tuple[int, int] = (12, 20)
 ) -> list[Sample]:
@@ -125,5 +155,5 @@ def split_batch(batch: TrainBatch, parts: int) -> list[TrainBatch]:
 @pytest.fixture
 def tiny() -> SimpleNamespace:
     """The makers of models and samples, by name."""
-    makers = {"qwen3": qwen3, "llama": llama, "gpt2": gpt2, "gemma2": gemma2, "make_samples": make_samples}
-    return SimpleNamespace(**makers, split_batch=split_batch)
+    makers = (qwen3, llama, gpt2, gemma2, gemma3, mistral, make_samples, split_batch)
+    return SimpleNamespace(**{maker.__name__: maker for maker in makers})

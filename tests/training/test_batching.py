@@ -1,4 +1,4 @@
-"""Batches, microbatches and layouts: aligned, within limits, and with every live row exactly once."""
+"""Batches and microbatches: aligned, within limits, and with every live row exactly once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from rollouts.errors import TrainingError
 from rollouts.training.batches import Row, TrainBatch
-from rollouts.training.batching import make_batch, part_batch, plan_layout, split_microbatches
+from rollouts.training.batching import make_batch, microbatch_tokens, part_batch, split_microbatches
 from rollouts.types import Sample
 
 
@@ -27,7 +27,6 @@ def test_rows_carry_everything_aligned(tiny):
         assert {len(row.loss_mask), len(row.weights), len(row.advantages), len(row.rollout_logprobs)} == {
             len(row.tokens)
         }
-        assert row.prefix_length == sample.prompt_length
         assert all(a == (0.1 * number if w else 0.0) for a, w in zip(row.advantages, row.loss_mask, strict=True))
     assert batch.denominator == sum(map(sum, (s.loss_mask for s in samples)))
     assert batch.rewards == [s.reward for s in samples]
@@ -40,12 +39,6 @@ def test_unjudged_rewards_are_not_live(tiny):
     batch = batch_of(samples)
     assert not any(batch.rows[0].loss_mask) and math.isnan(batch.rewards[0])
     assert batch.denominator == before - sum(samples[0].loss_mask)
-
-
-def test_a_prompt_that_differs_is_not_shared_further_than_it_is_the_same(tiny):
-    samples = tiny.make_samples(groups=1)
-    samples[2].tokens[5] = (samples[2].tokens[5] + 1) % 61
-    assert {row.prefix_length for row in batch_of(samples).rows} == {5}
 
 
 def test_supervised_samples_need_no_indices():
@@ -108,16 +101,6 @@ def test_minibatches_are_whole_groups_weighed_by_themselves(tiny, aggregation):
     assert [len(part_batch(batch, parts, aggregation, 9)) for parts in (3, 4, 5, 99)] == [3, 4, 5, 5]
 
 
-@pytest.mark.parametrize("tokens_max", [1, 40, 64, 100, 10_000])
-def test_packed_microbatches_hold_every_row_once_without_padding(tiny, tokens_max):
-    batch = batch_of(tiny.make_samples(groups=4))
-    parts = split_microbatches(batch, tokens_max, packed=True)
-    assert sorted(id(row) for part in parts for row in part) == sorted(id(row) for row in batch.rows)
-    assert all(len(part) == 1 or sum(len(row.tokens) for row in part) <= tokens_max for part in parts)
-    whole = split_microbatches(batch, 200, packed=True, keep="group")
-    assert all(sum(row.group_index == part[0].group_index for row in batch.rows) <= len(part) for part in whole)
-
-
 def test_misaligned_samples_are_our_mistake():
     with pytest.raises(AssertionError, match="3 tokens but 2 mask entries"):
         make_batch([Sample(tokens=[1, 2, 3], loss_mask=[0.0, 1.0])], [0.0], aggregation="sum", step=0)
@@ -125,18 +108,38 @@ def test_misaligned_samples_are_our_mistake():
         make_batch([Sample(tokens=[1], loss_mask=[0.0], rollout_index=7)], [0.0], aggregation="sum", step=0)
 
 
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize(("share", "padded"), [(True, False), (False, False), (False, True)])
 @pytest.mark.parametrize("tokens_max", [1, 40, 64, 100, 10_000])
-def test_microbatches_hold_every_row_once_within_the_bound(tiny, tokens_max, share):
-    batch = batch_of(tiny.make_samples(groups=4))
-    parts = split_microbatches(batch, tokens_max, share_prefix=share)
+def test_microbatches_hold_every_row_once_within_the_bound(tiny, tokens_max, share, padded):
+    batch = batch_of(tiny.make_samples(groups=4, prompt=(16, 20)))
+    parts = split_microbatches(batch, tokens_max, share=share, padded=padded)
     assert sorted(id(row) for part in parts for row in part) == sorted(id(row) for row in batch.rows)
-    for part in parts:
-        layout = plan_layout(part, share_prefix=share)
-        assert len(part) == 1 or layout.padded_tokens([len(row.tokens) for row in part]) <= tokens_max
-        assert sorted(row for bucket in layout.buckets for row in bucket) == list(range(len(part)))
+    sizes = [microbatch_tokens(part, share=share, padded=padded) for part in parts]
+    assert all(len(part) == 1 or size <= tokens_max for part, size in zip(parts, sizes, strict=True))
+    if share and tokens_max >= 64:  # no group is cut
+        assert sum(sizes) == microbatch_tokens(batch.rows)
     if tokens_max == 10_000:
-        assert len(split_microbatches(batch, tokens_max, share_prefix=share, saving_min=10_000)) == 1
+        assert len(parts) == 1
+
+
+def test_a_tree_above_the_bound_is_cut_at_its_branches():
+    prompt = list(range(40))
+    replies = [[100 + number] * 10 for number in range(10)]
+    rows = [Row([*prompt, *reply], [0.0] * 40 + [1.0] * 10, [], [], [], n, 0) for n, reply in enumerate(replies)]
+    parts = split_microbatches(TrainBatch(rows, 1.0, [], 0), 70)
+    assert [microbatch_tokens(part) for part in parts] == [70, 70, 70, 50], "each part runs the trunk"
+
+
+@pytest.mark.parametrize("keep", ["rollout", "group"])
+def test_sets_that_stay_together_count_their_nodes(tiny, keep):
+    batch = batch_of(tiny.make_samples(groups=6, prompt=(16, 30)))
+    for tokens_max in (120, 200, 300):
+        parts = split_microbatches(batch, tokens_max, keep=keep)
+        assert sorted(id(row) for part in parts for row in part) == sorted(id(row) for row in batch.rows)
+        assert all(microbatch_tokens(part) <= tokens_max for part in parts)
+        for part in parts:
+            numbers = {getattr(row, f"{keep}_index") for row in part}
+            assert len(part) == sum(getattr(row, f"{keep}_index") in numbers for row in batch.rows)
 
 
 def test_what_a_loss_names_stays_together_or_is_an_error(tiny):
@@ -158,19 +161,6 @@ def test_rows_with_nothing_live_are_left_out(tiny):
     assert sum(map(len, split_microbatches(batch, 10_000, only_live=False))) == len(samples)
 
 
-def test_layout_shares_and_buckets(tiny):
-    rows = batch_of(tiny.make_samples(groups=2)).rows
-    layout = plan_layout(rows, share_prefix=True)
-    assert layout.prefixes == [row.tokens[: row.prefix_length - 1] for row in (rows[0], rows[4])]
-    assert layout.prefix_of_row == [0] * 4 + [1] * 4 and layout.starts == [row.prefix_length - 1 for row in rows]
-    assert plan_layout(rows, share_prefix=False).prefixes == []
-    assert plan_layout(rows[:1]).prefixes == [], "a prompt that one row has is not shared"
-    fine = plan_layout(rows, bucket_saving_min=1)
-    lengths = [len(row.tokens) for row in rows]
-    assert len(fine.buckets) > len(plan_layout(rows, bucket_saving_min=10_000).buckets)
-    assert fine.padded_tokens(lengths) < plan_layout(rows, bucket_saving_min=10_000).padded_tokens(lengths)
-
-
 @pytest.mark.parametrize("parts", [1, 2, 5])
 def test_split_batch_shares_out_the_denominator(tiny, parts):
     batch = batch_of(tiny.make_samples())
@@ -184,33 +174,6 @@ def test_batching_and_filters_import_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-@pytest.mark.parametrize("tokens_max", [40, 100, 1000])
-@pytest.mark.parametrize("saving", [1, 16, 10_000])
-def test_rows_that_share_nothing_are_cut_for_the_least_padding(tokens_max, saving):
-    lengths = [3, 4, 4, 9, 17, 18, 60]
-    rows = [Row([1] * n, [0.0] + [1.0] * (n - 1), [], [], [], i, i) for i, n in enumerate(lengths)]
-    batch = TrainBatch(rows, 1.0, [], 0, "main", 1.0)
-
-    def cost(parts):
-        return sum(len(part) * max(part) + saving for part in parts)
-
-    def fits(part):
-        return len(part) == 1 or len(part) * max(part) <= tokens_max
-
-    def ways(rest):
-        if not rest:
-            yield []
-        for size in range(1, len(rest) + 1):
-            if fits(rest[:size]):
-                yield from ([rest[:size], *others] for others in ways(rest[size:]))
-
-    found = split_microbatches(batch, tokens_max, saving_min=saving)
-    parts = [[len(row.tokens) for row in part] for part in found]
-    assert sorted(length for part in parts for length in part) == lengths
-    assert all(map(fits, parts))
-    assert cost(parts) == min(map(cost, ways(lengths)))
-
-
 @pytest.mark.parametrize(("saving", "is_apart"), [(20, True), (21, False)])
 def test_rows_without_an_advantage_go_apart_from_where_it_pays(saving, is_apart):
     """Their 30 tokens are spared the backward, two thirds of the work: as much as a microbatch of 20 tokens costs."""
@@ -219,5 +182,5 @@ def test_rows_without_an_advantage_go_apart_from_where_it_pays(saving, is_apart)
         return Row([1] * 30, [1.0] * 30, [1.0] * 30, [advantage] * 30, [0.0] * 30, group, group)
 
     batch = TrainBatch([row(0, 0.0), row(1, 1.0)], 60.0, [0.0, 1.0], 0)
-    found = split_microbatches(batch, 1000, saving_min=saving, flat_apart=True)
+    found = split_microbatches(batch, 1000, flat_saving_min=saving)
     assert [sorted(each.group_index for each in part) for part in found] == ([[1], [0]] if is_apart else [[0, 1]])

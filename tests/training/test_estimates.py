@@ -12,10 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rollouts.errors import ConfigError
 from rollouts.models.estimates import estimate_memory, model_size, model_size_of, peak_flops, train_flops
-from rollouts.models.loading import TINY_PATH, prepare_gradient_checkpointing
+from rollouts.models.loading import TINY_PATH
 from rollouts.models.lora import add_lora
 from rollouts.training.algorithms.logprobs import CHUNK_ELEMENTS_MAX
 from rollouts.training.algorithms.recipes import GRPO
+from rollouts.training.backends.layers import wrap_layers
 from rollouts.training.batching import make_batch
 
 MODELS = ("qwen3", "untied qwen3", "llama", "gpt2", "gemma2")
@@ -156,7 +157,7 @@ def test_operations_with_adapters(tiny, rank):
 def test_checkpointing_repeats_operations_that_are_not_counted(tiny):
     causal = eager(tiny.qwen3(layers=6))
     plain = counted_flops(causal, 64, 2)
-    prepare_gradient_checkpointing(causal.train())
+    wrap_layers(causal, checkpoints=True)
     assert counted_flops(causal, 64, 2) > 1.2 * plain
     assert train_flops(model_size_of(causal), 64, 32, lora=False) == pytest.approx(plain, rel=0.02)
 
@@ -300,7 +301,7 @@ def test_activations_are_roughly_those_that_autograd_keeps(tiny, name, way, dtyp
         if way == "lora":
             peft_model(causal, 2, "c_attn,c_proj,c_fc" if name == "gpt2" else "all-linear")
         if way == "checkpointed":
-            prepare_gradient_checkpointing(causal.train())
+            wrap_layers(causal, checkpoints=True)
         kept.append(kept_bytes(causal, 4, 64))
         parts = estimate_memory(
             model_size_of(causal), tokens=4 * 64, dtype=dtype, gradient_checkpointing=way == "checkpointed"

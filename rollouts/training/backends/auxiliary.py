@@ -1,8 +1,7 @@
 """The models beside the policy: a critic, which is trained; a teacher and a reference, which are not.
 
-Critic and teacher score the same rows as the policy. Their outputs are put into the order of the policy's outputs. The
-reference is a copy of the trained tensors, which replaces them while the reference scores. Not here: when these models
-run, and the critic's optimizer (`trainer`).
+Critic and teacher score the same rows as the policy. The reference is a copy of the trained tensors, which replaces
+them while the reference scores. Not here: when these models run, and the critic's optimizer (`trainer`).
 """
 
 from __future__ import annotations
@@ -21,35 +20,26 @@ from rollouts.models.loading import load_hf_model, one_at_a_time
 from rollouts.training.algorithms.algorithm import function_label, requests
 from rollouts.training.algorithms.calls import call_author
 from rollouts.training.algorithms.logprobs import topk_logprobs
-from rollouts.training.backends.transformer import ModelPaths, Selection, inspect_model, run_features
-from rollouts.training.batches import Row
+from rollouts.training.backends.transformer import ModelPaths, RowInputs, inspect_model, run_features
 
 T = TypeVar("T")
 
-RowPositions = tuple[Sequence[Row], Sequence[Sequence[int]]]
-"""Rows, and for each row the positions of the tokens to compute."""
-
 
 class _Scorer:
-    """Computes a model's features in the order of a selection. `how` are the arguments of `inspect_model`."""
+    """Computes a model's features."""
 
-    def __init__(self, causal: Any, **how: Any) -> None:
+    def __init__(self, causal: Any) -> None:
         self.causal = causal
-        self._how = how
 
     @functools.cached_property
     def paths(self) -> ModelPaths:
         """How to run this model. It is inspected on first use."""
-        return inspect_model(self.causal, **self._how)
+        return inspect_model(self.causal)
 
-    def features(self, inputs: RowPositions, like: Selection) -> Tensor:
-        """Features [T, F] in the order of `like`."""
-        features, own, _ = run_features(self.paths, *inputs)
-        if own == like:
-            return features
-        place = {token: number for number, token in enumerate(own.tokens())}
-        order = [place[token] for token in like.tokens()]
-        return features.index_select(0, torch.tensor(order, device=features.device))
+    def features(self, inputs: RowInputs) -> Tensor:
+        """Features [U, F] of the predictions."""
+        with self.paths.attending():
+            return run_features(self.paths, inputs)[0]
 
 
 class Teacher(_Scorer):
@@ -58,7 +48,7 @@ class Teacher(_Scorer):
     def __init__(self, name: str, policy: ModelPaths, *, dtype: str, device: str, top_k: int) -> None:
         """Raise ModelError if the model cannot be loaded, or has another vocabulary than the policy."""
         causal = load_hf_model(name, dtype=dtype, device=device)
-        super().__init__(causal.requires_grad_(False), bucket_saving_min=policy.bucket_saving_min)
+        super().__init__(causal.requires_grad_(False))
         found = self.paths.vocabulary_size
         if found != policy.vocabulary_size:
             what = f"--teacher {name} has {found} tokens and the policy {policy.vocabulary_size}"
@@ -66,14 +56,14 @@ class Teacher(_Scorer):
         self._top_k = min(top_k, found)
 
     @torch.no_grad()
-    def logprobs(self, inputs: RowPositions, like: Selection, targets: Tensor, temperature: float) -> Tensor:
-        """Logprobs [T] of `targets` [T]."""
-        return self.paths.logprobs_and_entropy(self.features(inputs, like), targets, temperature)[0]
+    def logprobs(self, inputs: RowInputs, targets: Tensor, temperature: float) -> Tensor:
+        """Logprobs [U] of `targets` [U]."""
+        return self.paths.logprobs_and_entropy(self.features(inputs), targets, temperature)[0]
 
     @torch.no_grad()
-    def top(self, inputs: RowPositions, like: Selection, temperature: float) -> tuple[Tensor, Tensor]:
-        """The K most likely ids [T, K] and their logprobs [T, K]."""
-        features, paths = self.features(inputs, like), self.paths
+    def top(self, inputs: RowInputs, temperature: float) -> tuple[Tensor, Tensor]:
+        """The K most likely ids [U, K] and their logprobs [U, K]."""
+        features, paths = self.features(inputs), self.paths
         size = paths.vocabulary_size
         return topk_logprobs(paths.head, features, self._top_k, vocabulary_size=size, temperature=temperature)
 
@@ -95,17 +85,17 @@ class Critic(nn.Module):
         self.trunk = None if scorer is None else scorer.causal
         self.scorer = scorer
 
-    def values(self, inputs: RowPositions, like: Selection, features: Tensor) -> Tensor:
-        """Values [T] fp32 of the states before the tokens. `features` [T, F] are the policy's."""
+    def values(self, inputs: RowInputs, features: Tensor) -> Tensor:
+        """Values [U] fp32 of the states before the tokens. `features` [U, F] are the policy's."""
         if self.scorer is not None:
-            features = self.scorer.features(inputs, like)
+            features = self.scorer.features(inputs)
         values: Tensor = self.linear(features.float()).squeeze(-1)
         return values
 
     @classmethod
-    def load(cls, name: str, policy: Any, *, dtype: str, device: str, **how: Any) -> Critic:
+    def load(cls, name: str, policy: Any, *, dtype: str, device: str) -> Critic:
         """Make a critic. With the `name` "head", its trunk is that of the causal LM `policy`; else the trunk is the
-        model of this name, whose weights are all trained. `how` are the arguments of `inspect_model`.
+        model of this name, whose weights are all trained.
 
         Raises ModelError, ConfigError. Call `check` once the model can run.
         """
@@ -115,14 +105,14 @@ class Critic(nn.Module):
         head = causal.get_output_embeddings()
         if head.weight is not causal.get_input_embeddings().weight:
             head.requires_grad_(False)  # a critic's logits are never computed
-        return cls(policy, scorer=_Scorer(causal, **how))
+        return cls(policy, scorer=_Scorer(causal))
 
     @torch.no_grad()
     def check(self, name: str, policy: ModelPaths) -> None:
         """Raise ConfigError if the model does not return hidden states."""
         paths = policy if self.scorer is None else self.scorer.paths
         ids = torch.zeros(1, 2, dtype=torch.long, device=paths.causal.get_input_embeddings().weight.device)
-        features, _ = paths.body(input_ids=ids, use_cache=False)
+        features = paths.body(input_ids=ids, use_cache=False)
         if features.shape[-1] != self.linear.in_features:
             what = "--critic head: the model" if self.scorer is None else f"--critic {name}: it"
             raise ConfigError(

@@ -9,9 +9,11 @@ gradient, from a term that does not depend on advantages, are trained in full. N
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,59 +21,68 @@ from torch import Tensor
 
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, is_reward_placed, requests
 from rollouts.training.algorithms.logprobs import logprobs_with_alternatives, token_logprobs
-from rollouts.training.backends.auxiliary import Critic, RowPositions, Teacher
-from rollouts.training.backends.transformer import ModelPaths, Selection, run_features
-from rollouts.training.batches import Row
+from rollouts.training.backends.auxiliary import Critic, Teacher
+from rollouts.training.backends.transformer import ModelPaths, RowInputs, make_inputs, run_features
+from rollouts.training.batches import Row, live_count
 
-_T = TypeVar("_T")
 _OPTIONAL = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "old_values", "returns")
+_INDICES = ("rollout_index", "group_index", "pair_index")
 
 
 class Scored(NamedTuple):
-    """The outputs for T selected tokens. `tokens` is a pair of counts: the tokens of the rows that were run, without
-    and with padding.
-    """
+    """The outputs for T tokens. `tokens` is a pair of counts: the tokens that were run, without and with padding."""
 
     logprobs: Tensor
     entropy: Tensor
     values: Tensor | None
-    selection: Selection
     tokens: tuple[int, int]
     extra: dict[str, Tensor]
 
 
 class Models(NamedTuple):
-    """The policy (`paths`), critic and teacher."""
+    """The policy (`paths`), critic and teacher. `share`: tokens that several rows begin with run once."""
 
     paths: ModelPaths
     critic: Critic | None
     teacher: Teacher | None
+    share: bool = True
 
-    def predict(
-        self, inputs: RowPositions, temperature: float, needs: Sequence[str]
-    ) -> tuple[dict[str, Tensor], Selection]:
+    @contextlib.contextmanager
+    def attending(self) -> Iterator[None]:
+        """The trained models can run forests inside this block, and compute activations again."""
+        scorer = self.critic and self.critic.scorer
+        with self.paths.attending(), scorer.paths.attending() if scorer else contextlib.nullcontext():
+            yield
+
+    def inputs(self, rows: Sequence[Row], *, only_live: bool = True) -> RowInputs | None:
+        """The rows, and their tokens to compute: the live ones, or all but the first. None if there are none."""
+        masks = [np.asarray(row.loss_mask) > 0 if only_live else np.ones(len(row.tokens), dtype=bool) for row in rows]
+        wanted = [np.flatnonzero(mask[1:]) + 1 for mask in masks]
+        return make_inputs([row.tokens for row in rows], wanted, share=self.share) if any(map(len, wanted)) else None
+
+    def predict(self, inputs: RowInputs, temperature: float, needs: Sequence[str]) -> dict[str, Tensor]:
         """Compute each of `needs` [T] with the policy, the critic or the teacher."""
-        features, selection, _ = run_features(self.paths, *inputs)
-        targets = _targets(inputs[0], selection, features.device)
+        features, _ = run_features(self.paths, inputs)
+        targets = torch.from_numpy(inputs.targets).to(features.device)
         tensors: dict[str, Tensor] = {}
         if {"logprobs", "entropy"} & set(needs):
             tensors["logprobs"], tensors["entropy"] = self.paths.logprobs_and_entropy(features, targets, temperature)
         if self.critic is not None and "values" in needs:
-            tensors["values"] = self.critic.values(inputs, selection, features)
+            tensors["values"] = self.critic.values(inputs, features)
         if self.teacher is not None and "teacher_logprobs" in needs:
-            tensors["teacher_logprobs"] = self.teacher.logprobs(inputs, selection, targets, temperature)
-        return {name: tensors[name] for name in needs}, selection
+            tensors["teacher_logprobs"] = self.teacher.logprobs(inputs, targets, temperature)
+        return {name: inputs.of_tokens(tensors[name]) for name in needs}
 
-    def score(self, inputs: RowPositions, temperature: float, requested: frozenset[str]) -> Scored:
+    def score(self, inputs: RowInputs, temperature: float, requested: frozenset[str]) -> Scored:
         """Run the rows with gradient. `extra` has the requested outputs beside logprobs, entropy and values: logits, or
         the teacher's most likely tokens.
         """
-        features, selection, tokens = run_features(self.paths, *inputs)
-        targets = _targets(inputs[0], selection, features.device)
+        features, tokens = run_features(self.paths, inputs)
+        targets = torch.from_numpy(inputs.targets).to(features.device)
         extra: dict[str, Tensor] = {}
         if requested & {"topk_logprobs", "teacher_topk_ids", "teacher_topk_logprobs"}:
             assert self.teacher is not None, "check_needs saw to it"
-            ids, theirs = self.teacher.top(inputs, selection, temperature)
+            ids, theirs = self.teacher.top(inputs, temperature)
             extra = {"teacher_topk_ids": ids, "teacher_topk_logprobs": theirs}
         if "logits" in requested:
             logits = self.paths.head(features)
@@ -89,42 +100,54 @@ class Models(NamedTuple):
             logprobs, entropy = self.paths.logprobs_and_entropy(features, targets, temperature)
         values = None
         if self.critic is not None and "values" in requested:
-            values = self.critic.values(inputs, selection, features)
-        return Scored(logprobs, entropy, values, selection, tokens, extra)
+            values = inputs.of_tokens(self.critic.values(inputs, features))
+        extra = {name: inputs.of_tokens(tensor) for name, tensor in extra.items()}
+        return Scored(inputs.of_tokens(logprobs), inputs.of_tokens(entropy), values, tokens, extra)
 
 
-# --- the fields of rows, as tensors [T] in the order of the selected tokens ------------------------------------------
+# --- the fields of rows, as tensors -----------------------------------------------------------------------------------
 
 
-def make_streams(
-    rows: list[Row], selection: Selection, rewards: list[float], device: torch.device
-) -> dict[str, Tensor]:
-    """The fields of the rows, and their rollout, group, pair and segment numbers, as tensors [T].
+class RowFields:
+    """The fields of all live tokens of a batch, as tensors on the device; they are converted and moved once.
 
     `is_known` says whether the sampler's logprobs are known; if not, `rollout_logprobs` is 0.0. `returns` are the
     rollout's reward if the rows have values and no returns.
     """
-    chosen = [(rows[row], positions) for row, positions in zip(selection.rows, selection.positions, strict=True)]
-    names = ["loss_mask", "weights", "advantages"]
-    names += [name for name in _OPTIONAL if getattr(rows[0], name) is not None]
-    floats = {
-        name: [value for row, positions in chosen for value in _take(getattr(row, name), positions)] for name in names
-    }
-    known = [(row.rollout_logprobs or [0.0] * len(row.tokens), positions) for row, positions in chosen]
-    floats["rollout_logprobs"] = [value for stream, positions in known for value in _take(stream, positions)]
-    if "old_values" in floats and "returns" not in floats:
-        floats["returns"] = [rewards[row.rollout_index] for row, positions in chosen for _ in positions]
-    floats["mask"] = floats.pop("loss_mask")
-    counts = [len(positions) for _, positions in chosen]
-    indices = ("rollout_index", "group_index", "pair_index")
-    numbers = {name: [getattr(row, name) for row, _ in chosen] for name in indices}
-    numbers["segments"] = [row.segment for row, _ in chosen]
-    numbers["is_known"] = [int(row.rollout_logprobs is not None) for row, _ in chosen]
-    # numpy converts lists of numbers several times faster than torch.
-    table = torch.from_numpy(np.array(list(floats.values()), dtype=np.float32)).to(device)
-    repeated = np.repeat(np.array(list(numbers.values()), dtype=np.int64), counts, axis=1)
-    whole = torch.from_numpy(repeated).to(device)
-    return dict(zip(floats, table, strict=True)) | dict(zip(numbers, whole, strict=True))
+
+    def __init__(self, rows: Sequence[Row], rewards: Sequence[float], device: torch.device) -> None:
+        counts = [live_count(row) for row in rows]
+        ends = np.cumsum([0, *counts])
+        self._spans = {id(row): (ends[number], ends[number + 1]) for number, row in enumerate(rows)}
+        live = np.fromiter((weight > 0 for row in rows for weight in row.loss_mask), dtype=bool)
+        names = [name for name in _OPTIONAL if rows and getattr(rows[0], name) is not None]
+        streams = {
+            name: [getattr(row, name) for row in rows] for name in ("loss_mask", "weights", "advantages", *names)
+        }
+        streams["rollout_logprobs"] = [row.rollout_logprobs or [0.0] * len(row.tokens) for row in rows]
+        floats = {name: _joined(values)[live] for name, values in streams.items()}
+        whole = {name: [getattr(row, name) for row in rows] for name in _INDICES}
+        whole |= {"segments": [row.segment for row in rows]}
+        whole |= {"is_known": [int(row.rollout_logprobs is not None) for row in rows]}
+        numbers = {name: np.repeat(np.array(values, dtype=np.int64), counts) for name, values in whole.items()}
+        if "old_values" in floats and "returns" not in floats:
+            floats["returns"] = np.asarray(rewards, dtype=np.float32)[numbers["rollout_index"]]
+        floats["mask"] = floats.pop("loss_mask")
+        self._floats, self._numbers = list(floats), list(numbers)
+        self._table = torch.from_numpy(np.stack(list(floats.values()))).to(device)
+        self._whole = torch.from_numpy(np.stack(list(numbers.values()))).to(device)
+
+    def of_rows(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        """The fields [T] of these rows, by name: row by row, by ascending positions."""
+        index = np.concatenate([np.arange(*self._spans[id(row)]) for row in rows])
+        chosen = torch.from_numpy(index).to(self._table.device)
+        floats, numbers = self._table.index_select(1, chosen), self._whole.index_select(1, chosen)
+        return dict(zip(self._floats, floats, strict=True)) | dict(zip(self._numbers, numbers, strict=True))
+
+
+def _joined(streams: Sequence[Sequence[float]]) -> np.ndarray:
+    """One array of all values. numpy converts lists of numbers several times faster than torch."""
+    return np.fromiter(itertools.chain.from_iterable(streams), dtype=np.float32)
 
 
 def unit_weights(tensors: dict[str, Tensor], unit: str) -> Tensor:
@@ -133,20 +156,6 @@ def unit_weights(tensors: dict[str, Tensor], unit: str) -> Tensor:
         return tensors["weights"]
     numbers, place = torch.unique(tensors[f"{unit}_index"], return_inverse=True)
     return tensors["weights"].new_zeros(len(numbers)).scatter_reduce(0, place, tensors["weights"], "amax")
-
-
-def _take(stream: Sequence[_T], positions: Sequence[int]) -> Sequence[_T]:
-    """The values at these ascending positions; a slice if the positions are contiguous."""
-    if positions and positions[-1] - positions[0] == len(positions) - 1:
-        return stream[positions[0] : positions[-1] + 1]
-    return [stream[t] for t in positions]
-
-
-def _targets(rows: Sequence[Row], selection: Selection, device: torch.device) -> Tensor:
-    """The ids [T] of the selected tokens."""
-    chosen = zip(selection.rows, selection.positions, strict=True)
-    ids = [token for row, positions in chosen for token in _take(rows[row].tokens, positions)]
-    return torch.from_numpy(np.array(ids, dtype=np.int64)).to(device)
 
 
 # --- flat rows --------------------------------------------------------------------------------------------------------

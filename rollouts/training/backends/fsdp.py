@@ -84,8 +84,6 @@ def create_fsdp_backend(
         dtype: dtype of computations, float32 or bfloat16; trained weights and sums of gradients are float32
         device: auto, cpu or cuda
         gradient_checkpointing: compute activations again in the backward pass; saves memory
-        layout: rows of a microbatch padded to the longest, or packed into one sequence; auto: packed if the attention
-            skips masked tokens (flash_attention_2, flex_attention)
         fp32_head: keep embedding, last norm and head in float32 if layers compute in bfloat16
         stall_seconds: the run ends if one rank keeps the others waiting this long
         start_seconds: how long ranks may take to start

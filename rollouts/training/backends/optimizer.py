@@ -40,9 +40,7 @@ class TorchSettings:
         warmup_steps: optimizer steps until the full learning rate; at most the steps of the run
         lora_alpha: scale of the adapters; none: twice the rank
         lora_targets: "all-linear", or names of layers, separated by commas
-        gradient_checkpointing: compute activations again in the backward pass; saves memory, but shares no prompts
-        layout: buckets: rows of similar length, padded; packed: rows in one sequence; auto: packed if the attention
-            skips masked tokens (flash_attention_2, flex_attention)
+        gradient_checkpointing: compute activations again in the backward pass; saves memory
         attention: auto, sdpa, eager, flash_attention_2 or flex_attention, as in transformers
         fp32_head: compute the logits of a half-precision model in float32
     """
@@ -60,7 +58,6 @@ class TorchSettings:
     lora_alpha: float | None = None
     lora_targets: str = "all-linear"
     gradient_checkpointing: bool = False
-    layout: Literal["auto", "buckets", "packed"] = "auto"
     attention: str = "auto"
     fp32_head: bool = False
 

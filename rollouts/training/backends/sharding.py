@@ -16,8 +16,10 @@ from torch import Tensor, nn
 
 from rollouts.errors import ModelError
 from rollouts.training.backends.auxiliary import Networks
+from rollouts.training.backends.layers import repeated_layers
 from rollouts.training.batches import ForwardOutput, Row, TrainBatch
 from rollouts.training.batching import Keep
+from rollouts.training.forest import count_nodes
 
 
 class Sharding(NamedTuple):
@@ -56,7 +58,7 @@ def shard_networks(networks: Networks, sharding: Sharding) -> None:
 
     layers = MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
     outside = MixedPrecisionPolicy(reduce_dtype=torch.float32) if sharding.fp32_head else layers
-    for block in _repeated_layers(networks):
+    for block in _layers(networks):
         fully_shard(block, mesh=sharding.mesh, mp_policy=layers)
     if networks.critic is not None:
         fully_shard(networks.critic.get_submodule("linear"), mesh=sharding.mesh, mp_policy=MixedPrecisionPolicy())
@@ -117,18 +119,12 @@ def load_whole(own: dict[str, Tensor], given: dict[str, Tensor], *, alone: bool)
             tensor.to_local().copy_(shards.to_local())
 
 
-def _repeated_layers(networks: Networks) -> list[nn.Module]:
-    """The transformer blocks: modules of the classes that transformers must not split, else the longest list."""
+def _layers(networks: Networks) -> list[nn.Module]:
+    """The transformer blocks of the policy, and of a critic with a trunk of its own."""
     trunk = getattr(networks.critic, "trunk", None)
     found: list[nn.Module] = []
-    for causal in (networks.causal, trunk):
-        if not isinstance(causal, nn.Module):
-            continue
-        names = set(getattr(causal, "_no_split_modules", None) or ())
-        blocks = [module for module in causal.modules() if type(module).__name__ in names]
-        if not blocks:
-            lists = [list(module) for module in causal.modules() if isinstance(module, nn.ModuleList)]
-            blocks = max(lists, key=len, default=[])
+    for causal in filter(None, (networks.causal, trunk)):
+        blocks = repeated_layers(causal)
         if not blocks:
             raise ModelError(f"{type(causal).__name__} has no repeated layers to shard; type --training torch")
         found += blocks
@@ -191,14 +187,21 @@ def gather_outputs(
 
 
 def _shard_rows(rows: Sequence[Row], count: int, keep: Keep) -> list[list[Row]]:
+    """The rows of each rank. The rows of a group begin alike, so they stay together, unless they are more than a rank's
+    share.
+    """
     if count == 1:
         return [list(rows)]
     sets: dict[Hashable, list[int]] = {}
     for place, row in enumerate(rows):
-        index = getattr(row, f"{keep}_index") if keep else place
+        index = getattr(row, f"{keep or 'group'}_index")
         # A row without a pair forms a set of its own.
         sets.setdefault(("single", place) if index < 0 and keep == "pair" else index, []).append(place)
-    tokens = {key: sum(len(rows[place].tokens) for place in members) for key, members in sets.items()}
+    if not keep:
+        share = sum(len(row.tokens) for row in rows) / count
+        large = [key for key, places in sets.items() if sum(len(rows[place].tokens) for place in places) > share]
+        sets |= {("single", place): [place] for key in large for place in sets.pop(key)}
+    tokens = {key: count_nodes([rows[place].tokens for place in places]) for key, places in sets.items()}
     ranks: list[list[int]] = [[] for _ in range(count)]
     loads = [0] * count
     for key in sorted(sets, key=lambda key: (-tokens[key], sets[key][0])):

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,29 +24,27 @@ from rollouts.author_code import place_of
 from rollouts.errors import ConfigError, TrainingError, words_of
 from rollouts.models import lora
 from rollouts.models.estimates import model_size_of, moments_of
-from rollouts.models.loading import prepare_gradient_checkpointing
 from rollouts.training import batching
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, needs, requests, setting_of
 from rollouts.training.algorithms.corrections import importance_weights, resolve_logprobs
 from rollouts.training.algorithms.objective import evaluate_objective
 from rollouts.training.backends import forward, optimizer, sharding
 from rollouts.training.backends.auxiliary import Critic, Networks, ReferencePolicy, Teacher
-from rollouts.training.backends.forward import Models, Scored
+from rollouts.training.backends.forward import Models, RowFields, Scored
+from rollouts.training.backends.layers import wrap_layers
 from rollouts.training.backends.metric_sums import MetricSums, Microbatch, Reading, TokenRecord
 from rollouts.training.backends.optimizer import MakeOptimizer, TrainerSettings
 from rollouts.training.backends.profiling import Profile
 from rollouts.training.backends.sharding import BatchShard, Sharding
-from rollouts.training.backends.transformer import ModelPaths, inspect_model, prefers_packing
+from rollouts.training.backends.transformer import ModelPaths, RowInputs, inspect_model
 from rollouts.training.batches import AuxiliaryModels, Row, StepResult, TrainBatch
 from rollouts.training.batching import Keep, microbatch_tokens
 from rollouts.training.weights import checkpoint, files, store
 
-# On a GPU, a pass through a small model mostly costs kernel launches, as much as some thousand tokens.
-_GPU_BUCKET_SAVING_MIN = 4096
 # A single step with a non-finite gradient is skipped. This many in a row mean that training has diverged.
 _NOT_FINITE_MAX = 3
-# The inputs of an empty microbatch: one row of two tokens.
-_EMPTY_INPUTS = ([Row([0, 0], [0.0] * 2, [0.0] * 2, [0.0] * 2, [0.0] * 2, 0, 0)], [[1]])
+# An empty microbatch runs this row of two tokens, of which it computes one.
+_EMPTY_ROW = Row([0, 0], [0.0, 1.0], [0.0] * 2, [0.0] * 2, [0.0] * 2, 0, 0)
 
 
 class Trainer:
@@ -101,17 +99,15 @@ class Trainer:
         kind = causal.get_input_embeddings().weight.device.type if shards is None else shards.mesh.device_type
         self._files_group = None if shards is None else shards.files_group
         self._progressed: Callable[[], object] = (lambda: None) if shards is None else shards.progressed
-        self._microbatch_saving_min = batching.MICROBATCH_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
-        saving = batching.BUCKET_SAVING_MIN if kind == "cpu" else _GPU_BUCKET_SAVING_MIN
-        saving = saving if shards is None else sys.maxsize  # ranks meet in each pass, so it is one per microbatch
-        apart = settings.gradient_checkpointing or settings.layout == "packed" or shards is not None
-        share_prompts = settings.share_prefix and not apart
+        self._flat_saving_min = batching.PASS_SAVING_MIN if kind == "cpu" else batching.PASS_SAVING_MIN_GPU
         self.causal = causal.eval()
-        critic, how = None, {"share_prefix": share_prompts, "bucket_saving_min": saving}
+        critic = None
         if wanted.critic:
             # It is trained. A sharded critic is loaded in float32 on the CPU, and its shards move to their device.
             dtype, device = (settings.dtype, settings.device) if shards is None else ("float32", "cpu")
-            critic = Critic.load(wanted.critic, causal, dtype=dtype, device=device, **how)
+            critic = Critic.load(wanted.critic, causal, dtype=dtype, device=device)
+        for model in filter(None, (causal, critic and critic.trunk)):
+            wrap_layers(model, checkpoints=settings.gradient_checkpointing)
         self.networks = Networks(causal, critic)
         # A hash of the names and shapes of weights in files. Sharding changes none of them.
         self.fingerprint = checkpoint.model_fingerprint(causal.state_dict())
@@ -127,16 +123,12 @@ class Trainer:
         if critic is not None:
             self._sets.append(([p for p in critic.parameters() if p.requires_grad], wanted.critic_lr))
         self._names = {p: name for name, p in self.networks.named_parameters() if p.requires_grad}
-        self._models = self._inspect(wanted, critic, **how)
-        self.shares_prefix = self._models.paths.share_prefix  # whether shared prompts run once
-        # Notes about packing are left out: packing was not requested, or `_inspect` has already refused.
-        self.notes = tuple(note for note in self._models.paths.notes if "pack" not in note)
+        self._models = self._inspect(wanted, critic)
+        self.notes = self._models.paths.notes
         rule, adapters = wanted.reference, adapter is not None
         self._reference = None if rule is None else ReferencePolicy(self._parameters, rule, adapters=adapters)
         self._optimizer = optimizer.make_optimizer(self._sets, settings, make_optimizer)
         self._made = optimizer.group_values(self._optimizer)
-        if settings.gradient_checkpointing:
-            prepare_gradient_checkpointing(causal)
 
     def _shard(self, shards: Sharding) -> None:
         """Shard the networks over the ranks, with rank 0's weights."""
@@ -151,23 +143,21 @@ class Trainer:
         config = None if self.adapter is None else next(iter(self.adapter.peft_config.values()))
         return files.ModelFiles(self.causal, config, self._source, self.roles)
 
-    def _inspect(self, wanted: AuxiliaryModels, critic: Critic | None, **how: Any) -> Models:
+    def _inspect(self, wanted: AuxiliaryModels, critic: Critic | None) -> Models:
         """Find out how to run the policy, and load the teacher. Raises ConfigError, ModelError."""
-        paths: ModelPaths = self._run_networks(functools.partial(inspect_model, self.causal, **how))
+        paths: ModelPaths = self._run_networks(inspect_model, self.causal)
         if critic is not None:
             self._run_networks(critic.check, wanted.critic, paths)
         settings, teacher = self.settings, None
         if wanted.teacher:
             top_k, dtype, device = wanted.teacher_top_k, settings.dtype, settings.device
             teacher = Teacher(wanted.teacher, paths, dtype=dtype, device=device, top_k=top_k)
-        if settings.layout == "packed" and not paths.packs:
-            reasons = "; ".join(note for note in paths.notes if "pack" in note)
-            raise ConfigError(
-                f"--training.layout packed: {reasons or 'this model cannot'}; type --training.layout buckets"
-            )
-        is_faster = settings.layout == "auto" and paths.packs and prefers_packing(self.causal)
-        packed = settings.layout == "packed" or is_faster
-        return Models(paths._replace(share_prefix=paths.share_prefix and not packed, packed=packed), critic, teacher)
+        return Models(paths, critic, teacher, settings.share_prefix)
+
+    @property
+    def shares_prefix(self) -> bool:
+        """Whether tokens that several rows begin with run once."""
+        return self._models.share and self._models.paths.runs_forests
 
     def split(self, batch: TrainBatch, keep: Keep, only_live: bool, *, trained: bool = False) -> list[list[Row]]:
         """Split the rows into microbatches. If `trained`, flat rows may get microbatches of their own."""
@@ -175,12 +165,11 @@ class Trainer:
             batching.split_microbatches,
             tokens_max=self.lower_limits.get("forward_backward" if trained else "forward", self.tokens_max),
             together_max=self.tokens_max,
-            share_prefix=self.shares_prefix,
+            share=self.shares_prefix,
+            padded=not self._models.paths.runs_forests,
             keep=keep,
             only_live=only_live,
-            packed=self._models.paths.packed,
-            saving_min=self._microbatch_saving_min,
-            flat_apart=trained and self._tries_flat(batch.algorithm),
+            flat_saving_min=self._flat_saving_min if trained and self._tries_flat(batch.algorithm) else math.inf,
         )
         return batching.split_by_role(batch, self.roles, split) if self.roles else split(batch)
 
@@ -206,70 +195,82 @@ class Trainer:
 
     def forward(self, shard: BatchShard, needs: Sequence[str], only_live: bool) -> dict[str, list[list[float]]]:
         """Compute each of `needs` for every row of the shard [L]; 0.0 at other positions."""
-        rows, temperature = shard.batch.rows, shard.batch.temperature
-        found = {name: [[0.0] * len(row.tokens) for row in rows] for name in needs}
-        own = tuple(name for name in needs if name != "ref_logprobs")
-        predict = functools.partial(self._run_networks, self._models.predict, inference=True)
-        for part in shard.parts:
-            chosen, wanted = _EMPTY_INPUTS
-            if part:
-                chosen = [rows[number] for number in part]
-                wanted = [
-                    [t for t in range(1, len(row.tokens)) if row.loss_mask[t] > 0 or not only_live] for row in chosen
-                ]
-            if not any(wanted):
-                continue
-            self._begin(chosen)
-            self._use_adapter(self._adapter_of(chosen))
-            results = [predict((chosen, wanted), temperature, own)] if own else []
-            if "ref_logprobs" in needs:
-                assert self._reference is not None, "check_forward has refused it"
-                with self._reference.in_place():
-                    tensors, selection = predict((chosen, wanted), temperature, ("logprobs",))
-                results.append(({"ref_logprobs": tensors["logprobs"]}, selection))
-            for tensors, selection in results if part else ():
-                places = [(part[place], position) for place, position in selection.tokens()]
+        rows = shard.batch.rows
+        with self._models.attending():
+            predicted = [
+                self._predict([rows[number] for number in part], needs, shard.batch.temperature, only_live)
+                for part in shard.parts
+            ]
+        streams = {name: [np.zeros(len(row.tokens)) for row in rows] for name in needs}
+        for part, (inputs, tensors) in zip(shard.parts, predicted, strict=True):
+            if part and inputs is not None:
+                ends = np.cumsum([len(positions) for positions in inputs.wanted])[:-1]
                 for name, tensor in tensors.items():
-                    for (number, position), value in zip(places, tensor.tolist(), strict=True):
-                        found[name][number][position] = value
-        return found
+                    pieces = np.split(tensor.cpu().numpy(), ends)
+                    for number, positions, values in zip(part, inputs.wanted, pieces, strict=True):
+                        streams[name][number][positions] = values
+        return {name: [stream.tolist() for stream in own] for name, own in streams.items()}
+
+    def _predict(
+        self, rows: list[Row], needs: Sequence[str], temperature: float, only_live: bool
+    ) -> tuple[RowInputs | None, dict[str, Tensor]]:
+        """Each of `needs` [T] for a microbatch. A sharded model runs for an empty one too, because ranks meet in it."""
+        rows = rows or [_EMPTY_ROW]
+        inputs = self._models.inputs(rows, only_live=only_live)
+        if inputs is None:
+            return None, {}
+        self._begin(rows)
+        self._use_adapter(self._adapter_of(rows))
+        predict = functools.partial(self._run_networks, self._models.predict, inputs, temperature, inference=True)
+        own = tuple(name for name in needs if name != "ref_logprobs")
+        tensors: dict[str, Tensor] = predict(own) if own else {}
+        if "ref_logprobs" in needs:
+            assert self._reference is not None, "check_forward has refused it"
+            with self._reference.in_place():
+                tensors["ref_logprobs"] = predict(("logprobs",))["logprobs"]
+        return inputs, tensors
 
     def forward_backward(self, shard: BatchShard) -> Reading:
         """Accumulate gradients and D. Returns the sums of metrics."""
         batch = shard.batch
+        self._fields = RowFields(batch.rows, batch.rewards, self.device)
         sums = MetricSums(TokenRecord(batch.rows) if batch.record else None)
-        learned: list[bool] = []  # for each microbatch with a backward pass and rows: whether it had a gradient
-        flat: list[int] = []
-        still, moved = set[str](), set[str]()  # the adapters of flat rows, and of rows with a gradient
         try:
-            # transformers checkpoints activations in training mode only. All dropout is 0.
-            self.causal.train(self.settings.gradient_checkpointing)
-            for number, rows in enumerate(shard.microbatches()):
-                if self._forward_only(rows, batch, sums):
-                    flat.append(number)
-                    still.add(self._adapter_of(rows))
-                    continue
-                learned += self._microbatch(rows, batch, sums)
-                moved |= {self._adapter_of(rows)} if rows and learned[-1] else set()
-            # Momentum moves a weight whose gradient is 0, and leaves one whose gradient is None. An ordinary pass over
-            # such rows gives 0, so these roles get zeros too.
-            for role in sorted(still - moved):
-                self._use_adapter(role)
-                self.networks(self._zero_objective, batch).backward()
+            with self._models.attending():
+                learned, flat = self._run_microbatches(shard, sums)
             reading = sums.read()
         except BaseException:
             self.forget_gradients()
             raise
-        finally:
-            self.causal.eval()
         reading.learned = any(learned) or bool(flat) if learned or flat else None
         reading.forward_only = flat
         self._denominator += batch.denominator
         return reading
 
+    def _run_microbatches(self, shard: BatchShard, sums: MetricSums) -> tuple[list[bool], list[int]]:
+        """Accumulate. Returns, for each microbatch with a backward pass and rows, whether it had a gradient; and the
+        numbers of those without a backward pass.
+        """
+        learned: list[bool] = []
+        flat: list[int] = []
+        still, moved = set[str](), set[str]()  # the adapters of flat rows, and of rows with a gradient
+        for number, rows in enumerate(shard.microbatches()):
+            if self._forward_only(rows, shard.batch, sums):
+                flat.append(number)
+                still.add(self._adapter_of(rows))
+                continue
+            learned += self._microbatch(rows, shard.batch, sums)
+            moved |= {self._adapter_of(rows)} if rows and learned[-1] else set()
+        # Momentum moves a weight whose gradient is 0, and leaves one whose gradient is None. An ordinary pass over such
+        # rows gives 0, so these roles get zeros too.
+        for role in sorted(still - moved):
+            self._use_adapter(role)
+            self.networks(self._zero_objective, shard.batch).backward()
+        return learned, flat
+
     def microbatch_tokens(self, rows: Sequence[Row]) -> int:
         """How many tokens of `tokens_max` these rows take in one microbatch."""
-        return microbatch_tokens(rows, share_prefix=self.shares_prefix, packed=self._models.paths.packed)
+        return microbatch_tokens(rows, share=self.shares_prefix, padded=not self._models.paths.runs_forests)
 
     @property
     def has_gradients(self) -> bool:
@@ -506,7 +507,9 @@ class Trainer:
         which ranks wait for each other.
         """
         requested = needs(self.algorithms[batch.algorithm]) - {"logits"}
-        return _zero_of(self._models.score(_EMPTY_INPUTS, 1.0, requested))
+        inputs = self._models.inputs([_EMPTY_ROW])
+        assert inputs is not None, "the row has a live token"
+        return _zero_of(self._models.score(inputs, 1.0, requested))
 
     def _measure(self, rows: list[Row], batch: TrainBatch) -> tuple[Microbatch, Tensor]:
         """The measurements of a microbatch, and a 0 that depends on every output of the networks."""
@@ -517,15 +520,15 @@ class Trainer:
     def _score(self, rows: list[Row], batch: TrainBatch) -> Scored:
         """Run the networks for the live tokens of the rows."""
         self._use_adapter(self._adapter_of(rows))
-        wanted = [[t for t, weight in enumerate(row.loss_mask) if weight > 0] for row in rows]
-        return self._models.score((rows, wanted), batch.temperature, needs(self.algorithms[batch.algorithm]))
+        inputs = self._models.inputs(rows)
+        assert inputs is not None, "only rows with live tokens are trained"
+        return self._models.score(inputs, batch.temperature, needs(self.algorithms[batch.algorithm]))
 
     def _evaluate(self, rows: list[Row], batch: TrainBatch, scored: Scored) -> Microbatch:
         """Compute sum(u * loss) and the inputs of metrics from the networks' outputs."""
         algorithm = self.algorithms[batch.algorithm]
         requested = needs(algorithm)
-        device = scored.logprobs.device
-        tensors = forward.make_streams(rows, scored.selection, batch.rewards, device) | scored.extra
+        tensors = self._fields.of_rows(rows) | scored.extra
         is_known = tensors.pop("is_known") > 0
         stored, sampler = tensors.get("old_logprobs"), tensors["rollout_logprobs"]
         resolved = resolve_logprobs(scored.logprobs, stored, sampler, is_known, batch.anchor)
@@ -536,7 +539,7 @@ class Trainer:
             tensors["values"] = scored.values
         available: dict[str, Any] = {**tensors, "step": batch.step}
         if "rewards" in requested:
-            available["rewards"] = torch.tensor(batch.rewards, device=device)
+            available["rewards"] = torch.tensor(batch.rewards, device=scored.logprobs.device)
         mask = tensors["mask"]
         importance = importance_weights(algorithm, available, mask, batch.anchor)
         evaluation = evaluate_objective(
@@ -547,8 +550,7 @@ class Trainer:
         seen |= {"sampled": is_known, "anchored": resolved.is_anchored}
         if importance is not None:
             seen["importance"] = importance.detach()
-        of_tokens = [rows[row] for row in scored.selection.rows]
-        return Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.tokens, of_tokens)
+        return Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.tokens, rows)
 
 
 def _zero_of(scored: Scored) -> Tensor:

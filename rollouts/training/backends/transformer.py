@@ -1,21 +1,21 @@
 """Runs rows of token ids through a causal language model. Returns features at chosen positions, for the head.
 
-Four optimizations make this faster than a padded batch through `model(...)`. The head runs at chosen positions only. A
-prompt that several rows share runs once, and the rows continue its keys and values, with gradients. Rows are padded to
-rows of similar length. Or several rows are packed into one sequence without padding; positions restart, and no row sees
-another (`run_packed`). Each optimization is compared once with the model's own logits (`inspect_model`), and not used
-if they differ. Right padding needs no mask, because causal attention never sees later tokens.
+The rows of a microbatch form a forest (`rollouts.training.forest`): what several rows begin with runs once, and no
+token is padding. The head runs once for each prediction: a node, and a token that follows it. Then the results are
+gathered, row by row, and the backward pass of the gather adds up. A model's own logits are compared once with those of
+its forest (`inspect_model`). A model that cannot run a forest runs padded rows: right padding needs no mask, because
+causal attention never sees later tokens.
 
 `use_float32_head` makes the head of a half-precision model compute in float32. Logits in bfloat16 have 8 bits. Two
 engines that round differently then disagree by percents about a token's probability, and the ratio of a policy to
-itself is not 1. Not here: packing rows with shared prompts; packing with a mask for layers with a window.
+itself is not 1. Not here: attention over a forest (`attention`).
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,160 +23,134 @@ from torch import Tensor, nn
 
 from rollouts.errors import ConfigError
 from rollouts.training.algorithms.logprobs import logprobs_and_entropy
-from rollouts.training.batches import Row
-from rollouts.training.batching import Layout, plan_layout
-
-# These implementations find packed rows by their positions, and skip masked tokens. Others get a mask, and compute
-# masked tokens too.
-_SKIPPING = ("flash_attention_2", "flex_attention")
-_MASKING = ("sdpa", "eager")
-
-_Way = Literal["plain", "shared", "packed"]
+from rollouts.training.backends.attention import AttentionPlan, Way, attending, plan_attention
+from rollouts.training.forest import Forest, make_forest
 
 
 class ModelPaths(NamedTuple):
     """How to run one model.
 
     Attributes:
-        body: `body(**inputs)` returns features [R, C, F] and a cache
+        body: `body(**inputs)` returns features [R, C, F]
         head: `head(features [t, F])` returns logits [t, vocabulary_size]
-        share_prefix: whether shared prompts run once
-        packs: whether rows may be packed
-        packed: run rows packed into one sequence, else padded in buckets
-        bucket_saving_min: an extra bucket must save this many padded tokens
+        runs_forests: whether it can run a forest; else it runs padded rows
+        way: how it attends; None: the fastest way of this device
+        dtype: of the layers; the embedding may be float32 because of the head
+        windows: the sliding windows of its layers; None is a layer without one
+        budgets: ascending numbers of nodes; a forest is padded to one of them, so that few shapes are compiled
         notes: which optimizations cannot be used, and why
     """
 
     causal: Any
-    body: Callable[..., tuple[Tensor, Any]]
+    body: Callable[..., Tensor]
     head: Callable[[Tensor], Tensor]
     vocabulary_size: int
-    share_prefix: bool
-    packs: bool = False
+    runs_forests: bool = False
+    way: Way | None = None
+    dtype: torch.dtype = torch.float32
+    windows: tuple[int | None, ...] = (None,)
+    budgets: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
-    packed: bool = False
-    bucket_saving_min: int = 0
 
     def logprobs_and_entropy(self, features: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropy of `targets` [T], each [T]. The logits are computed in chunks."""
+        """Logprobs and entropy of `targets` [U], each [U]. The logits are computed in chunks."""
         size = self.vocabulary_size
         return logprobs_and_entropy(self.head, features, targets, vocabulary_size=size, temperature=temperature)
 
-
-class Selection(NamedTuple):
-    """The tokens that T features predict: `rows` [P] are row numbers, with the `positions` in each."""
-
-    rows: list[int]
-    positions: list[Sequence[int]]
-
-    def tokens(self) -> list[tuple[int, int]]:
-        """(row, position) of each token."""
-        return [(row, t) for row, positions in zip(self.rows, self.positions, strict=True) for t in positions]
+    def attending(self) -> contextlib.AbstractContextManager[None]:
+        """The model runs forests inside this block only."""
+        return attending(self.causal) if self.runs_forests else contextlib.nullcontext()
 
 
-class _Picked:
-    """Features of chosen positions, collected in pieces, and the tokens that they predict."""
+class RowInputs(NamedTuple):
+    """Rows, and the T of their tokens to compute: row by row, by ascending positions. They need U predictions.
 
-    def __init__(self) -> None:
-        self._pieces: list[Tensor] = []
-        self._selection = Selection([], [])
+    Attributes:
+        rows: ids of each row
+        wanted: of each row, the positions [t] of the tokens, each >= 1
+        forest: of the rows
+        nodes: [U] the nodes that predict
+        targets: [U] the ids that are predicted
+        places: [U] the row and the position of a token of each prediction
+        gather: [T] the prediction of each token; None if U = T and the order is that of the tokens
+    """
 
-    def take(self, features: Tensor, offsets: list[int], positions: list[list[int]], numbers: Sequence[int]) -> None:
-        """Add the features at offset + position of the rows with these numbers."""
-        index = [offset + t for offset, chosen in zip(offsets, positions, strict=True) for t in chosen]
-        if not index:
-            return
-        for number, chosen in zip(numbers, positions, strict=True):
-            if chosen:
-                self._selection.rows.append(number)
-                self._selection.positions.append(chosen)
-        flat = features.reshape(-1, features.shape[-1])
-        self._pieces.append(flat.index_select(0, torch.tensor(index, device=features.device)))
+    rows: Sequence[Sequence[int]]
+    wanted: Sequence[np.ndarray]
+    forest: Forest
+    nodes: np.ndarray
+    targets: np.ndarray
+    places: tuple[np.ndarray, np.ndarray]
+    gather: np.ndarray | None
 
-    def whole(self) -> tuple[Tensor, Selection]:
-        """All features [T, F]."""
-        assert self._pieces, "no position was requested"
-        return (self._pieces[0] if len(self._pieces) == 1 else torch.cat(self._pieces)), self._selection
+    def of_tokens(self, predicted: Tensor) -> Tensor:
+        """The values [T, ...] of the tokens, from those of the predictions [U, ...]."""
+        if self.gather is None:
+            return predicted
+        return predicted.index_select(0, torch.from_numpy(self.gather).to(predicted.device))
 
 
-def inspect_model(causal: Any, *, share_prefix: bool = True, bucket_saving_min: int = 0) -> ModelPaths:
+def make_inputs(rows: Sequence[Sequence[int]], wanted: Sequence[np.ndarray], *, share: bool = True) -> RowInputs:
+    """Put the rows into a forest, and list the predictions of the `wanted` tokens. `share`: shared tokens run once."""
+    forest = make_forest(rows, share=share)
+    row_of = np.repeat(np.arange(len(rows)), [len(positions) for positions in wanted])
+    positions = np.concatenate(wanted)
+    assert len(positions), "no position was requested"
+    pairs = list(zip(forest.paths, rows, wanted, strict=True))
+    nodes = np.concatenate([path[chosen - 1] for path, _, chosen in pairs])
+    targets = np.concatenate([np.asarray(row, dtype=np.int64)[chosen] for _, row, chosen in pairs])
+    _, first, gather = np.unique(nodes << 32 | targets, return_index=True, return_inverse=True)
+    if len(first) == len(nodes):
+        return RowInputs(rows, wanted, forest, nodes, targets, (row_of, positions), None)
+    places = row_of[first], positions[first]
+    return RowInputs(rows, wanted, forest, nodes[first], targets[first], places, gather)
+
+
+def inspect_model(causal: Any) -> ModelPaths:
     """Find the fastest way to run this model whose logits differ from the model's own by at most 1e-4 (fp32)."""
-    rows = _probe_rows(int(causal.get_input_embeddings().weight.shape[0]))
+    inputs = make_inputs(*_probe_rows(int(causal.get_input_embeddings().weight.shape[0])))
     notes: list[str] = []
     with torch.no_grad():
-        own = causal(input_ids=_padded([row.tokens for row in rows], _device_of(causal)), use_cache=False).logits
-        full = ModelPaths(causal, _body(causal, "logits"), lambda logits: logits, own.shape[-1], share_prefix=False)
-        expected = _probe_logits(full, rows, "plain")
-        paths, reason = _separate_head(causal), "it does not show its output embeddings"
+        own = causal(input_ids=_padded(inputs.rows, _device_of(causal)), use_cache=False).logits
+        dtype = _hidden_dtype(causal)
+        full = ModelPaths(causal, _body(causal, "logits"), lambda logits: logits, own.shape[-1], dtype=dtype)
+        expected = _probe_logits(full, inputs)
+        paths, reason = _separate_head(full), "it does not show its output embeddings"
         if paths is not None:
-            reason = _disagreement(paths, rows, expected, "plain")
+            reason = _disagreement(paths, inputs, expected)
         if paths is None or reason:
             paths = full
             notes.append(f"the logits of all tokens are computed, because {reason}")
-        if share_prefix:
-            reason = _why_not(causal, "shared") or _disagreement(paths, rows, expected, "shared")
-            notes += [f"shared prompts run more than once, because {reason}"] if reason else []
-            paths = paths._replace(share_prefix=not reason)
-        reason = _why_not(causal, "packed") or _disagreement(paths, rows, expected, "packed")
-        notes += [f"rows are not packed, because {reason}"] if reason else []
-    return paths._replace(packs=not reason, notes=tuple(notes), bucket_saving_min=bucket_saving_min)
+        forests, reason = _with_forests(paths, inputs, expected)
+        notes += [f"rows are padded, and shared prompts run more than once, because {reason}"] if reason else []
+    return forests._replace(notes=tuple(notes))
 
 
-def prefers_packing(causal: Any) -> bool:
-    """Whether packing is faster than buckets of similar length: only if the attention skips masked tokens."""
-    return _attention(causal) in _SKIPPING
+def run_features(paths: ModelPaths, inputs: RowInputs) -> tuple[Tensor, tuple[int, int]]:
+    """The features [U, F] of the predictions, and (tokens that were run, the same with padding).
 
-
-def run_features(
-    paths: ModelPaths, rows: Sequence[Row], wanted: Sequence[Sequence[int]]
-) -> tuple[Tensor, Selection, tuple[int, int]]:
-    """Run rows, packed or in buckets. Returns the features [T, F] that predict the tokens at the `wanted` positions
-    (each >= 1) of every row, the selection, and (tokens of the rows that were run, the same with padding).
+    Call it inside `paths.attending()`.
     """
-    lengths = [len(row.tokens) for row in rows]
-    if paths.packed:
-        return *run_packed(paths, rows, [list(range(len(rows)))], wanted), (sum(lengths), sum(lengths))
-    layout = plan_layout(rows, share_prefix=paths.share_prefix, bucket_saving_min=paths.bucket_saving_min)
-    real = sum(map(len, layout.prefixes)) + sum(lengths) - sum(layout.starts)
-    return *run_rows(paths, rows, layout, wanted), (real, layout.padded_tokens(lengths))
-
-
-def run_rows(
-    paths: ModelPaths, rows: Sequence[Row], layout: Layout, wanted: Sequence[Sequence[int]]
-) -> tuple[Tensor, Selection]:
-    """Compute the features of the `wanted` positions (see `run_features`), with rows padded as the layout says."""
     device = _device_of(paths.causal)
-    cache = None
-    picked = _Picked()
-    if layout.prefixes:
-        features, cache = paths.body(input_ids=_padded(layout.prefixes, device), use_cache=True)
-        earlier = [[t for t in wanted[row] if t <= layout.starts[row]] for row in range(len(rows))]
-        offsets = [layout.prefix_of_row[row] * features.shape[1] - 1 for row in range(len(rows))]
-        picked.take(features, offsets, earlier, range(len(rows)))
-    for bucket in layout.buckets:
-        rests = [rows[row].tokens[layout.starts[row] :] for row in bucket]
-        inputs: dict[str, Any] = {"input_ids": _padded(rests, device), "use_cache": False}
-        if layout.prefix_of_row[bucket[0]] >= 0:
-            inputs |= _continue(paths.causal, rows, layout, bucket, cache, inputs["input_ids"].shape[1])
-        features, _ = paths.body(**inputs)
-        later = [[t for t in wanted[row] if t > layout.starts[row]] for row in bucket]
-        offsets = [place * features.shape[1] - 1 - layout.starts[row] for place, row in enumerate(bucket)]
-        picked.take(features, offsets, later, bucket)
-    return picked.whole()
+    if not paths.runs_forests:
+        ids = _padded(inputs.rows, device)
+        features, (rows, positions) = paths.body(input_ids=ids, use_cache=False), inputs.places
+        index, size = rows * ids.shape[1] + positions - 1, (sum(map(len, inputs.rows)), ids.numel())
+    else:
+        count = len(inputs.forest.tokens)
+        forest = inputs.forest.padded(next((each for each in paths.budgets if each >= count), count))
+        plan = plan_attention(forest, device, paths.dtype, windows=paths.windows, way=paths.way)
+        features = _run(paths, forest, plan)
+        index, size = inputs.nodes, (count, len(forest.tokens))
+    flat = features.reshape(-1, features.shape[-1])
+    return flat.index_select(0, torch.from_numpy(index).to(device)), size
 
 
-def run_packed(
-    paths: ModelPaths, rows: Sequence[Row], bins: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]
-) -> tuple[Tensor, Selection]:
-    """Like `run_rows`, with each bin of rows (`pack_rows`) as one sequence [1, sum of lengths]."""
-    picked = _Picked()
-    for chosen in bins:
-        positions = [list(wanted[row]) for row in chosen]
-        if any(positions):
-            features, _ = paths.body(**_packed_inputs(paths.causal, [rows[row].tokens for row in chosen]))
-            ends = np.cumsum([len(rows[row].tokens) for row in chosen]).tolist()
-            picked.take(features, [start - 1 for start in (0, *ends[:-1])], positions, chosen)
-    return picked.whole()
+def _run(paths: ModelPaths, forest: Forest, plan: AttentionPlan) -> Tensor:
+    """The features [1, M, F] of a forest."""
+    device = _device_of(paths.causal)
+    tokens, positions = (torch.from_numpy(each)[None].to(device) for each in (forest.tokens, forest.positions))
+    return paths.body(input_ids=tokens, position_ids=positions, use_cache=False, forest=plan)
 
 
 def use_float32_head(causal: Any) -> None:
@@ -201,53 +175,6 @@ def use_float32_head(causal: Any) -> None:
         embedding.register_forward_hook(lambda _, inputs, output: output.to(dtype))
 
 
-def _packed_inputs(causal: Any, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Inputs [1, L] of concatenated rows: positions that restart at 0, and a mask [1, 1, L, L] under which each row
-    sees itself only. If the attention skips masked tokens, transformers finds the rows by their positions.
-    """
-    device = _device_of(causal)
-    lengths = [len(row) for row in tokens]
-    inputs: dict[str, Any] = {
-        "input_ids": torch.tensor([[token for row in tokens for token in row]], device=device),
-        "position_ids": torch.tensor([[t for length in lengths for t in range(length)]], device=device),
-        "use_cache": False,
-    }
-    if _attention(causal) not in _SKIPPING:
-        row_of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
-        visible = (row_of[:, None] == row_of).tril_()
-        dtype = _hidden_dtype(causal)
-        mask = torch.zeros(1, 1, *visible.shape, dtype=dtype, device=device)
-        inputs["attention_mask"] = mask.masked_fill_(~visible, torch.finfo(dtype).min)
-    return inputs
-
-
-def _continue(
-    causal: Any, rows: Sequence[Row], layout: Layout, bucket: list[int], cache: Any, width: int
-) -> dict[str, Any]:
-    """Inputs with which rows of a bucket continue their prefixes: cache, positions [R, C], mask [R, 1, C, P + C]."""
-    device = _device_of(causal)
-    prefix_width = max(len(prefix) for prefix in layout.prefixes)
-    prefix_of_row = torch.tensor([layout.prefix_of_row[row] for row in bucket], device=device)
-    starts = np.array([layout.starts[row] for row in bucket])
-    lengths = np.array([len(rows[row].tokens) for row in bucket])
-    # Padding repeats the row's last position, because a table of positions may end there.
-    positions = np.minimum(starts[:, None] + np.arange(width), lengths[:, None] - 1)
-    visible = np.zeros((len(bucket), 1, width, prefix_width + width), dtype=bool)
-    visible[..., :prefix_width] = (np.arange(prefix_width) < starts[:, None])[:, None, None]
-    visible[..., prefix_width:] = np.tri(width, dtype=bool)
-    dtype = _hidden_dtype(causal)
-    mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(torch.from_numpy(~visible), torch.finfo(dtype).min)
-    branch = copy.copy(cache)
-    branch.layers = [copy.copy(layer) for layer in cache.layers]
-    branch.reorder_cache(prefix_of_row)
-    return {
-        "attention_mask": mask.to(device),
-        "position_ids": torch.from_numpy(positions).to(device),
-        "past_key_values": branch,
-        "use_cache": True,
-    }
-
-
 def _padded(tokens: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Token ids [R, C], padded on the right with 0."""
     ids = np.zeros((len(tokens), max(len(row) for row in tokens)), dtype=np.int64)
@@ -256,8 +183,9 @@ def _padded(tokens: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return torch.from_numpy(ids).to(device)
 
 
-def _separate_head(causal: Any) -> ModelPaths | None:
-    """Body and head of a model, with the logit scaling of its configuration, for known families."""
+def _separate_head(full: ModelPaths) -> ModelPaths | None:
+    """The paths with body and head apart, with the logit scaling of the configuration, for known families."""
+    causal = full.causal
     base, embeddings = causal.base_model, causal.get_output_embeddings()
     if embeddings is None or base is causal:
         return None
@@ -272,88 +200,103 @@ def _separate_head(causal: Any) -> ModelPaths | None:
         return torch.tanh(logits / cap) * cap if cap else logits
 
     is_plain = scale == 1.0 and not cap  # a plain layer has a faster path
-    body, size = _body(base, "last_hidden_state"), embeddings.weight.shape[0]
-    return ModelPaths(causal, body, embeddings if is_plain else head, size, share_prefix=False)
+    size = embeddings.weight.shape[0]
+    body = _body(base, "last_hidden_state")
+    return full._replace(body=body, head=embeddings if is_plain else head, vocabulary_size=size)
 
 
-def _body(module: Any, features: str) -> Callable[..., tuple[Tensor, Any]]:
-    def body(**inputs: Any) -> tuple[Tensor, Any]:
-        output = module(**inputs)
-        return getattr(output, features), getattr(output, "past_key_values", None)  # None for a recurrent model
+def _body(module: Any, features: str) -> Callable[..., Tensor]:
+    def body(**inputs: Any) -> Tensor:
+        tensor: Tensor = getattr(module(**inputs), features)
+        return tensor
 
     return body
 
 
-def _why_not(causal: Any, way: _Way) -> str:
-    """Why the model's configuration rules out packed rows (`packed`), or shared prompts with padded rows (`shared`).
-    Empty if it does not.
+def _with_forests(paths: ModelPaths, inputs: RowInputs, expected: Tensor) -> tuple[ModelPaths, str]:
+    """The model's paths with forests, and ""; or without them, and why it cannot run them."""
+    if reason := _why_not(paths.causal):
+        return paths, reason
+    try:
+        windows = _windows(paths, inputs.forest)
+    except Exception as error:  # see _disagreement
+        return paths, f"it raises {type(error).__name__}: {error}"
+    config = paths.causal.config.get_text_config(decoder=True)
+    layers = getattr(config, "layer_types", None) or ("sliding_attention",)
+    if getattr(config, "sliding_window", None) and "sliding_attention" in layers and windows == (None,):
+        return paths, "its layers do not say that their attention has a window"
+    apart = make_inputs(inputs.rows, inputs.wanted, share=False)
+    ways: tuple[Way | None, ...] = (None, "blocks") if _device_of(paths.causal).type == "cuda" else (None,)
+    for way in ways:
+        forests = paths._replace(runs_forests=True, way=way, windows=windows)
+        found = [_disagreement(forests, each, expected) for each in (inputs, apart)]
+        if not any(found):
+            return forests, ""
+    return paths, next(filter(None, found))
 
-    All layers use a given mask unchanged, also layers with a window. Other layers, such as recurrent ones, may carry
-    state from one row to the next, and positions may depend on other rows.
+
+def _windows(paths: ModelPaths, forest: Forest) -> tuple[int | None, ...]:
+    """The sliding windows that the layers of a model ask for."""
+    causal = paths.causal
+    plan = plan_attention(forest, _device_of(causal), paths.dtype, way="blocks")
+    with attending(causal):
+        _run(paths, forest, plan)
+    return tuple(sorted(plan.windows, key=lambda window: window or 0))
+
+
+def _why_not(causal: Any) -> str:
+    """Why the model's configuration rules out forests; empty if it does not. Layers of other kinds, such as recurrent
+    ones, may carry state from one row to the next, and positions may depend on the whole input.
     """
-    attention, config = _attention(causal), causal.config.get_text_config(decoder=True)
-    skips = way == "packed" and attention in _SKIPPING
-    if not skips and attention not in _MASKING:
-        takes_none = f"the attention implementation {attention} takes no mask per token"
-        return takes_none if way == "shared" else f"the attention implementation {attention} is untested with it"
-    layers = set(getattr(config, "layer_types", None) or ())
-    has_window = getattr(config, "sliding_window", None) or getattr(config, "attention_chunk_size", None)
-    if has_window and not layers and not skips:
-        return "its attention has a window"
-    others = sorted(layers - {"full_attention"} - ({"sliding_attention"} if skips else set()))
+    config = causal.config.get_text_config(decoder=True)
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"})
     if others:
         return f"it has layers of kind {', '.join(others)}"
+    if getattr(config, "attention_chunk_size", None):
+        return "its attention is in chunks"
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     if isinstance(rope, dict) and rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope"):
         return "its positions depend on the length of the whole input"
     return ""
 
 
-def _disagreement(paths: ModelPaths, rows: list[Row], expected: Tensor, way: _Way) -> str:
+def _disagreement(paths: ModelPaths, inputs: RowInputs, expected: Tensor) -> str:
     """Describe the difference between this way of running and the model's own logits. Empty if there is none."""
     try:
-        found = _probe_logits(paths, rows, way)
+        found = _probe_logits(paths, inputs)
     except Exception as error:  # a model's own code may raise anything; a note then says why this way is not used
         return f"it raises {type(error).__name__}: {error}"
-    exact = expected.dtype in (torch.float32, torch.float64) and _hidden_dtype(paths.causal) == expected.dtype
+    exact = expected.dtype in (torch.float32, torch.float64) and paths.dtype == expected.dtype
     largest = float(expected.abs().max())
     tolerance = (1e-4 if exact else 5e-2) * max(1.0, largest)
     difference = float((found - expected).abs().max())
     return "" if difference <= tolerance else f"its logits would be {difference:.2g} away from the model's own"
 
 
-def _probe_logits(paths: ModelPaths, rows: list[Row], way: _Way) -> Tensor:
-    """Logits [T, V] at the live positions of the test rows, in the order of the rows."""
-    wanted = [[t for t, weight in enumerate(row.loss_mask) if weight > 0] for row in rows]
-    if way == "packed":
-        features, selection = run_packed(paths, rows, [range(len(rows))], wanted)
-    else:
-        features, selection = run_rows(paths, rows, plan_layout(rows, share_prefix=way == "shared"), wanted)
-    pieces = torch.split(paths.head(features), [len(positions) for positions in selection.positions])
-    parts = dict(zip(selection.rows, pieces, strict=True))
-    return torch.cat([parts[number] for number in range(len(rows))])
+def _probe_logits(paths: ModelPaths, inputs: RowInputs) -> Tensor:
+    """Logits [T, V] of the test rows."""
+    with paths.attending():
+        features, _ = run_features(paths, inputs)
+    return inputs.of_tokens(paths.head(features))
 
 
-def _probe_rows(vocabulary_size: int) -> list[Row]:
-    """Two groups of two rows with prompts of 13 and 10 tokens and replies of 3 to 6."""
+def _probe_rows(vocabulary_size: int) -> tuple[list[list[int]], list[np.ndarray]]:
+    """Rows and their wanted positions: two groups with prompts of 17 and 16 tokens, and a reply that itself forks."""
     generator = np.random.default_rng(0)
-    rows: list[Row] = []
-    for group, prompt_length in enumerate((13, 10)):
-        prompt = generator.integers(vocabulary_size, size=prompt_length).tolist()
-        for reply_length in (3 + group, 6 - group):
-            tokens = prompt + generator.integers(vocabulary_size, size=reply_length).tolist()
-            mask = [0.0] * prompt_length + [1.0] * reply_length
-            rows.append(Row(tokens, mask, mask, mask, [0.0] * len(mask), len(rows), group, prompt_length))
-    return rows
 
+    def draw(count: int) -> list[int]:
+        drawn: list[int] = generator.integers(vocabulary_size, size=count).tolist()
+        return drawn
 
-def _attention(causal: Any) -> str | None:
-    attention: str | None = getattr(causal.config, "_attn_implementation", None)
-    return attention
+    rows: list[list[int]] = []
+    for length in (17, 16):
+        prompt = draw(length)
+        turn = prompt + draw(16)
+        rows += [prompt + draw(3), turn + draw(2), turn + draw(5)]
+    return rows, [np.arange(12, len(row)) for row in rows]
 
 
 def _hidden_dtype(causal: Any) -> torch.dtype:
-    """The dtype of the layers; the embedding may be float32 because of the head."""
     with torch.no_grad():
         embedded = causal.get_input_embeddings()(torch.zeros(1, dtype=torch.long, device=_device_of(causal)))
     dtype: torch.dtype = embedded.dtype

@@ -15,7 +15,7 @@ from rollouts.training.algorithms.algorithm import KL, Term, as_algorithm
 from rollouts.training.algorithms.corrections import truncated
 from rollouts.training.algorithms.kl import adapter_off, ema, every_n, frozen, rk3_loss
 from rollouts.training.algorithms.losses import distill_topk
-from rollouts.training.algorithms.recipes import DPO, GRPO, OPD, PPO, REINFORCE, SFT
+from rollouts.training.algorithms.recipes import DPO, GRPO, OPD, PPO, REINFORCE
 from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer
@@ -316,23 +316,3 @@ def test_one_value_a_rollout_is_the_same_in_every_microbatch(tiny, backend_of):
         backend.forward_backward(batch).wait()
         for one, other in zip(backend.model.parameters(), by_tokens.model.parameters(), strict=True):
             assert (one.grad - other.grad).norm() <= 1e-4 * other.grad.norm(), "the same objective, value by value"
-
-
-@pytest.mark.parametrize("maker", ["qwen3", "llama", "gpt2"])
-def test_packed_rows_give_the_same_gradient(tiny, backend_of, maker):
-    samples, model = tiny.make_samples(), getattr(tiny, maker)()
-    batch = batch_of(samples)
-    reference = backend_of(model, SFT)
-    reference.forward_backward(batch).wait()
-    for bound in (40, 10_000):
-        packed = backend_of(model, SFT, layout="packed", tokens_per_microbatch=bound)
-        metrics = packed.forward_backward(batch).wait()
-        assert metrics["perf/pad_frac"] == 0.0
-        for one, other in zip(packed.model.parameters(), reference.model.parameters(), strict=True):
-            assert (one.grad - other.grad).norm() <= 1e-4 * other.grad.norm()
-
-
-def test_a_model_that_cannot_be_packed_is_refused_or_told(tiny, backend_of):
-    with pytest.raises(ConfigError, match=r"--training.layout packed: rows are not packed, because .*layout buckets"):
-        backend_of(tiny.gemma2(), layout="packed")
-    assert not any("pack" in note for note in backend_of(tiny.gemma2()).notes), "packing was not requested"

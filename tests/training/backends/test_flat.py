@@ -62,13 +62,13 @@ def in_place(logprobs, advantages):
 
 
 def passes_of(backend):
-    """Grows by (with a backward?, rows) whenever the first layer is run; passes of two tokens are left out."""
+    """Grows by (with a backward?, tokens) whenever the first layer runs; passes of two tokens are left out."""
     layer = next(m for name, m in backend.model.named_modules() if name.endswith(".0.mlp"))
     runs = []
 
     def note(module, inputs):
         if inputs[0].shape[1] > 2:
-            runs.append((torch.is_grad_enabled(), inputs[0].shape[0]))
+            runs.append((torch.is_grad_enabled(), inputs[0].shape[1]))
 
     layer.register_forward_pre_hook(note)
     return runs
@@ -95,12 +95,11 @@ def test_gradient_and_metrics_are_those_of_all_rows(tiny, backend_of, name):
     runs = passes_of(backend)
     gradient, metrics = assert_same([backend, backend_of(model, full(algorithm))], batch)
     assert gradient.norm() > 0 and {"policy/loss", "policy/entropy", "mismatch/k3"} <= set(metrics)
-    # Where prompts are shared a pass over prompts comes before the one over replies.
-    assert sum(rows for graded, rows in runs if not graded) > 2 * sum(rows for graded, rows in runs if graded)
+    assert sum(tokens for graded, tokens in runs if not graded) > 2 * sum(tokens for graded, tokens in runs if graded)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"share_prefix": False}, {"layout": "packed"}, {"gradient_checkpointing": True}, {"lora_rank": 4},
+    "settings", [{"share_prefix": False}, {"gradient_checkpointing": True}, {"lora_rank": 4},
                  {"tokens_per_microbatch": 60}]
 )  # fmt: skip
 def test_however_rows_are_run(tiny, backend_of, settings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import peft
 import pytest
 import torch
@@ -14,7 +15,6 @@ from rollouts.models import loading
 from rollouts.training.backends import fsdp, transformer
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.transformer import use_float32_head
-from rollouts.training.batching import make_batch, plan_layout
 
 IDS = torch.tensor([[5, 17, 3, 40, 8, 60, 1, 22, 9, 33, 12, 4]])
 
@@ -136,10 +136,11 @@ def test_every_way_of_running_rows_still_runs(tiny):
     model = tiny.qwen3().bfloat16()
     use_float32_head(model)
     paths = transformer.inspect_model(model)
-    assert paths.share_prefix and paths.packs, paths.notes
-    samples = tiny.make_samples(groups=1, rollouts=3)
-    rows = make_batch(samples, [1.0] * 3, aggregation="token_mean", step=0).rows
-    wanted = [[len(row.tokens) - 1] for row in rows]
-    shared, _ = transformer.run_rows(paths, rows, plan_layout(rows), wanted)
-    packed, _ = transformer.run_packed(paths, rows, [range(3)], wanted)
-    assert shared.dtype == packed.dtype == torch.bfloat16 and paths.head(packed).dtype == torch.float32
+    assert paths.runs_forests, paths.notes
+    rows = [sample.tokens for sample in tiny.make_samples(groups=1, rollouts=3)]
+    inputs = transformer.make_inputs(rows, [np.array([len(row) - 1]) for row in rows])
+    with paths.attending():
+        forest, _ = transformer.run_features(paths, inputs)
+    padded, _ = transformer.run_features(paths._replace(runs_forests=False), inputs)
+    assert forest.dtype == padded.dtype == torch.bfloat16 and paths.head(forest).dtype == torch.float32
+    torch.testing.assert_close(forest, padded, atol=0.1, rtol=0.05)

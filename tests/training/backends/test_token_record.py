@@ -54,9 +54,7 @@ def recorded(batch):
     return {name: np.frombuffer(data, dtype=np.float32).tolist() for name, data in batch.recorded.items()}
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"layout": "packed"}, {"tokens_per_microbatch": 60}, {"gradient_checkpointing": True}]
-)
+@pytest.mark.parametrize("settings", [{}, {"tokens_per_microbatch": 60}, {"gradient_checkpointing": True}])
 def test_values_are_those_of_a_forward_pass_before_the_step(tiny, backend_of, settings):
     backend, batch = backend_of(GRPO, **settings), batch_of(tiny, GRPO)
     before = backend.forward(batch, ("logprobs", "entropy")).wait()

@@ -126,12 +126,12 @@ def test_gradient_checkpointing_gives_the_same_gradient(tiny, backend_of):
     batch = batch_of(tiny.make_samples())
     for model in (tiny.qwen3(), tiny.gpt2()):
         reference, _ = gradient_of(backend_of(model), [batch])
-        once = count_passes(plain := backend_of(model, share_prefix=False))
+        once = count_passes(plain := backend_of(model))
         gradient_of(plain, [batch])
         backend = backend_of(model, gradient_checkpointing=True)
         runs = count_passes(backend)
         found, _ = gradient_of(backend, [batch])
-        assert close(found, reference) and not backend._trainer.shares_prefix and not backend.model.training
+        assert close(found, reference) and backend._trainer.shares_prefix and not backend.model.training
         assert once and len(runs) == 2 * len(once), "each layer runs again in the backward"
 
 

@@ -1,65 +1,55 @@
-"""Numerics 1 and 2: one by one = right-padded = left-padded = shared prompt = packed, logprobs and gradients; what is
-packed sees itself only; fast paths prove themselves.
+"""Numerics 1 and 2: one by one = left-padded = forest, logprobs and gradients; a row sees only itself; the check at the
+start finds what is wrong.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from rollouts.training.algorithms.logprobs import logprobs_and_entropy, token_logprobs
-from rollouts.training.backends import transformer
-from rollouts.training.batching import make_batch, pack_rows, plan_layout
+from rollouts.training.algorithms.logprobs import token_logprobs
+from rollouts.training.backends import attention, transformer
+from rollouts.training.backends.transformer import make_inputs, run_features
+from rollouts.training.batching import make_batch
 
-MODELS = ("qwen3", "llama", "gpt2", "gemma2")
+MODELS = ("qwen3", "llama", "gpt2", "mistral", "gemma3")
+PROMPT = (18, 24)  # long enough to be shared
 
 
 def rows_of(samples):
-    return make_batch(samples, [1.0] * len(samples), aggregation="token_mean", step=0).rows
+    rows = make_batch(samples, [1.0] * len(samples), aggregation="token_mean", step=0).rows
+    return [row.tokens for row in rows], [np.flatnonzero(row.loss_mask) for row in rows]
 
 
-def live(row):
-    return [t for t, weight in enumerate(row.loss_mask) if weight > 0]
-
-
-def one_by_one(model, rows):
-    """Logprobs of live tokens by row, each row alone through `model(...).logits`: the reference."""
+def one_by_one(model, rows, wanted):
+    """Logprobs of the wanted tokens by row, each row alone through `model(...).logits`: the reference."""
     found = []
-    for row in rows:
-        logits = model(input_ids=torch.tensor([row.tokens]), use_cache=False).logits[0]
-        positions = torch.tensor(live(row))
-        found.append(token_logprobs(logits[positions - 1], torch.tensor(row.tokens)[positions])[0])
+    for row, positions in zip(rows, wanted, strict=True):
+        logits = model(input_ids=torch.tensor([row]), use_cache=False).logits[0]
+        found.append(token_logprobs(logits[positions - 1], torch.tensor(row)[positions])[0])
     return torch.cat(found)
 
 
-def left_padded(model, rows):
+def left_padded(model, rows, wanted):
     """As one batch padded on the left, with a mask and positions of its own: another independent way."""
-    width = max(len(row.tokens) for row in rows)
-    ids = torch.tensor([[0] * (width - len(row.tokens)) + row.tokens for row in rows])
-    mask = torch.tensor([[0] * (width - len(row.tokens)) + [1] * len(row.tokens) for row in rows])
+    width = max(map(len, rows))
+    ids = torch.tensor([[0] * (width - len(row)) + row for row in rows])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=False).logits
     found = []
-    for number, row in enumerate(rows):
-        index = torch.tensor(live(row))
-        targets = torch.tensor(row.tokens)[index]
-        found.append(token_logprobs(logits[number, width - len(row.tokens) + index - 1], targets)[0])
+    for number, (row, index) in enumerate(zip(rows, wanted, strict=True)):
+        found.append(token_logprobs(logits[number, width - len(row) + index - 1], torch.tensor(row)[index])[0])
     return torch.cat(found)
 
 
-def by_layout(paths, rows, layout):
-    return in_order(paths, rows, *transformer.run_rows(paths, rows, layout, [live(row) for row in rows]))
-
-
-def packed(paths, rows, bins):
-    return in_order(paths, rows, *transformer.run_packed(paths, rows, bins, [live(row) for row in rows]))
-
-
-def in_order(paths, rows, features, selection):
-    targets = [rows[n].tokens[t] for n, ts in zip(selection.rows, selection.positions, strict=True) for t in ts]
-    values, _ = logprobs_and_entropy(paths.head, features, torch.tensor(targets), vocabulary_size=paths.vocabulary_size)
-    parts = dict(zip(selection.rows, torch.split(values, [len(p) for p in selection.positions]), strict=True))
-    return torch.cat([parts[number] for number in range(len(rows))])
+def as_forest(paths, rows, wanted, *, share=True):
+    inputs = make_inputs(rows, wanted, share=share)
+    with paths.attending():
+        features, _ = run_features(paths, inputs)
+        values, _ = paths.logprobs_and_entropy(features, torch.from_numpy(inputs.targets), 1.0)
+    return inputs.of_tokens(values)
 
 
 def gradients(model, values):
@@ -75,148 +65,99 @@ def assert_same(model, values, reference, reference_gradient):
     assert (gradient - reference_gradient).norm() <= 1e-4 * reference_gradient.norm()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, "gemma2"])
 def test_all_ways_of_running_rows_agree(tiny, name):
     model = getattr(tiny, name)()
-    rows = rows_of(tiny.make_samples(groups=3, rollouts=3))
-    reference = one_by_one(model, rows)
+    rows, wanted = rows_of(tiny.make_samples(groups=3, rollouts=3, prompt=PROMPT))
+    reference = one_by_one(model, rows, wanted)
     expected = gradients(model, reference)
     reference = reference.detach()
     paths = transformer.inspect_model(model)
-    assert_same(model, left_padded(model, rows), reference, expected)
-    assert_same(model, by_layout(paths, rows, plan_layout(rows, share_prefix=False)), reference, expected)
-    assert paths.share_prefix == (name != "gemma2")
-    if paths.share_prefix:
-        for saving in (1, 10_000):
-            layout = plan_layout(rows, share_prefix=True, bucket_saving_min=saving)
-            assert len(layout.prefixes) == 3
-            assert_same(model, by_layout(paths, rows, layout), reference, expected)
-    assert paths.packs == (name != "gemma2")
-    if paths.packs:
-        lengths = [len(row.tokens) for row in rows]
-        layouts = [pack_rows(lengths, tokens_max) for tokens_max in (1, 60, 10_000)]
-        assert [len(bins) > 1 for bins in layouts] == [True, True, False]
-        for bins in (*layouts, [list(reversed(chosen)) for chosen in reversed(layouts[1])]):
-            assert_same(model, packed(paths, rows, bins), reference, expected)
+    assert paths.runs_forests == (name != "gemma2")
+    assert paths.windows == {"mistral": (8,), "gemma3": (None, 8)}.get(name, (None,))
+    assert_same(model, left_padded(model, rows, wanted), reference, expected)
+    for share in (True, False):
+        assert_same(model, as_forest(paths, rows, wanted, share=share), reference, expected)
+    budgets = paths._replace(budgets=(100, 256))
+    assert_same(model, as_forest(budgets, rows, wanted), reference, expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_control_shared_positions_are_seen(tiny, monkeypatch, name, attention):
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_what_is_beside_a_row_changes_nothing_of_it(tiny, name, implementation):
+    """Numerics 2: bit-equal."""
     model = getattr(tiny, name)()
-    model.set_attn_implementation(attention)
-    rows = rows_of(tiny.make_samples(groups=2, rollouts=1))  # 64 positions are GPT-2's table
-    bins = [[0, 1]]
-    reference = one_by_one(model, rows)
-    expected = gradients(model, reference)
-    reference = reference.detach()
+    model.set_attn_implementation(implementation)
+    rows, wanted = rows_of(tiny.make_samples(groups=2, rollouts=1))
     paths = transformer.inspect_model(model)
-    assert_same(model, packed(paths, rows, bins), reference, expected)
-    right = transformer._packed_inputs
-
-    def going_on(*arguments):
-        inputs = right(*arguments)
-        return inputs | {"position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
-
-    monkeypatch.setattr(transformer, "_packed_inputs", going_on)
-    if name == "gpt2":
-        with pytest.raises(AssertionError):
-            assert_same(model, packed(paths, rows, bins), reference, expected)
-        notes = transformer.inspect_model(model).notes
-        assert notes and notes[-1].startswith("rows are not packed, because it"), (
-            "the probe at load would have caught it"
-        )
-    else:
-        # Rotary positions are relative, so under the mask rows may begin anywhere; without it positions are the bounds.
-        monkeypatch.setattr(transformer, "_attention", lambda causal: "flex_attention")
-        with monkeypatch.context() as undone:
-            undone.setattr(transformer, "_packed_inputs", right)
-            assert_same(model, packed(paths, rows, bins), reference, expected)
-        with pytest.raises(AssertionError):
-            assert_same(model, packed(paths, rows, bins), reference, expected)
-        assert not transformer.inspect_model(model).packs
+    with torch.no_grad():
+        before = as_forest(paths, rows, wanted)[: len(wanted[0])]
+        other = [(7 * token + 3) % 61 for token in rows[1]]
+        assert torch.equal(before, as_forest(paths, [rows[0], other], wanted)[: len(wanted[0])])
+    assert model.config._attn_implementation == implementation, "outside of forests it is the model's own"
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("first", [True, False])
-def test_what_is_packed_beside_a_row_changes_nothing_of_it(tiny, monkeypatch, name, attention, first):
-    """Numerics 2: bit-equal; without the block mask a later row sees an earlier one."""
+def ranged(forest):
+    return forest._replace(positions=np.arange(len(forest.tokens)))
+
+
+def unforked(forest):
+    """Every branch continues the one before it in the order."""
+    branches = [
+        branch._replace(parent=number - 1, depth=branch.start, end=len(forest.tokens))
+        for number, branch in enumerate(forest.branches)
+    ]
+    return forest._replace(branches=branches)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"), [("gpt2", ranged), ("qwen3", ranged), ("qwen3", unforked), ("llama", unforked)]
+)
+def test_control_wrong_positions_and_masks_are_found_at_the_start(tiny, monkeypatch, name, wrong):
     model = getattr(tiny, name)()
-    model.set_attn_implementation(attention)
-    rows = rows_of(tiny.make_samples(groups=2, rollouts=1))
+    groups = 1 if name == "gpt2" else 2  # its table has 64 positions
+    rows, wanted = rows_of(tiny.make_samples(groups=groups, rollouts=3, prompt=(18, 18)))
+    reference = one_by_one(model, rows, wanted).detach()
     paths = transformer.inspect_model(model)
-    bins = [[0, 1]] if first else [[1, 0]]
-    count = len(live(rows[0]))
-
-    def both():
-        with torch.no_grad():
-            before = packed(paths, rows, bins)[:count]
-            other = [(7 * token + 3) % 61 for token in rows[1].tokens]
-            changed = [rows[0], type(rows[1])(**{**vars_of(rows[1]), "tokens": other})]
-            return before, packed(paths, changed, bins)[:count]
-
-    before, after = both()
-    assert torch.equal(before, after)
-    right = transformer._packed_inputs
-
-    def causal_only(*arguments):
-        inputs = right(*arguments)
-        return {name: value for name, value in inputs.items() if name != "attention_mask"} | {
-            "attention_mask": torch.ones_like(inputs["input_ids"])
-        }
-
-    monkeypatch.setattr(transformer, "_packed_inputs", causal_only)
-    before, after = both()
-    assert torch.equal(before, after) == first
-    assert not transformer.inspect_model(model).packs, "the probe at load would have caught it"
+    right = transformer.make_forest
+    monkeypatch.setattr(transformer, "make_forest", lambda *rows, **how: wrong(right(*rows, **how)))
+    with torch.no_grad():
+        assert (as_forest(paths, rows, wanted) - reference).abs().max() > 1e-3
+    notes = transformer.inspect_model(model).notes
+    assert notes and notes[-1].startswith("rows are padded, and shared prompts run more than once, because it")
 
 
-def vars_of(row):
-    return {field: getattr(row, field) for field in row.__struct_fields__}
+def test_control_a_mask_that_is_read_from_positions_hides_ancestors(tiny, monkeypatch):
+    """Without a mask transformers takes jumps of positions for the bounds of rows. Ours is registered without a
+    function for masks, so that it makes none.
+    """
+    from transformers import AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
 
-
-def test_rows_that_are_not_asked_for_are_not_run(tiny):
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, attention.NAME, sdpa_mask)
     paths = transformer.inspect_model(tiny.qwen3())
-    rows = rows_of(tiny.make_samples(groups=2, rollouts=1))
-    features, selection = transformer.run_packed(paths, rows, [[0], [1]], [[], [3, 5]])
-    assert features.shape == (2, 32) and selection == transformer.Selection([1], [[3, 5]])
-    with pytest.raises(AssertionError, match="no position was requested"):
-        transformer.run_packed(paths, rows, [[0, 1]], [[], []])
+    assert not paths.runs_forests and "a mask" in paths.notes[-1]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2", "flex_attention"])
-def test_packing_is_preferred_where_attention_skips(tiny, attention):
-    model = tiny.qwen3()
-    model.config._attn_implementation_internal = attention
-    assert transformer.prefers_packing(model) == (attention in ("flash_attention_2", "flex_attention"))
-    inputs = transformer._packed_inputs(model, [[5, 6, 7], [8, 9]])
-    assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1]]
-    # transformers reads the bounds from the positions, where it is given no mask
-    assert ("attention_mask" in inputs) == (attention in ("sdpa", "eager"))
-
-
-def test_why_rows_are_not_packed(tiny):
+def test_why_a_model_runs_no_forests(tiny):
     def reason(model):
         paths = transformer.inspect_model(model)
-        assert not paths.packs
-        return paths.notes[-1]
+        assert not paths.runs_forests
+        return paths.notes[-1].removeprefix("rows are padded, and shared prompts run more than once, because ")
 
-    assert reason(tiny.gemma2()) == "rows are not packed, because it has layers of kind sliding_attention"
+    assert reason(tiny.gemma2()) == "it raises NotImplementedError: its attention needs softcap"
     model = tiny.llama()
     model.config.sliding_window = 4096
-    assert reason(model) == "rows are not packed, because its attention has a window"
+    assert reason(model) == "its layers do not say that their attention has a window"
     model = tiny.llama()
     model.config.layer_types = ["full_attention", "linear_attention"]
-    assert reason(model) == "rows are not packed, because it has layers of kind linear_attention"
+    assert reason(model) == "it has layers of kind linear_attention"
+    model = tiny.llama()
+    model.config.attention_chunk_size = 4096
+    assert reason(model) == "its attention is in chunks"
     model = tiny.llama()
     model.config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    assert reason(model) == "rows are not packed, because its positions depend on the length of the whole input"
-    model = tiny.gemma2()
-    model.config._attn_implementation_internal = "flash_attention_2"
-    assert transformer._why_not(model, "packed") == "", "there transformers keeps windows within rows"
-    model.config._attn_implementation_internal = "paged"
-    assert "is untested with it" in transformer._why_not(model, "packed")
+    assert reason(model) == "its positions depend on the length of the whole input"
 
 
 def test_a_recurrent_model_is_found_out_by_its_logits():
@@ -226,49 +167,28 @@ def test_a_recurrent_model_is_found_out_by_its_logits():
     torch.manual_seed(0)
     config = MambaConfig(vocab_size=61, hidden_size=16, state_size=4, num_hidden_layers=2, initializer_range=0.3)
     paths = transformer.inspect_model(MambaForCausalLM(config).eval())
-    assert not paths.packs and not paths.share_prefix
-    assert paths.notes[-1].startswith("rows are not packed, because it")
-
-
-def test_control_wrong_positions_are_seen(tiny, monkeypatch):
-    model = tiny.qwen3()
-    rows = rows_of(tiny.make_samples(groups=2, rollouts=3))
-    reference = one_by_one(model, rows).detach()
-    paths = transformer.inspect_model(model)
-    right = transformer._continue
-
-    def shifted(*arguments):
-        inputs = right(*arguments)
-        return inputs | {"position_ids": inputs["position_ids"] - inputs["position_ids"][:, :1]}
-
-    monkeypatch.setattr(transformer, "_continue", shifted)
-    values = by_layout(paths, rows, plan_layout(rows, share_prefix=True))
-    assert (values - reference).abs().max() > 1e-2
-    notes = transformer.inspect_model(model).notes
-    assert "shared prompts run more than once" in notes[0], "the probe at load would have caught it"
-
-
-def test_control_a_leaking_mask_is_seen(tiny, monkeypatch):
-    model = tiny.qwen3()
-    right = transformer._continue
-    monkeypatch.setattr(
-        transformer,
-        "_continue",
-        lambda *arguments: (found := right(*arguments)) | {"attention_mask": found["attention_mask"] * 0},
-    )
-    assert not transformer.inspect_model(model).share_prefix
+    assert not paths.runs_forests and "because it" in paths.notes[-1]
 
 
 def test_shared_prompts_get_their_gradient(tiny):
-    """Cutting the prefix's gradient off is visible: the prompt's embeddings would stay without it."""
+    """Cutting the trunk's gradient off is visible: the prompt's embeddings would stay without it."""
     model = tiny.qwen3(tied=False)
-    samples = tiny.make_samples(groups=1, rollouts=3)
-    rows = rows_of(samples)
+    rows, wanted = rows_of(tiny.make_samples(groups=1, rollouts=3, prompt=PROMPT))
     for row in rows:  # token 60 occurs in the prompt only
-        row.tokens = [60 if t == 1 else min(token, 59) for t, token in enumerate(row.tokens)]
-    paths = transformer.inspect_model(model)
-    by_layout(paths, rows, plan_layout(rows)).sum().backward()
+        row[:] = [60 if t == 1 else min(token, 59) for t, token in enumerate(row)]
+    as_forest(transformer.inspect_model(model), rows, wanted).sum().backward()
     assert model.get_input_embeddings().weight.grad[60].norm() > 0
+
+
+def test_the_head_runs_once_for_each_prediction(tiny):
+    """Eight members of a group say the same, up to the last token."""
+    prompt = list(range(20))
+    rows = [[*prompt, 30, 31 + number % 2] for number in range(8)]
+    inputs = make_inputs(rows, [np.array([20, 21])] * 8)
+    assert len(inputs.nodes) == 1 + 2 and len(inputs.gather) == 16
+    model = tiny.qwen3()
+    found = as_forest(transformer.inspect_model(model), rows, inputs.wanted)
+    assert (found - one_by_one(model, rows, inputs.wanted)).abs().max() <= 1e-5
 
 
 def test_a_head_that_is_not_what_it_seems_is_not_used(tiny):
@@ -283,23 +203,20 @@ def test_a_head_that_is_not_what_it_seems_is_not_used(tiny):
     model.forward = forward
     paths = transformer.inspect_model(model)
     assert paths.notes[0].startswith("the logits of all tokens are computed, because its logits would be")
-    rows = rows_of(tiny.make_samples(groups=2, rollouts=3))
-    values = by_layout(paths, rows, plan_layout(rows, share_prefix=paths.share_prefix))
-    assert (values - one_by_one(model, rows)).abs().max() <= 1e-5
-
-
-def test_scaled_logits_of_configurations(tiny):
-    assert transformer.inspect_model(tiny.gemma2()).notes == (
-        "shared prompts run more than once, because it has layers of kind sliding_attention",
-        "rows are not packed, because it has layers of kind sliding_attention",
-    )
+    rows, wanted = rows_of(tiny.make_samples(groups=2, rollouts=3))
+    assert (as_forest(paths, rows, wanted) - one_by_one(model, rows, wanted)).abs().max() <= 1e-5
 
 
 def test_positions_end_where_the_table_ends(tiny):
-    """GPT-2 has a table of positions; padding must not reach beyond it."""
-    model = tiny.gpt2(positions=32)
-    rows = rows_of(tiny.make_samples(groups=2, rollouts=3, prompt=(18, 20)))
-    assert max(len(row.tokens) for row in rows) <= 32
-    paths = transformer.inspect_model(model)
-    values = by_layout(paths, rows, plan_layout(rows))
-    assert (values - one_by_one(model, rows)).abs().max() <= 1e-5
+    """GPT-2 has a table of positions; a forest must not reach beyond it."""
+    model = tiny.gpt2(positions=40)
+    rows, wanted = rows_of(tiny.make_samples(groups=2, rollouts=3, prompt=(25, 28)))
+    assert 35 < max(map(len, rows)) <= 40
+    paths = transformer.inspect_model(model)._replace(budgets=(512,))
+    assert paths.runs_forests
+    assert (as_forest(paths, rows, wanted) - one_by_one(model, rows, wanted)).abs().max() <= 1e-5
+
+
+def test_no_requested_position_is_our_mistake():
+    with pytest.raises(AssertionError, match="no position was requested"):
+        make_inputs([[1, 2]], [np.array([], dtype=int)])

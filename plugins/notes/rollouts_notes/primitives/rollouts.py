@@ -37,7 +37,7 @@ from rollouts.errors import ConfigError, TrainingError
 from rollouts.training.algorithms import kl as engine
 from rollouts.training.algorithms.algorithm import function_label
 from rollouts.training.algorithms.losses import check_setting
-from rollouts.training.batching import BUCKET_SAVING_MIN, make_batch
+from rollouts.training.batching import make_batch
 from rollouts.types import Message, Sample, Status, Task, ToolCall
 from rollouts_notes.primitives.generation import (
     DEFAULT,
@@ -466,25 +466,23 @@ def _scored(model: Any, rollouts: Sequence[Rollout], temperature: float | None) 
 
     Shared prompts run once. The model runs in evaluation mode, without dropout.
     """
-    import torch
-
     from rollouts.training.backends.forward import Models
     from rollouts.training.backends.transformer import inspect_model
 
     temperature = temperature_of([turn for rollout in rollouts for turn in rollout.all_turns], temperature)
     samples = [replace(s, reward=0.0, rollout_log_probs=None) for s in rollout_samples(rollouts)]
     rows = make_batch(samples, [0.0] * len(rollouts), aggregation="token_mean", step=0).rows
-    wanted = [[at for at, weight in enumerate(row.loss_mask) if weight > 0] for row in rows]
     was_training = model.training
     model.eval()
     try:
-        paths = inspect_model(model, bucket_saving_min=BUCKET_SAVING_MIN)
-        scored = Models(paths, None, None).score((rows, wanted), temperature, frozenset())
+        models = Models(inspect_model(model), None, None)
+        inputs = models.inputs(rows)
+        assert inputs is not None, "a rollout has sampled tokens"
+        with models.attending():
+            scored = models.score(inputs, temperature, frozenset())
     finally:
         model.train(was_training)
-    found = scored.selection.tokens()
-    order = torch.tensor(sorted(range(len(found)), key=found.__getitem__), device=scored.logprobs.device)
-    return scored.logprobs[order], scored.entropy[order]
+    return scored.logprobs, scored.entropy
 
 
 def temperature_of(replies: Iterable[Generation], given: float | None) -> float:
