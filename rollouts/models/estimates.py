@@ -149,24 +149,23 @@ def model_size_of(causal: Any) -> ModelSize:
     )
 
 
-def train_flops(
-    size: ModelSize, tokens: float, sequence_length: float, *, lora: bool, scored: float | None = None
-) -> float:
-    """Floating-point operations of forward and backward pass over `tokens`, in sequences of `sequence_length`, without
-    the operations that checkpointing repeats. Model-flops utilization is this number per second, divided by the peak.
+def train_flops(size: ModelSize, tokens: float, products: float, *, lora: bool, scored: float | None = None) -> float:
+    """Floating-point operations of forward and backward pass over `tokens`, without the operations that checkpointing
+    repeats. `products` are those of a query with a key, per head and layer: l (l + 1) / 2 for a causal sequence of
+    length l. Model-flops utilization is this number per second, divided by the peak.
 
-    A token takes 6 N + 12 L W T: one multiplication and one addition for each of N matmul parameters, in the forward
-    pass and twice in the backward pass (gradients of inputs and of weights); and the same for queries with keys and
-    attention weights with values, in L layers of width W, over T positions (Chowdhery et al. 2022, PaLM, appendix B;
-    the full T x T, without halving for the causal mask). With LoRA there are no gradients of base weights: 4 N + 2 R +
-    12 L W T, where R of the N parameters are adapters. Only `scored` tokens (None: all) run through the output head.
-    Sequences of several lengths l count as one of length sum(l * l) / sum(l).
+    A token takes 6 N: one multiplication and one addition for each of N matmul parameters, in the forward pass and
+    twice in the backward pass (gradients of inputs and of weights). A product takes 12 L W: the same for queries with
+    keys and attention weights with values, in L layers of width W (Chowdhery et al. 2022, PaLM, appendix B; but only
+    what the causal mask leaves counts, which is half, as in prime-rl and torchtitan). With LoRA there are no gradients
+    of base weights: 4 N + 2 R, where R of the N parameters are adapters. Only `scored` tokens (None: all) run through
+    the output head.
     """
     scored = tokens if scored is None else scored
     passes = 4 if lora else 6
     weights = passes * ((size.matmul - size.head) * tokens + size.head * scored)
     adapters = 2 * size.trained * tokens if lora else 0
-    return float(weights + adapters + 12 * size.layers * size.attention_width * sequence_length * tokens)
+    return float(weights + adapters + 12 * size.layers * size.attention_width * products)
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -218,9 +217,10 @@ def estimate_memory(
     weight = _DTYPE_BYTES[dtype]
     compute = _DTYPE_BYTES[compute_dtype or dtype]
     trained = max(4, weight)
+    masters = weight if weight < 4 and not sharded else 0  # a trained weight is there twice: it, and its master
     moments = moments_of(optimizer)
     share = shards if sharded else 1
-    running = _activations(size, tokens, compute, gradient_checkpointing, whole_inputs=size.lora and not sharded)
+    running = _activations(size, tokens, compute, gradient_checkpointing)
     # A chunk and a work buffer of the same size, in float32; a third one if the head has another dtype. Of whole
     # logits: the head's, the divided ones in float32, their log-probabilities, and the gradients of both.
     numbers = float(tokens * size.vocabulary)
@@ -233,7 +233,7 @@ def estimate_memory(
         learns = critic.parameters - (0 if critic.tied else critic.head)  # its own head computes no logits
         beside = trained * (critic.parameters + learns * (1 + moments)) / share
     return {
-        "weights": ((size.parameters - size.trained) * weight + size.trained * trained) / share,
+        "weights": ((size.parameters - size.trained) * weight + size.trained * (trained + masters)) / share,
         "gradients": size.trained * trained / share,
         "optimizer": size.trained * trained * moments / share,
         "reference": size.trained * trained / share if reference else 0.0,
@@ -265,19 +265,14 @@ def how_estimated(factory: Any) -> str:
     return str(getattr(factory, _MARK, ""))
 
 
-def _activations(
-    size: ModelSize, tokens: int, compute: int, gradient_checkpointing: bool, *, whole_inputs: bool = False
-) -> float:
+def _activations(size: ModelSize, tokens: int, compute: int, gradient_checkpointing: bool) -> float:
     """Activations for the backward pass. A layer stores about 4 (H + W + K + F) numbers per token. With checkpointing,
-    it stores its input (H), and one layer at a time has the rest. Adapters in float32 store another copy of their
-    layers' inputs (`whole_inputs`).
+    it stores its input (H), and one layer at a time has the rest.
     """
     hidden, width, kv = size.hidden, size.attention_width, size.kv_width
     linear = max(0, size.matmul - size.head) / max(1, size.layers) - 2 * hidden * (width + kv)
     feed_forward = max(0.0, linear) / (3 * hidden)
     layer = 4 * (hidden + width + kv + feed_forward) * compute
-    if whole_inputs and compute < 4:
-        layer += (5 * hidden + width + feed_forward) * 4
     ends = 4 * hidden * compute
     if gradient_checkpointing:
         return tokens * (size.layers * hidden * compute + layer + ends)

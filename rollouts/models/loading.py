@@ -193,6 +193,16 @@ def adapters_beneath(name: str) -> tuple[str, tuple[str, ...]]:
     return resolved, tuple(reversed(folders))
 
 
+def resolve_dtype(dtype: str, device: str) -> str:
+    """The dtype of a trainer's computations: `auto` is bfloat16 on a GPU that has it, else float32."""
+    if dtype != "auto":
+        return dtype
+    import torch
+
+    has_half = resolve_device(device).startswith("cuda") and torch.cuda.is_bf16_supported()
+    return "bfloat16" if has_half else "float32"
+
+
 def resolve_device(device: str) -> str:
     """`auto` becomes cuda if available, else cpu. Raises ConfigError for a device that does not exist here."""
     import torch
@@ -257,8 +267,9 @@ def load_hf_model(name: str, *, dtype: str = "float32", device: str = "auto", at
     require_packages(f"the model {name}")
     import torch
 
+    dtype = resolve_dtype(dtype, device)
     if dtype not in _DTYPES:
-        raise ModelError(f"unknown dtype {dtype!r} (choices: {', '.join(_DTYPES)})")
+        raise ModelError(f"unknown dtype {dtype!r} (choices: auto, {', '.join(_DTYPES)})")
     place = resolve_device(device)  # before weights are read
     whole, adapters = adapters_beneath(name)
     try:

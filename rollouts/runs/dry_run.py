@@ -16,7 +16,7 @@ from rollouts.config.settings import OWN, without_secrets
 from rollouts.env.shared import shared_values
 from rollouts.errors import ModelError, RolloutsError, counted, first_line, said_of
 from rollouts.models.estimates import ModelSize, estimate_memory, how_estimated, model_size
-from rollouts.models.loading import adapters_beneath, load_config, remote_code
+from rollouts.models.loading import adapters_beneath, load_config, remote_code, resolve_dtype
 from rollouts.models.revisions import pinned
 from rollouts.plugins.loading import INSTALL_TORCH, absent_packages
 from rollouts.plugins.signature import read_signature
@@ -247,7 +247,7 @@ def memory_lines(plan: Plan) -> list[str]:
     how, given = how_estimated(training.component), training.settings
     if not how:
         return [f"memory: not estimated: how the training backend {training.name} keeps a model is its own affair"]
-    dtype = str(given.get("dtype", "float32"))
+    dtype = resolve_dtype(str(given.get("dtype", "auto")), str(given.get("device", "auto")))
     if dtype not in _DTYPES:
         raise ModelError(f"unknown dtype {dtype!r} (choices: {', '.join(_DTYPES)})")
     sharded = how == "sharded"

@@ -30,11 +30,12 @@ class _Scorer:
 
     def __init__(self, causal: Any) -> None:
         self.causal = causal
+        self.budgets: tuple[int, ...] = ()
 
     @functools.cached_property
     def paths(self) -> ModelPaths:
         """How to run this model. It is inspected on first use."""
-        return inspect_model(self.causal)
+        return inspect_model(self.causal)._replace(budgets=self.budgets)
 
     def features(self, inputs: RowInputs) -> Tensor:
         """Features [U, F] of the predictions."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, is_reward_placed, requests
 from rollouts.training.algorithms.logprobs import logprobs_with_alternatives, token_logprobs
 from rollouts.training.backends.auxiliary import Critic, Teacher
-from rollouts.training.backends.transformer import ModelPaths, RowInputs, make_inputs, run_features
+from rollouts.training.backends.transformer import ModelPaths, RowInputs, Work, make_inputs, run_features
 from rollouts.training.batches import Row, live_count
 
 _OPTIONAL = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "old_values", "returns")
@@ -30,12 +30,12 @@ _INDICES = ("rollout_index", "group_index", "pair_index")
 
 
 class Scored(NamedTuple):
-    """The outputs for T tokens. `tokens` is a pair of counts: the tokens that were run, without and with padding."""
+    """The outputs for T tokens, and the `work` of the policy for them."""
 
     logprobs: Tensor
     entropy: Tensor
     values: Tensor | None
-    tokens: tuple[int, int]
+    work: Work
     extra: dict[str, Tensor]
 
 
@@ -77,7 +77,7 @@ class Models(NamedTuple):
         """Run the rows with gradient. `extra` has the requested outputs beside logprobs, entropy and values: logits, or
         the teacher's most likely tokens.
         """
-        features, tokens = run_features(self.paths, inputs)
+        features, work = run_features(self.paths, inputs)
         targets = torch.from_numpy(inputs.targets).to(features.device)
         extra: dict[str, Tensor] = {}
         if requested & {"topk_logprobs", "teacher_topk_ids", "teacher_topk_logprobs"}:
@@ -102,7 +102,7 @@ class Models(NamedTuple):
         if self.critic is not None and "values" in requested:
             values = inputs.of_tokens(self.critic.values(inputs, features))
         extra = {name: inputs.of_tokens(tensor) for name, tensor in extra.items()}
-        return Scored(inputs.of_tokens(logprobs), inputs.of_tokens(entropy), values, tokens, extra)
+        return Scored(inputs.of_tokens(logprobs), inputs.of_tokens(entropy), values, work, extra)
 
 
 # --- the fields of rows, as tensors -----------------------------------------------------------------------------------

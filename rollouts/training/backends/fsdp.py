@@ -37,7 +37,7 @@ def check_fsdp(values: Mapping[str, Any]) -> None:
     check_torch({**values, "settings": dataclasses.replace(settings, dtype="float32"), "share_prefix": False})
     check_sharded(settings, values["make_optimizer"])
     stall, start = values["stall_seconds"], values["start_seconds"]
-    processes, dtype = values["processes"], settings.dtype
+    processes, dtype = values["processes"], loading.resolve_dtype(settings.dtype, settings.device)
     dtypes = "float32 or bfloat16; float16 needs a scaled loss"
     check_bounds(
         ("--training.stall-seconds", f"{stall:g}", stall >= 1, "1 or more"),
@@ -81,7 +81,8 @@ def create_fsdp_backend(
     Args:
         processes: ranks on this machine; 0: one per GPU. Under torchrun, the launcher sets the number
         replicas: number of groups of ranks with the same shards (HSDP); must divide the number of ranks
-        dtype: dtype of computations, float32 or bfloat16; trained weights and sums of gradients are float32
+        dtype: dtype of computations, float32 or bfloat16 (auto: bfloat16 on GPUs); trained weights and sums of
+            gradients are float32
         device: auto, cpu or cuda
         gradient_checkpointing: compute activations again in the backward pass; saves memory
         fp32_head: keep embedding, last norm and head in float32 if layers compute in bfloat16
@@ -89,6 +90,7 @@ def create_fsdp_backend(
         start_seconds: how long ranks may take to start
     """
     check_fsdp(locals())
+    settings = dataclasses.replace(settings, dtype=loading.resolve_dtype(settings.dtype, settings.device))
     kind = loading.resolve_device(settings.device).partition(":")[0]
     world_size = _world_size(processes, kind)
     _check_replicas(replicas, world_size)

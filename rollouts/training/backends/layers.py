@@ -1,19 +1,74 @@
 """The repeated layers of a model: find them, compute their activations again in the backward pass, compile them.
 
-Both are done to the `forward` of a layer, in place, before the model is sharded: first the checkpoint, then the
-compilation around it, then the shards of `sharding`. An engine in this process runs the same layers without gradient
-and without a forest; it gets the plain `forward`.
+Both change the `forward` of a layer, in place, before the model is sharded: first the checkpoint, then the compilation
+around it, then the shards of `sharding`. An engine in this process runs the same layers without a forest, and gets the
+plain `forward`. If a compilation fails, all layers run as they are, and a note says why.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+# A layer is compiled for few shapes: node budgets, ways of attention, windows, with gradient and without.
+_VARIANTS_MAX = 64
+_MULTIPLE = 128  # of node budgets: the blocks of FlexAttention
+
+
+class Compilations:
+    """The compiled layers of a trainer.
+
+    Attributes:
+        is_on: layers are compiled from now on
+        failure: why they run as they are; empty: no compilation has failed
+    """
+
+    def __init__(self, *, memory_budget: float = 1.0) -> None:
+        from torch import _dynamo as dynamo
+        from torch._functorch import config as functorch
+
+        # One cache for this user, so that the next run compiles nothing.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "rollouts" / "inductor"))
+        functorch.activation_memory_budget = memory_budget
+        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _VARIANTS_MAX)
+        dynamo.config.fail_on_recompile_limit_hit = True
+        self.is_on, self.failure = False, ""
+        self._seen = 0
+
+    def new(self) -> int:
+        """The number of compilations since the last call."""
+        from torch._dynamo.utils import counters
+
+        count = int(counters["stats"]["unique_graphs"])
+        found, self._seen = count - self._seen, count
+        return found
+
+    def of(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """The compiled `forward` of a layer, for passes over a forest."""
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        compiled = torch.compile(run, dynamic=False)
+
+        @functools.wraps(run)
+        def forward(*args: Any, **settings: Any) -> Any:
+            if not self.is_on or settings.get("forest") is None:
+                return run(*args, **settings)
+            try:
+                return compiled(*args, **settings)
+            except FailOnRecompileLimitHit:
+                self.is_on, self.failure = False, f"a layer would be compiled for more than {_VARIANTS_MAX} shapes"
+            except TorchDynamoException as error:
+                self.is_on, self.failure = False, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            return run(*args, **settings)
+
+        return forward
 
 
 def repeated_layers(causal: Any) -> list[nn.Module]:
@@ -26,10 +81,29 @@ def repeated_layers(causal: Any) -> list[nn.Module]:
     return blocks or max(lists, key=len, default=[])
 
 
-def wrap_layers(causal: Any, *, checkpoints: bool) -> None:
-    """Let the repeated layers of a model compute their activations again in the backward pass (Chen et al. 2016)."""
-    for layer in repeated_layers(causal) if checkpoints else ():
-        layer.forward = _checkpointed(layer.forward)
+def wrap_layers(causal: Any, *, checkpoints: bool, compilations: Compilations | None = None) -> None:
+    """Let the repeated layers of a model compute their activations again in the backward pass (Chen et al. 2016), and
+    compile them.
+    """
+    for layer in repeated_layers(causal):
+        if checkpoints:
+            layer.forward = _checkpointed(layer.forward)
+        if compilations is not None:
+            layer.forward = compilations.of(layer.forward)
+
+
+def node_budgets(tokens_max: int) -> tuple[int, ...]:
+    """The few numbers of nodes that microbatches of at most `tokens_max` tokens are padded to."""
+    return tuple(-(-max(_MULTIPLE, tokens_max // part) // _MULTIPLE) * _MULTIPLE for part in (8, 4, 2, 1))
+
+
+def budget_for(count: int, budgets: Sequence[int]) -> int:
+    """The budget for so many nodes; the number itself without budgets. A row above the largest one has a multiple of
+    it.
+    """
+    if not budgets:
+        return count
+    return next((each for each in budgets if each >= count), -(-count // budgets[-1]) * budgets[-1])
 
 
 def _checkpointed(run: Callable[..., Any]) -> Callable[..., Any]:

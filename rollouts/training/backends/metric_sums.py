@@ -20,6 +20,7 @@ from torch import Tensor
 from rollouts.errors import TrainingError
 from rollouts.training.algorithms.losses import log_ratio
 from rollouts.training.algorithms.objective import MetricSum, Objective
+from rollouts.training.backends.transformer import Work
 from rollouts.training.batches import Row, live_count
 
 _NAN, _BAD_MODEL = "nan: ", "the model's logprobs"
@@ -44,15 +45,15 @@ class Microbatch(NamedTuple):
         objective: sum(u * loss)
         evaluation: the values and metrics of the terms
         clip: the clip range of a token's ratio, or None
-        tokens: (tokens of the rows that were run, the same with padding)
-        rows: the rows of the live tokens, in the order of the tensors
+        work: what was computed
+        rows: the rows of the tokens, in the order of the tensors
     """
 
     tensors: Mapping[str, Tensor]
     objective: Tensor
     evaluation: Objective
     clip: tuple[float, float] | None
-    tokens: tuple[int, int]
+    work: Work
     rows: Sequence[Row] = ()
 
 
@@ -62,17 +63,19 @@ class Reading(msgspec.Struct):
     Attributes:
         sums: (value, number, kind) by name. NaN checks are stored as extremes
         count: live tokens
-        tokens: (tokens that were run, the same with padding)
+        work: what was computed with a backward pass
+        forward_work: what was computed without one
+        submitted: the fraction of the time after which the device had all of its work
         learned: whether a loss had a gradient; None if there were no microbatches
-        forward_only: the numbers of microbatches without a gradient, whose backward pass was skipped
         recorded: the values of each token, if they are recorded
     """
 
     sums: dict[str, tuple[float, float, str]] = {}
     count: int = 0
-    tokens: tuple[int, int] = (0, 0)
+    work: Work = Work()
+    forward_work: Work = Work()
+    submitted: float = 1.0
     learned: bool | None = None
-    forward_only: list[int] = []
     recorded: dict[str, bytes] = {}
 
 
@@ -85,16 +88,19 @@ class MetricSums:
         self._record = record
         self._metrics: dict[str, MetricSum] = {}
         self._count = 0
-        self._tokens = (0, 0)
+        self.work = self.forward_work = Work()
 
-    def add(self, part: Microbatch) -> None:
-        """Add one microbatch."""
+    def add(self, part: Microbatch, *, is_forward: bool = False) -> None:
+        """Add one microbatch. `is_forward`: it had no backward pass."""
         tensors = part.tensors
         logprobs = tensors["logprobs"]
         self._count += logprobs.shape[0]
         if self._record is not None:
             self._record.add(part.rows, tensors, part.clip)
-        self._tokens = (self._tokens[0] + part.tokens[0], self._tokens[1] + part.tokens[1])
+        if is_forward:
+            self.forward_work = sum_work([self.forward_work, part.work])
+        else:
+            self.work = sum_work([self.work, part.work])
         means = {**_policy_metrics(tensors, part.clip), **_value_metrics(tensors)}
         mismatch = _mismatch_metrics(tensors)
         maxima = {
@@ -127,7 +133,7 @@ class MetricSums:
         read = torch.stack([tensor for pair in pairs for tensor in pair]).reshape(-1, 2).tolist()
         sums = {name: (*pair, self._metrics[name].kind) for name, pair in zip(self._metrics, read, strict=True)}
         recorded = {} if self._record is None else self._record.read()
-        return Reading(sums, self._count, self._tokens, recorded=recorded)
+        return Reading(sums, self._count, self.work, self.forward_work, recorded=recorded)
 
     def _add(self, name: str, new: MetricSum) -> None:
         have = self._metrics.get(name)
@@ -160,8 +166,8 @@ def batch_metrics(readings: Sequence[Reading], denominator: float) -> dict[str, 
     unknown += [] if found.pop(_ANCHORED) else ["policy/ratio", "policy/kl_old"]
     found = {name: value for name, value in found.items() if not name.startswith(tuple(unknown))}
     _finish(found)
-    real, padded = total.tokens
-    found["perf/pad_frac"] = 1 - real / padded if padded else 0.0
+    work = sum_work([total.work, total.forward_work])
+    found["perf/pad_frac"] = 1 - work.tokens / work.padded if work.padded else 0.0
     return found
 
 
@@ -172,8 +178,13 @@ def _joined_readings(one: Reading, other: Reading) -> Reading:
         if have is not None:
             value = _EXTREMES[kind](have, value) if kind in _EXTREMES else have + value
         sums[name] = (value, number if kind in _EXTREMES else counted + number, kind)
-    tokens = (one.tokens[0] + other.tokens[0], one.tokens[1] + other.tokens[1])
-    return Reading(sums, one.count + other.count, tokens)
+    work, forward_work = sum_work([one.work, other.work]), sum_work([one.forward_work, other.forward_work])
+    return Reading(sums, one.count + other.count, work, forward_work)
+
+
+def sum_work(parts: Sequence[Work]) -> Work:
+    """The sum of what passes compute."""
+    return Work(*map(sum, zip(*parts, strict=True))) if parts else Work()
 
 
 def _policy_metrics(tensors: Mapping[str, Tensor], clip: tuple[float, float] | None) -> dict[str, Tensor]:

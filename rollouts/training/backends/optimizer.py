@@ -28,7 +28,8 @@ class TorchSettings:
     """How a backend computes and optimizes.
 
     Args:
-        dtype: dtype of the weights: float32 or float64; bfloat16 and float16 only with LoRA, whose adapters are float32
+        dtype: dtype of computations: float32, float64, bfloat16 (trained weights have float32 masters), or with LoRA
+            float16; auto: bfloat16 on a GPU, else float32
         device: auto, cpu, cuda, cuda:1
         betas: of AdamW; the first is the momentum of SGD
         eps: of AdamW
@@ -41,11 +42,14 @@ class TorchSettings:
         lora_alpha: scale of the adapters; none: twice the rank
         lora_targets: "all-linear", or names of layers, separated by commas
         gradient_checkpointing: compute activations again in the backward pass; saves memory
-        attention: auto, sdpa, eager, flash_attention_2 or flex_attention, as in transformers
+        attention: of the engine in this process: auto, sdpa, eager, flash_attention_2 or flex_attention, as in
+            transformers
         fp32_head: compute the logits of a half-precision model in float32
+        compile: layers: compile the layers with torch.compile; off; auto: layers on a GPU
+        memory_budget: of compiled layers: the fraction of activations that is stored and not computed again
     """
 
-    dtype: str = "float32"
+    dtype: str = "auto"
     device: str = "auto"
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
@@ -60,6 +64,8 @@ class TorchSettings:
     gradient_checkpointing: bool = False
     attention: str = "auto"
     fp32_head: bool = False
+    compile: Literal["auto", "layers", "off"] = "auto"
+    memory_budget: float = 1.0
 
     def of_run(self, *, lr: float, steps: int, tokens_per_microbatch: int, share_prefix: bool) -> TrainerSettings:
         """Add the settings of the run. The warm-up is never longer than the run."""
@@ -96,6 +102,8 @@ def check_settings(settings: TrainerSettings) -> None:
         ("--tokens-per-microbatch", settings.tokens_per_microbatch, settings.tokens_per_microbatch >= 1, "1 or more"),
         ("--training.lr-final", settings.lr_final, 0 <= settings.lr_final <= 1, "a fraction of --lr, from 0 to 1"),
         ("--steps", settings.steps, settings.steps >= 0, whole),
+        ("--training.memory-budget", settings.memory_budget, 0 < settings.memory_budget <= 1, "above 0, up to 1"),
+        one_of("--training.compile", settings.compile, ("auto", "layers", "off")),
         one_of("--training.optimizer", settings.optimizer, get_args(OptimizerName)),
         one_of("--training.lr-schedule", settings.lr_schedule, get_args(ScheduleName)),
     )
@@ -109,21 +117,18 @@ def check_settings(settings: TrainerSettings) -> None:
 
 
 def check_trained_weights(lora_rank: int, lora_alpha: float | None, dtype: str, critic: str = "") -> None:
-    """Refuse to train half-precision weights. Gradients and moments have the dtype of the weights: in bfloat16 most
-    steps round to nothing, and float16 overflows. Raises ConfigError.
-    """
+    """Refuse to train weights in float16, which overflows without a scaled loss. Raises ConfigError."""
     is_alpha = lora_alpha is None or 0 < lora_alpha < math.inf
     check_bounds(
         ("--lora-rank", lora_rank, lora_rank >= 0, "1 or more, or 0 to train all weights"),
         ("--training.lora-alpha", lora_alpha, is_alpha, "a number above 0"),
     )
-    if not lora_rank and dtype in ("bfloat16", "float16"):
-        what = f"--training.dtype {dtype}: all weights would be trained in {dtype}, where small steps round to nothing"
-        fsdp = "type --training fsdp, which computes in bfloat16 and keeps float32 weights (with one process too)"
-        raise ConfigError(f"{what}; {fsdp}, or --lora-rank 16, whose adapters are float32, or --training.dtype float32")
-    if critic not in ("", "head") and dtype in ("bfloat16", "float16"):
-        what = f"--critic {critic}: all of its weights would be trained in {dtype}, where small steps round to nothing"
-        raise ConfigError(f"{what}; type --critic head, or --training.dtype float32")
+    if dtype == "float16" and (not lora_rank or critic not in ("", "head")):
+        what = "all weights" if not lora_rank else f"--critic {critic}: all of its weights"
+        raise ConfigError(
+            f"--training.dtype float16: {what} would be trained in float16, which overflows without a scaled loss; "
+            "type --training.dtype bfloat16"
+        )
 
 
 def check_sharded(settings: TorchSettings, make: MakeOptimizer | None = None) -> None:

@@ -13,6 +13,7 @@ what a rank does (`trainer`), and how ranks start (`fsdp`).
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,17 +25,18 @@ from rollouts.errors import OutOfMemoryError, TrainingError, first_line
 from rollouts.models import lora
 from rollouts.models.estimates import ModelSize, estimated_as, peak_flops, train_flops
 from rollouts.models.futures import TorchThread, TrainFuture, free_memory, memory_cause, training_words
-from rollouts.models.loading import load_hf_model, resolve_model_name
+from rollouts.models.loading import load_hf_model, resolve_dtype, resolve_model_name
 from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
 from rollouts.training.backends import optimizer
-from rollouts.training.backends.metric_sums import Reading, batch_metrics, join_records
+from rollouts.training.backends.masters import Masters
+from rollouts.training.backends.metric_sums import Reading, batch_metrics, join_records, sum_work
 from rollouts.training.backends.optimizer import MakeOptimizer, TorchSettings
 from rollouts.training.backends.profiling import peak_gib
 from rollouts.training.backends.sharding import BatchShard, gather_outputs, shard_batch
 from rollouts.training.backends.trainer import Trainer
-from rollouts.training.backends.transformer import use_float32_head
+from rollouts.training.backends.transformer import Work, use_float32_head
 from rollouts.training.batches import AuxiliaryModels, ForwardOutput, Row, StepResult, TrainBatch
 from rollouts.training.batching import Keep
 from rollouts.training.weights import store
@@ -78,18 +80,28 @@ def create_torch_backend(
         share_prefix: run a shared prompt once
     """
     check_torch(locals())
+    settings = dataclasses.replace(settings, dtype=resolve_dtype(settings.dtype, settings.device))
     chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=share_prefix)
-    causal = load_hf_model(model, dtype=settings.dtype, device=settings.device, attention=settings.attention)
+    masters = Masters(torch.bfloat16) if settings.dtype == "bfloat16" else None
+    trains_all = masters is not None and not lora_rank
+    weights = "float32" if trains_all else settings.dtype
+    causal = load_hf_model(model, dtype=weights, device=settings.device, attention=settings.attention)
+    if masters is not None and trains_all:
+        head = causal.get_output_embeddings()
+        wide = set(head.parameters()) if settings.fp32_head and head is not None else set()
+        masters.take(parameter for parameter in causal.parameters() if parameter not in wide)
     adapter = put_in(causal, settings, lora_rank, seed, lora_roles or ())
-    source = resolve_model_name(model)
+    if masters is not None and adapter is not None:
+        masters.take(parameter for parameter in causal.parameters() if parameter.requires_grad)
     trainer = Trainer(
         causal,
         algorithms,
         chosen,
         adapter=adapter,
-        source=source,
+        source=resolve_model_name(model),
         auxiliary_models=auxiliary_models,
         make_optimizer=make_optimizer,
+        masters=masters,
     )
     return TorchBackend(Executor(trainer))
 
@@ -99,7 +111,7 @@ def put_in(causal: Any, settings: TorchSettings, lora_rank: int, seed: int, role
     None.
     """
     if settings.fp32_head:
-        use_float32_head(causal)
+        use_float32_head(causal, getattr(torch, settings.dtype))
     if not lora_rank:
         return None
     alpha, targets = settings.lora_alpha, settings.lora_targets
@@ -218,6 +230,7 @@ class TorchBackend:
         self.lr = trainer.lr
         self._executor = executor
         self._trainer = trainer
+        self._has_told = False  # that a compilation failed
 
     @property
     def version(self) -> int:
@@ -275,7 +288,11 @@ class TorchBackend:
         if batch.record:
             places, records = [shard.places for shard in shards], [reading.recorded for reading in readings]
             batch.recorded = join_records(batch.rows, places, records)
-        return metrics | training_speed(trainer, shards, readings, seconds)
+        metrics |= trainer.compilation_metrics()
+        if metrics.get("perf/compilation_failed") and not self._has_told:
+            self._has_told = True
+            self.notes += (f"warning: layers are not compiled: {trainer.compilation_failure}",)
+        return metrics | training_speed(trainer, readings, seconds)
 
     def optim_step(self) -> TrainFuture[StepResult]:
         """Divide by D, clip, step. If D is 0 or a gradient is not finite, skip the step and keep the version.
@@ -388,22 +405,19 @@ class TorchBackend:
         return shard_batch(batch, self.world_size, split, keep=keep)
 
 
-def training_speed(
-    trainer: Trainer, shards: Sequence[BatchShard], readings: Sequence[Reading], seconds: float
-) -> dict[str, float]:
-    """`perf/tflops` per rank, `perf/mfu` if the device's peak is known, and this rank's `perf/peak_gib`."""
+def training_speed(trainer: Trainer, readings: Sequence[Reading], seconds: float) -> dict[str, float]:
+    """`perf/tflops` per rank, `perf/mfu` if the device's peak is known, and this rank's `perf/peak_gib`. On a GPU, also
+    `perf/host_frac`: the fraction of the time after which the device had all of its work.
+    """
     found = {"perf/peak_gib": peak_gib(trainer.device)}
-    trained: list[Row] = []
-    forward_only: list[Row] = []
-    for shard, reading in zip(shards, readings, strict=True):
-        for number, part in enumerate(shard.microbatches()):
-            (forward_only if number in reading.forward_only else trained).extend(part)
-    flops = _flops(trainer.size, trained, lora=trainer.adapter is not None)
+    if trainer.device.type == "cuda":
+        found["perf/host_frac"] = readings[0].submitted
+    flops = _flops(trainer.size, sum_work([each.work for each in readings]), lora=trainer.adapter is not None)
     # Full training has the cost of three forward passes; two of them are the backward pass.
-    flops += _flops(trainer.size, forward_only, lora=False) / 3
+    flops += _flops(trainer.size, sum_work([each.forward_work for each in readings]), lora=False) / 3
     if not flops:
         return found
-    rate = flops / max(seconds, 1e-9) / len(shards)
+    rate = flops / max(seconds, 1e-9) / len(readings)
     found["perf/tflops"] = rate / 1e12
     peak = None
     if trainer.device.type == "cuda":
@@ -411,10 +425,5 @@ def training_speed(
     return found if peak is None else found | {"perf/mfu": rate / peak}
 
 
-def _flops(size: ModelSize, rows: Sequence[Row], *, lora: bool) -> float:
-    lengths = [len(row.tokens) for row in rows]
-    tokens = sum(lengths)
-    if not tokens:
-        return 0.0
-    scored = sum(weight > 0 for row in rows for weight in row.loss_mask)
-    return train_flops(size, tokens, sum(length**2 for length in lengths) / tokens, lora=lora, scored=scored)
+def _flops(size: ModelSize, work: Work, *, lora: bool) -> float:
+    return train_flops(size, work.tokens, work.products, lora=lora, scored=work.scored)

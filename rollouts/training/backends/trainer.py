@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +32,8 @@ from rollouts.training.algorithms.objective import evaluate_objective
 from rollouts.training.backends import forward, optimizer, sharding
 from rollouts.training.backends.auxiliary import Critic, Networks, ReferencePolicy, Teacher
 from rollouts.training.backends.forward import Models, RowFields, Scored
-from rollouts.training.backends.layers import wrap_layers
+from rollouts.training.backends.layers import Compilations, node_budgets, wrap_layers
+from rollouts.training.backends.masters import Masters
 from rollouts.training.backends.metric_sums import MetricSums, Microbatch, Reading, TokenRecord
 from rollouts.training.backends.optimizer import MakeOptimizer, TrainerSettings
 from rollouts.training.backends.profiling import Profile
@@ -77,8 +79,11 @@ class Trainer:
         shards: Sharding | None = None,
         rank: int = 0,
         make_optimizer: MakeOptimizer | None = None,
+        masters: Masters | None = None,
     ) -> None:
-        """`source` has the tokenizer. With `shards`, all ranks get rank 0's weights."""
+        """`source` has the tokenizer. With `shards`, all ranks get rank 0's weights. `masters` are those of the causal
+        LM's parameters in half precision.
+        """
         optimizer.check_settings(settings)
         wanted = auxiliary_models or AuxiliaryModels()
         self.version = 0
@@ -104,26 +109,38 @@ class Trainer:
         critic = None
         if wanted.critic:
             # It is trained. A sharded critic is loaded in float32 on the CPU, and its shards move to their device.
-            dtype, device = (settings.dtype, settings.device) if shards is None else ("float32", "cpu")
+            dtype = "float32" if shards is not None or masters is not None else settings.dtype
+            device = settings.device if shards is None else "cpu"
             critic = Critic.load(wanted.critic, causal, dtype=dtype, device=device)
-        for model in filter(None, (causal, critic and critic.trunk)):
-            wrap_layers(model, checkpoints=settings.gradient_checkpointing)
         self.networks = Networks(causal, critic)
+        self._masters = masters or Masters()
+        self._compilations: Compilations | None = None
+        if settings.compile == "layers" or (settings.compile == "auto" and kind == "cuda"):
+            self._compilations = Compilations(memory_budget=settings.memory_budget)
+        trained_models = [causal, *([critic.trunk] if critic is not None and critic.trunk is not None else [])]
+        self._masters.take(parameter for model in trained_models[1:] for parameter in model.parameters())
+        for model in trained_models:
+            wrap_layers(model, checkpoints=settings.gradient_checkpointing, compilations=self._compilations)
         # A hash of the names and shapes of weights in files. Sharding changes none of them.
         self.fingerprint = checkpoint.model_fingerprint(causal.state_dict())
         self.size = model_size_of(causal)
         if shards is not None:
             self._shard(shards)
         self.device: torch.device = causal.get_input_embeddings().weight.device
-        computes = (shards and shards.compute_dtype) or causal.dtype
+        computes = (shards and shards.compute_dtype) or self._masters.dtype or causal.dtype
         self.compute_dtype = str(computes).removeprefix("torch.")
-        self._parameters = [p for p in causal.parameters() if p.requires_grad]
+        self._parameters = self._masters.of(p for p in causal.parameters() if p.requires_grad)
         # Sets that are clipped together, with learning rates: the policy or the adapter of each role, and the critic.
-        self._sets = [(each, settings.lr) for each in lora.trained_sets(adapter) or [self._parameters]]
+        of_roles = [self._masters.of(each) for each in lora.trained_sets(adapter)]
+        self._sets = [(each, settings.lr) for each in of_roles or [self._parameters]]
         if critic is not None:
-            self._sets.append(([p for p in critic.parameters() if p.requires_grad], wanted.critic_lr))
-        self._names = {p: name for name, p in self.networks.named_parameters() if p.requires_grad}
+            learns = self._masters.of(p for p in critic.parameters() if p.requires_grad)
+            self._sets.append((learns, wanted.critic_lr))
+        named = {name: p for name, p in self.networks.named_parameters() if p.requires_grad}
+        self._names = dict(zip(self._masters.of(named.values()), named, strict=True))
         self._models = self._inspect(wanted, critic)
+        if self._compilations is not None:
+            self._compilations.is_on = True
         self.notes = self._models.paths.notes
         rule, adapters = wanted.reference, adapter is not None
         self._reference = None if rule is None else ReferencePolicy(self._parameters, rule, adapters=adapters)
@@ -146,6 +163,10 @@ class Trainer:
     def _inspect(self, wanted: AuxiliaryModels, critic: Critic | None) -> Models:
         """Find out how to run the policy, and load the teacher. Raises ConfigError, ModelError."""
         paths: ModelPaths = self._run_networks(inspect_model, self.causal)
+        if self._compilations is not None:
+            paths = paths._replace(budgets=node_budgets(self.tokens_max))
+            if critic is not None and critic.scorer is not None:
+                critic.scorer.budgets = paths.budgets
         if critic is not None:
             self._run_networks(critic.check, wanted.critic, paths)
         settings, teacher = self.settings, None
@@ -153,6 +174,18 @@ class Trainer:
             top_k, dtype, device = wanted.teacher_top_k, settings.dtype, settings.device
             teacher = Teacher(wanted.teacher, paths, dtype=dtype, device=device, top_k=top_k)
         return Models(paths, critic, teacher, settings.share_prefix)
+
+    @property
+    def compilation_failure(self) -> str:
+        """Why layers are not compiled although they shall be; empty if they are."""
+        return self._compilations.failure if self._compilations is not None else ""
+
+    def compilation_metrics(self) -> dict[str, float]:
+        """`perf/compilations`: how many were made since the last call. Empty if layers are not to be compiled."""
+        if self._compilations is None:
+            return {}
+        failed = float(bool(self.compilation_failure))
+        return {"perf/compilations": float(self._compilations.new()), "perf/compilation_failed": failed}
 
     @property
     def shares_prefix(self) -> bool:
@@ -221,13 +254,15 @@ class Trainer:
             return None, {}
         self._begin(rows)
         self._use_adapter(self._adapter_of(rows))
-        predict = functools.partial(self._run_networks, self._models.predict, inputs, temperature, inference=True)
+        predict = functools.partial(self._run_networks, self._models.predict, inputs, temperature)
         own = tuple(name for name in needs if name != "ref_logprobs")
         tensors: dict[str, Tensor] = predict(own) if own else {}
         if "ref_logprobs" in needs:
             assert self._reference is not None, "check_forward has refused it"
             with self._reference.in_place():
+                self._masters.write()
                 tensors["ref_logprobs"] = predict(("logprobs",))["logprobs"]
+            self._masters.write()
         return inputs, tensors
 
     def forward_backward(self, shard: BatchShard) -> Reading:
@@ -235,28 +270,30 @@ class Trainer:
         batch = shard.batch
         self._fields = RowFields(batch.rows, batch.rewards, self.device)
         sums = MetricSums(TokenRecord(batch.rows) if batch.record else None)
+        start = time.perf_counter()
         try:
             with self._models.attending():
                 learned, flat = self._run_microbatches(shard, sums)
+            submitted = time.perf_counter()
             reading = sums.read()
         except BaseException:
             self.forget_gradients()
             raise
-        reading.learned = any(learned) or bool(flat) if learned or flat else None
-        reading.forward_only = flat
+        reading.learned = any(learned) or flat if learned or flat else None
+        reading.submitted = (submitted - start) / max(time.perf_counter() - start, 1e-9)
         self._denominator += batch.denominator
         return reading
 
-    def _run_microbatches(self, shard: BatchShard, sums: MetricSums) -> tuple[list[bool], list[int]]:
-        """Accumulate. Returns, for each microbatch with a backward pass and rows, whether it had a gradient; and the
-        numbers of those without a backward pass.
+    def _run_microbatches(self, shard: BatchShard, sums: MetricSums) -> tuple[list[bool], bool]:
+        """Accumulate. Returns, for each microbatch with a backward pass and rows, whether it had a gradient; and
+        whether one had no backward pass.
         """
         learned: list[bool] = []
-        flat: list[int] = []
+        flat = False
         still, moved = set[str](), set[str]()  # the adapters of flat rows, and of rows with a gradient
-        for number, rows in enumerate(shard.microbatches()):
+        for rows in shard.microbatches():
             if self._forward_only(rows, shard.batch, sums):
-                flat.append(number)
+                flat = True
                 still.add(self._adapter_of(rows))
                 continue
             learned += self._microbatch(rows, shard.batch, sums)
@@ -310,8 +347,7 @@ class Trainer:
         with torch.no_grad():
             for norm, each in zip(norms, gradients, strict=True):
                 scale = min(1.0, settings.max_grad_norm / (norm + 1e-6)) / denominator
-                for gradient in each:
-                    gradient.mul_(scale)
+                torch._foreach_mul_(each, scale) if each else None
         for group, made in zip(self._optimizer.param_groups, self._made, strict=True):
             group["lr"] = made["lr"] * factor
         try:
@@ -321,6 +357,7 @@ class Trainer:
                 raise
             raise TrainingError(f"the step of the optimizer failed: {words_of(error)}") from error
         self._optimizer.zero_grad(set_to_none=True)
+        self._masters.write()
         self.version += 1
         self._not_finite = 0
         if self._reference is not None:
@@ -330,10 +367,11 @@ class Trainer:
     def get_weights(self, kind: Literal["full", "adapter"]) -> dict[str, Tensor]:
         """CPU copies by name on rank 0; empty on other ranks."""
         whole = functools.partial(sharding.whole_tensors, keep=self.rank == 0)
-        if kind == "full":
-            return lora.merged_weights(self.causal, whole)
-        assert self.adapter is not None, "the backend has checked it"
-        return lora.read_adapter_weights(self.adapter, whole)
+        with self._masters.in_place():
+            if kind == "full":
+                return lora.merged_weights(self.causal, whole)
+            assert self.adapter is not None, "the backend has checked it"
+            return lora.read_adapter_weights(self.adapter, whole)
 
     def check_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Raise TrainingError if names or shapes are not those of the trained weights."""
@@ -347,7 +385,8 @@ class Trainer:
     def load_weights(self, weights: Mapping[str, Tensor] | None = None) -> None:
         """Replace the trained weights. Ranks above 0 pass None, and get their shards of rank 0's weights."""
         self._reshard()
-        sharding.load_whole(self._loadable(), dict(weights or {}), alone=self._shards is None)
+        with self._masters.in_place():
+            sharding.load_whole(self._loadable(), dict(weights or {}), alone=self._shards is None)
 
     def _loadable(self) -> dict[str, Tensor]:
         return self.causal.state_dict() if self.adapter is None else lora.adapter_parameters(self.adapter)
@@ -355,7 +394,8 @@ class Trainer:
     def save(self, path: str) -> dict[str, Any]:
         """Write this rank's shards into `path`; rank 0 also writes the weights. Returns the random state."""
         folder = Path(path)
-        checkpoint.write_tensors(folder, self._tensors(), group=self._files_group, alone=self._shards is None)
+        with self._masters.in_place():
+            checkpoint.write_tensors(folder, self._tensors(), group=self._files_group, alone=self._shards is None)
         weights = self.get_weights(self.kind)
         if self.rank == 0:
             files.write_weights(folder, self.kind, weights, self.model_files)
@@ -387,7 +427,8 @@ class Trainer:
         if (self._models.critic is not None) != has_critic:
             has = "has no critic" if self._models.critic is not None else "has a critic"
             raise ConfigError(f"the checkpoint {path} {has}; give the --critic of the run that wrote it")
-        checkpoint.check_tensors(path, self._loadable_tensors(saved))
+        with self._masters.in_place():
+            checkpoint.check_tensors(path, self._loadable_tensors(saved))
 
     def _loadable_tensors(self, saved: Mapping[str, Tensor]) -> dict[str, Any]:
         """The trainer's own tensors, as a checkpoint with these tensors is read into them."""
@@ -398,15 +439,17 @@ class Trainer:
 
     def read_weights(self, path: str) -> dict[str, Tensor]:
         """Read the weights of a checkpoint for rank 0. Raises ConfigError, ModelError, TrainingError."""
-        weights = files.read_weights(path, kind=self.kind, dtype=self.causal.dtype)
+        with self._masters.in_place():
+            weights = files.read_weights(path, kind=self.kind, dtype=self.causal.dtype)
         self.check_weights(weights)
         return weights
 
     def load(self, path: str, weights: Mapping[str, Tensor] | None = None) -> None:
         """Restore what `save` wrote, with any number of ranks. `weights` come from `read_weights`."""
         self.load_weights(weights)
-        tensors = self._loadable_tensors(checkpoint.saved_tensors(path))
-        checkpoint.read_trainer_tensors(path, tensors, group=self._files_group, alone=self._shards is None)
+        with self._masters.in_place():
+            tensors = self._loadable_tensors(checkpoint.saved_tensors(path))
+            checkpoint.read_trainer_tensors(path, tensors, group=self._files_group, alone=self._shards is None)
         self.forget_gradients()
         state = store.read_state(path)["backend"]
         self.version = int(state["version"])
@@ -433,7 +476,7 @@ class Trainer:
 
     def _tensors(self, saved: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
         """This rank's tensors in a checkpoint, beside the weights. A checkpoint with the `saved` tensors is also read
-        into them.
+        into them. Call it with the masters in place.
         """
         own = {name.removeprefix("optimizer."): each for name, each in (saved or {}).items()}
         tensors: dict[str, Any] = {"optimizer": optimizer.optimizer_tensors(self._optimizer, self._names, own)}
@@ -460,13 +503,11 @@ class Trainer:
         if self._shards is not None:
             sharding.reshard(self.networks)
 
-    def _run_networks(self, function: Callable[..., Any], *args: Any, inference: bool = False) -> Any:
-        """Call a function that runs the networks, without gradient.
-
-        `inference`: no later operation needs a gradient through the results, so torch's faster inference mode may be
-        used. A sharded model ignores it, because it keeps buffers.
+    def _run_networks(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that runs the networks, without gradient. Not in torch's inference mode, whose tensors would
+        make compiled layers compile again.
         """
-        with torch.inference_mode() if inference and self._shards is None else torch.no_grad():
+        with torch.no_grad():
             found = self.networks(function, *args)
         self._reshard()
         return found
@@ -499,7 +540,7 @@ class Trainer:
             self._never_flat |= {batch.algorithm} if math.isfinite(size) else set()
             return False
         with torch.no_grad():
-            sums.add(measured)
+            sums.add(measured, is_forward=True)
         return True
 
     def _zero_objective(self, batch: TrainBatch) -> Tensor:
@@ -550,7 +591,7 @@ class Trainer:
         seen |= {"sampled": is_known, "anchored": resolved.is_anchored}
         if importance is not None:
             seen["importance"] = importance.detach()
-        return Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.tokens, rows)
+        return Microbatch(seen, objective, evaluation, _clip_bounds(algorithm), scored.work, rows)
 
 
 def _zero_of(scored: Scored) -> Tensor:

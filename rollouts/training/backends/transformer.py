@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from rollouts.errors import ConfigError
 from rollouts.training.algorithms.logprobs import logprobs_and_entropy
 from rollouts.training.backends.attention import AttentionPlan, Way, attending, plan_attention
+from rollouts.training.backends.layers import budget_for
 from rollouts.training.forest import Forest, make_forest
 
 
@@ -60,6 +61,17 @@ class ModelPaths(NamedTuple):
     def attending(self) -> contextlib.AbstractContextManager[None]:
         """The model runs forests inside this block only."""
         return attending(self.causal) if self.runs_forests else contextlib.nullcontext()
+
+
+class Work(NamedTuple):
+    """What a pass through a model computes: tokens, the same with padding, tokens whose logits are computed, and
+    products of a query with a key, per head and layer (causal: a token has as many as its position, plus one).
+    """
+
+    tokens: int = 0
+    padded: int = 0
+    scored: int = 0
+    products: int = 0
 
 
 class RowInputs(NamedTuple):
@@ -126,24 +138,24 @@ def inspect_model(causal: Any) -> ModelPaths:
     return forests._replace(notes=tuple(notes))
 
 
-def run_features(paths: ModelPaths, inputs: RowInputs) -> tuple[Tensor, tuple[int, int]]:
-    """The features [U, F] of the predictions, and (tokens that were run, the same with padding).
-
-    Call it inside `paths.attending()`.
-    """
+def run_features(paths: ModelPaths, inputs: RowInputs) -> tuple[Tensor, Work]:
+    """The features [U, F] of the predictions, and what was computed. Call it inside `paths.attending()`."""
     device = _device_of(paths.causal)
     if not paths.runs_forests:
         ids = _padded(inputs.rows, device)
         features, (rows, positions) = paths.body(input_ids=ids, use_cache=False), inputs.places
-        index, size = rows * ids.shape[1] + positions - 1, (sum(map(len, inputs.rows)), ids.numel())
+        index = rows * ids.shape[1] + positions - 1
+        lengths = list(map(len, inputs.rows))
+        work = Work(sum(lengths), ids.numel(), len(index), sum(n * (n + 1) // 2 for n in lengths))
     else:
         count = len(inputs.forest.tokens)
-        forest = inputs.forest.padded(next((each for each in paths.budgets if each >= count), count))
+        forest = inputs.forest.padded(budget_for(count, paths.budgets))
         plan = plan_attention(forest, device, paths.dtype, windows=paths.windows, way=paths.way)
         features = _run(paths, forest, plan)
-        index, size = inputs.nodes, (count, len(forest.tokens))
+        index = inputs.nodes
+        work = Work(count, len(forest.tokens), len(index), int(inputs.forest.positions.sum()) + count)
     flat = features.reshape(-1, features.shape[-1])
-    return flat.index_select(0, torch.from_numpy(index).to(device)), size
+    return flat.index_select(0, torch.from_numpy(index).to(device)), work
 
 
 def _run(paths: ModelPaths, forest: Forest, plan: AttentionPlan) -> Tensor:
@@ -153,10 +165,11 @@ def _run(paths: ModelPaths, forest: Forest, plan: AttentionPlan) -> Tensor:
     return paths.body(input_ids=tokens, position_ids=positions, use_cache=False, forest=plan)
 
 
-def use_float32_head(causal: Any) -> None:
+def use_float32_head(causal: Any, layers: torch.dtype | None = None) -> None:
     """Make the output head of this causal LM compute in float32, in place. Adapters may be injected before or after.
 
-    Does nothing if the head is already in float32. Raises ConfigError if the model does not return its head.
+    `layers` is the dtype of the layers; None: that of the head. Does nothing if it is float32. Raises ConfigError if
+    the model does not return its head.
     """
     outer = causal.get_output_embeddings()
     if outer is None:
@@ -164,7 +177,7 @@ def use_float32_head(causal: Any) -> None:
         raise ConfigError(f"{what}; leave the setting out, or load the whole model with --training.dtype float32")
     head, embedding = _base_layer(outer), _base_layer(causal.get_input_embeddings())
     assert isinstance(head.weight, Tensor), f"the head {head} has no weight"
-    dtype = head.weight.dtype
+    dtype = layers or head.weight.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return
     tied = head.weight is embedding.weight
