@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,24 +32,27 @@ class Compilations:
     """
 
     def __init__(self, *, memory_budget: float = 1.0) -> None:
+        self.is_on, self.failure = False, ""
+        self._memory_budget = memory_budget
+        self._configured = threading.local()  # newer versions of torch have these settings for each thread
+        self._seen = _graph_count()
+
+    def new(self) -> int:
+        """The number of compilations since the last call."""
+        before, self._seen = self._seen, _graph_count()
+        return self._seen - before
+
+    def _configure(self) -> None:
+        """Set torch's settings for this thread."""
         from torch import _dynamo as dynamo
         from torch._functorch import config as functorch
 
         # One cache for this user, so that the next run compiles nothing.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "rollouts" / "inductor"))
-        functorch.activation_memory_budget = memory_budget
-        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, _VARIANTS_MAX)
+        functorch.activation_memory_budget = self._memory_budget
+        dynamo.config.recompile_limit = _VARIANTS_MAX
         dynamo.config.fail_on_recompile_limit_hit = True
-        self.is_on, self.failure = False, ""
-        self._seen = 0
-
-    def new(self) -> int:
-        """The number of compilations since the last call."""
-        from torch._dynamo.utils import counters
-
-        count = int(counters["stats"]["unique_graphs"])
-        found, self._seen = count - self._seen, count
-        return found
+        self._configured.is_done = True
 
     def of(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled `forward` of a layer, for passes over a forest."""
@@ -60,6 +64,8 @@ class Compilations:
         def forward(*args: Any, **settings: Any) -> Any:
             if not self.is_on or settings.get("forest") is None:
                 return run(*args, **settings)
+            if not getattr(self._configured, "is_done", False):
+                self._configure()
             try:
                 return compiled(*args, **settings)
             except FailOnRecompileLimitHit:
@@ -69,6 +75,12 @@ class Compilations:
             return run(*args, **settings)
 
         return forward
+
+
+def _graph_count() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
 
 
 def repeated_layers(causal: Any) -> list[nn.Module]:

@@ -9,12 +9,12 @@ import torch
 
 from rollouts.models.lora import add_lora
 from rollouts.training.algorithms.recipes import GRPO
+from rollouts.training.backends import layers
 from rollouts.training.backends.layers import Compilations, budget_for, node_budgets, wrap_layers
 from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import make_batch
-
 
 # Tests make warnings errors, and torch's compiler warns about torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
@@ -22,16 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Th
 
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch, tmp_path_factory):
-    """Settings of torch are those of the process."""
-    from torch import _dynamo as dynamo
-    from torch._functorch import config as functorch
-
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp().parent / "inductor"))
-    before = functorch.activation_memory_budget
-    with dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False):
-        yield
-    functorch.activation_memory_budget = before
-    dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -75,7 +68,8 @@ def test_compiled_layers_have_the_same_gradient(tiny, backend_of, settings):
         expected, _ = gradient_of(backend_of(model, **settings), batch)
     found, metrics = gradient_of(backend, batch)
     assert metrics["perf/compilation_failed"] == 0.0, backend.notes
-    assert 0 < metrics["perf/compilations"] <= 16
+    # Blocks of branches are a graph break, and torch compiles no checkpoint with one: such layers run as they are.
+    assert (0 < metrics["perf/compilations"] <= 16) or settings.get("gradient_checkpointing")
     assert metrics["perf/pad_frac"] > 0, "nodes are padded to a budget"
     assert (found - expected).norm() <= 1e-4 * expected.norm()
     for groups in (1, 3):
@@ -106,22 +100,22 @@ def test_a_compilation_that_fails_is_told_and_layers_run_as_they_are(tiny, backe
 
 
 @pytest.mark.slow
-def test_a_whole_layer_is_one_graph_and_the_limit_of_variants_is_a_failure(tiny, backend_of):
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_whole_layer_is_one_graph_and_the_limit_of_variants_is_a_failure(tiny, backend_of, monkeypatch, checkpoints):
     """Dense attention, which has no graph break, as on a GPU."""
-    from torch import _dynamo as dynamo
-
-    backend = backend_of(tiny.qwen3(layers=4, tied=False), compile="layers")
+    monkeypatch.setattr(layers, "_VARIANTS_MAX", 2)
+    model = tiny.qwen3(layers=4, tied=False)
+    backend = backend_of(model, compile="layers", gradient_checkpointing=checkpoints)
     models = backend._trainer._models
     backend._trainer._models = models._replace(paths=models.paths._replace(way="dense", budgets=()))
     found = []
-    with dynamo.config.patch(recompile_limit=2):
-        for length in (18, 18, 30, 40, 41):
-            samples = tiny.make_samples(groups=1, rollouts=1, prompt=(length, length), seed=length)
-            batch = make_batch(samples, [1.0], aggregation="token_mean", step=0)
-            found.append(backend.forward_backward(batch).wait())
+    for length in (18, 18, 30, 40, 41):
+        samples = tiny.make_samples(groups=1, rollouts=1, prompt=(length, length), seed=length)
+        batch = make_batch(samples, [1.0], aggregation="token_mean", step=0)
+        found.append(backend.forward_backward(batch).wait())
     assert [metrics["perf/compilations"] for metrics in found] == [1, 0, 1, 0, 0]
     assert [metrics["perf/compilation_failed"] for metrics in found] == [0, 0, 0, 1, 1]
-    assert backend.notes[-1].endswith("a layer would be compiled for more than 64 shapes")
+    assert backend.notes[-1].endswith("a layer would be compiled for more than 2 shapes")
 
 
 def test_an_engine_gets_the_plain_layers(tiny, monkeypatch):
