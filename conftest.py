@@ -24,7 +24,8 @@ from hypothesis import HealthCheck, settings
 from rollouts.doors import HOMES
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""  # of NVIDIA, and of AMD
+if "ROLLOUTS_TESTS_SEE_GPUS" not in os.environ:  # benchmarks/gpu.py sets it
+    os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""  # of NVIDIA, and of AMD
 # pytest's plugin for logs is off, because it changes fifty loggers of torch three times a test. Like the plugin, this
 # keeps what libraries log off the standard error output.
 logging.lastResort = logging.NullHandler()

@@ -1,0 +1,724 @@
+"""rollouts on one GPU, in parts that take about four minutes each. `--scale dry` runs everything tiny on a CPU.
+
+    python benchmarks/gpu.py kernels
+    python benchmarks/gpu.py train long grpo --json figures.json
+    python benchmarks/gpu.py train --only lora
+    python benchmarks/gpu.py kernels train long grpo generate job peers tests --scale dry
+
+The parts:
+
+- kernels: FlexAttention and varlen attention, compared with dense attention on random forests; then milliseconds a call
+- train: 76 supervised rows of a median of 700 tokens, ours beside a trainer written by hand (`gpu_limit.py`)
+- long: the same for 2 rows of 16,384 tokens
+- grpo: the same for groups that share prompts, and for rows of several turns whose history is rewritten. The trainer
+  written by hand shares nothing
+- train4b: adapters of a model of 4 B
+- generate: the embedded engine, beside `generate` of transformers; and how far the trainer's logprobs are from it
+- job: the main job, `rollouts run --env calculator --loss grpo`
+- peers: TRL's `SFTTrainer` on the supervised rows, if trl is installed
+- tests: the tests of training and inference, on the GPU
+
+The model has the shape of Qwen3-0.6B, random weights, and a vocabulary of 151,936. In `train`, `long`, `grpo` and
+`train4b`, the two sides take turns in one process: a block of steps of ours, a block of the other. `of_limit` is the
+median of our tokens a second over that of the limit. Tokens are those of all rows: a shared prompt counts in each of
+them, and padding does not count. `host_share` is the part of a step in which the host did not wait for the device: 1.00
+means that the device waited for the host. `compiled` counts the graphs that were compiled after the warm-up; it should
+be 0. Before the first block, the losses of the two sides are compared, and with all weights the norms of the gradients.
+
+Each part is a process of its own. A part that fails prints its error, and the others go on; the exit code is then 1.
+A part starts nothing new after `--seconds`, and says what it left out. The last line is one JSON object.
+
+Needs no packages beyond those of training; `peers` needs trl and datasets. Runs with torch 2.11 and newer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import trio
+from gpu_kernels import check_kernels, time_kernels
+from gpu_limit import Limit
+from gpu_rows import Sizes, Work, group_work, long_work, middle_work, save_model, sizes_of, supervised_work, turn_work
+from torch._dynamo.utils import counters
+from transformers import AutoTokenizer, Qwen3ForCausalLM
+
+from rollouts.inference.base import GenerateRequest, Generation
+from rollouts.inference.embedded.hf import HFInference, create_hf_inference
+from rollouts.training.algorithms.recipes import GRPO, SFT
+from rollouts.training.backends.fsdp import create_fsdp_backend
+from rollouts.training.backends.optimizer import TorchSettings
+from rollouts.training.backends.torch import create_torch_backend
+from rollouts.training.batching import make_batch
+from rollouts.types import Sample
+
+ROOT = Path(__file__).resolve().parent.parent
+LEARNING_RATE = 1e-6
+RANK = 16
+SETTINGS = {field.name: field.default for field in dataclasses.fields(TorchSettings)}
+
+Figures = dict[str, Any]
+
+
+class LeftOutError(Exception):
+    """This version, or this machine, cannot measure it; the message says why."""
+
+
+class Bench(NamedTuple):
+    """What a part needs: the options, the sizes of the work, the device, a folder, and where figures go."""
+
+    options: argparse.Namespace
+    sizes: Sizes
+    device: str
+    folder: Path
+    add: Callable[..., None]
+    deadline: float
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether there is one."""
+        return self.device != "cpu"
+
+    @property
+    def compiles(self) -> bool:
+        """Whether layers are compiled."""
+        chosen: str = self.options.compile
+        return self.on_gpu if chosen == "auto" else chosen == "layers"
+
+    def model(self, shape: str = "0.6b") -> str:
+        """The folder of a random model; of a dry run, always the tiny one."""
+        name = shape if self.options.scale == "full" else "dry"
+        return save_model(name, self.sizes.vocabulary, self.folder / name)
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def synchronize() -> None:
+    """Wait until the device has finished."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+READS = ("item", "tolist", "cpu", "numpy", "__float__", "__int__", "__bool__")
+
+
+class HostClock:
+    """The seconds for which the host waits, where it reads a value from the device (READS)."""
+
+    waited = 0.0
+
+    def _waiting(self, read: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(read)
+        def call(tensor: torch.Tensor, *args: Any, **settings: Any) -> Any:
+            if tensor.is_cuda:
+                start = time.perf_counter()
+                torch.cuda.current_stream().synchronize()
+                self.waited += time.perf_counter() - start
+            return read(tensor, *args, **settings)
+
+        return call
+
+    def share(self, step: Callable[[], Any]) -> float:
+        """The part of a step in which the host did not wait. Reads are watched during this step only."""
+        reads = {name: getattr(torch.Tensor, name) for name in READS}
+        synchronize()
+        for name, read in reads.items():
+            setattr(torch.Tensor, name, self._waiting(read))
+        try:
+            start = time.perf_counter()
+            step()
+            submitted = time.perf_counter()
+            synchronize()
+            total = time.perf_counter() - start
+        finally:
+            for name, read in reads.items():
+                setattr(torch.Tensor, name, read)
+        return (submitted - start - self.waited) / total
+
+
+def allocated() -> int:
+    """Bytes on the device."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+# --- our side ---------------------------------------------------------------------------------------------------------
+
+
+class Variant(NamedTuple):
+    """How both sides train: a backend of ours, the rank of adapters (0: all weights), checkpointing."""
+
+    backend: str
+    rank: int
+    checkpoints: bool
+
+    @property
+    def name(self) -> str:
+        """For the table and for `--only`."""
+        weights = f"lora {self.rank}" if self.rank else "all weights"
+        return f"{self.backend}, {weights}, {'checkpointing' if self.checkpoints else 'no checkpointing'}"
+
+
+def settings_for(bench: Bench, variant: Variant) -> TorchSettings:
+    """Settings of this variant, without those that this version does not have. Raises LeftOutError."""
+    wanted: Figures = {"gradient_checkpointing": variant.checkpoints, "compile": bench.options.compile}
+    if bench.on_gpu and SETTINGS["dtype"] != "auto":
+        if variant.backend == "torch" and not variant.rank:
+            raise LeftOutError("in this version --training torch trains all weights in float32 only")
+        wanted["dtype"] = "bfloat16"
+    if bench.on_gpu and variant.backend == "fsdp":
+        wanted["dtype"] = "bfloat16"
+    return TorchSettings(**{name: value for name, value in wanted.items() if name in SETTINGS})
+
+
+class Ours:
+    """rollouts: the steps of a training loop, from samples to new weights."""
+
+    def __init__(self, bench: Bench, model: str, work: Work, variant: Variant) -> None:
+        self.work, self.count = work, 0
+        self.algorithm = SFT if work.advantages is None else GRPO
+        settings = settings_for(bench, variant)
+        arguments = (model, 0, 1000, LEARNING_RATE, variant.rank, bench.sizes.per_pass, {"main": self.algorithm}, None)
+        if variant.backend == "fsdp":
+            self.backend: Any = create_fsdp_backend(*arguments, "{}", processes=1, settings=settings)  # type: ignore[arg-type]
+        else:
+            self.backend = create_torch_backend(*arguments, settings=settings)  # type: ignore[arg-type]
+        for note in self.backend.notes:
+            print(f"  note: {note}")
+
+    def step(self) -> Figures:
+        """One optimizer step over all rows."""
+        samples, advantages = self.work.samples, self.work.advantages or [0.0] * len(self.work.samples)
+        batch = make_batch(samples, advantages, aggregation=self.algorithm.aggregation, step=self.count)
+        futures = self.backend.forward_backward(batch), self.backend.optim_step()
+        metrics, result = (future.wait() for future in futures)
+        self.count += 1
+        return {"loss": metrics["policy/loss"], "norm": result.metrics["optim/grad_norm"]}
+
+    def close(self) -> None:
+        """End the backend."""
+        self.backend.close()
+
+
+# --- two sides in turn ------------------------------------------------------------------------------------------------
+
+
+class Measured:
+    """A side, and what was measured of it. `bytes` is the memory between its steps."""
+
+    def __init__(self, name: str, make: Callable[[], Any], warmup: int) -> None:
+        before = allocated()
+        self.name, self.side = name, make()
+        start = time.perf_counter()
+        self.first: Figures = self.side.step()
+        self.first_seconds = time.perf_counter() - start
+        for _ in range(warmup - 1):
+            self.side.step()
+        self.bytes = allocated() - before
+        self.seconds: list[float] = []
+        self.peak = self.compiled = 0
+
+    def block(self, steps: int) -> None:
+        """Take some steps."""
+        held, graphs = allocated(), counters["stats"]["unique_graphs"]
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.side.step()
+        synchronize()
+        self.seconds.append((time.perf_counter() - start) / steps)
+        most = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        self.peak = max(self.peak, most - held + self.bytes)
+        self.compiled += counters["stats"]["unique_graphs"] - graphs
+
+    def figures(self, tokens: int) -> Figures:
+        """The row of a table."""
+        seconds = statistics.median(self.seconds)
+        return {
+            "side": self.name,
+            "tokens_per_second": tokens / seconds,
+            "seconds": seconds,
+            "peak_gib": self.peak / 2**30,
+            "host_share": HostClock().share(self.side.step),
+            "compiled": self.compiled,
+            "first_seconds": self.first_seconds,
+            **self.first,
+        }
+
+
+def check_sides(bench: Bench, ours: Figures, limit: Figures, variant: Variant, work: Work) -> None:
+    """Both sides must do the same work: their first losses agree, and with all weights the norms of their gradients."""
+    bound = 0.02 if bench.on_gpu else 1e-3
+    names = ["loss"] if work.advantages is None else []
+    names += [] if variant.rank else ["norm"]
+    for name in names:
+        one, other = ours[name], limit[name]
+        assert abs(one - other) <= bound * abs(other), f"the first {name} is {one:.5g}, and {other:.5g} of the limit"
+
+
+def compare(bench: Bench, model: str, work: Work, variant: Variant) -> None:
+    """Measure ours and the limit in turn, and add both to the table."""
+    options, sides = bench.options, []
+    label = {"work": work.name, "variant": variant.name}
+
+    def make_limit() -> Limit:
+        dtype = torch.bfloat16 if bench.on_gpu else torch.float32
+        causal = Qwen3ForCausalLM.from_pretrained(model, dtype=dtype).to(bench.device)
+        return Limit(
+            causal,
+            work.samples,
+            work.advantages,
+            rank=variant.rank,
+            tokens=bench.sizes.per_pass,
+            lr=LEARNING_RATE,
+            checkpoints=variant.checkpoints,
+            compiled=bench.compiles,
+        )
+
+    try:
+        for name, make in (("ours", lambda: Ours(bench, model, work, variant)), ("limit", make_limit)):
+            sides.append(Measured(name, make, options.warmup))
+        ours, limit = sides
+        check_sides(bench, ours.first, limit.first, variant, work)
+        for _ in range(options.blocks):
+            for side in sides:
+                side.block(options.steps)
+        found = [side.figures(work.tokens) for side in sides]
+        ratio = found[0]["tokens_per_second"] / found[1]["tokens_per_second"]
+        bench.add(**label, **found[0], of_limit=ratio)
+        bench.add(**label, **found[1])
+    finally:
+        for side in sides:
+            side.side.close()
+        sides.clear()
+        free()
+
+
+def free() -> None:
+    """Give memory back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def compare_all(bench: Bench, model: str, pairs: list[tuple[Work, Variant]]) -> None:
+    """Compare each work and variant, until the time of the part is over. Raises the first error after the last one."""
+    errors: list[Exception] = []
+    for work, variant in pairs:
+        label = {"work": work.name, "variant": variant.name}
+        if bench.options.only not in f"{work.name} {variant.name}":
+            continue
+        if time.monotonic() > bench.deadline:
+            bench.add(**label, note="left out: no time")
+            continue
+        try:
+            compare(bench, model, work, variant)
+        except LeftOutError as why:
+            bench.add(**label, note=f"left out: {why}")
+        except Exception as error:
+            traceback.print_exc()
+            bench.add(**label, note=f"{type(error).__name__}: {str(error).splitlines()[0][:200] if str(error) else ''}")
+            errors.append(error)
+            free()
+    if errors:
+        raise errors[0]
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+ALL, ALL_SAVING = Variant("torch", 0, False), Variant("torch", 0, True)
+LORA, LORA_SAVING = Variant("torch", RANK, False), Variant("torch", RANK, True)
+SHARDED, SHARDED_SAVING = Variant("fsdp", 0, False), Variant("fsdp", 0, True)
+
+
+def run_kernels(bench: Bench) -> None:
+    """Attention over forests: right, and how fast."""
+    check_kernels(bench.device, bench.add, forests=4)
+    time_kernels(bench.device, bench.add)
+
+
+def run_train(bench: Bench) -> None:
+    """Supervised rows."""
+    work = supervised_work(bench.sizes)
+    variants = [ALL, LORA, SHARDED_SAVING, ALL_SAVING, LORA_SAVING, SHARDED]
+    compare_all(bench, bench.model(), [(work, variant) for variant in variants])
+
+
+def run_long(bench: Bench) -> None:
+    """Long rows."""
+    work = long_work(bench.sizes)
+    compare_all(bench, bench.model(), [(work, variant) for variant in (ALL, SHARDED_SAVING, LORA_SAVING, ALL_SAVING)])
+
+
+def run_grpo(bench: Bench) -> None:
+    """Rows of rollouts."""
+    groups, turns = group_work(bench.sizes), turn_work(bench.sizes)
+    pairs = [(groups, ALL), (turns, ALL), (groups, LORA), (turns, LORA), (groups, SHARDED_SAVING)]
+    compare_all(bench, bench.model(), pairs)
+
+
+def run_train4b(bench: Bench) -> None:
+    """Adapters of a larger model, on rows of 1,000 to 2,000 tokens."""
+    work = middle_work(bench.sizes)
+    compare_all(bench, bench.model("4b"), [(work, LORA_SAVING), (work, LORA)])
+
+
+async def _generate(engine: HFInference, prompts: list[list[int]], count: int) -> list[Generation]:
+    """A reply of `count` tokens for each prompt, all in one batch."""
+    found: list[Generation | None] = [None] * len(prompts)
+
+    async def play(number: int, session: str) -> None:
+        request = GenerateRequest(prompts[number], max_tokens=count, stop_ids=(), seed=number, session=session)
+        found[number] = await engine.generate(request)
+        engine.close_session(session)
+
+    sessions = [engine.open_session((number,)) for number in range(len(prompts))]
+    async with trio.open_nursery() as nursery:
+        for number, session in enumerate(sessions):
+            nursery.start_soon(play, number, session)
+    return [reply for reply in found if reply is not None]
+
+
+def generate_ours(engine: HFInference, prompts: list[list[int]], count: int) -> list[Generation]:
+    """Sample in an event loop of its own."""
+
+    async def run() -> list[Generation]:
+        async with engine:
+            return await _generate(engine, prompts, count)
+
+    return trio.run(run)
+
+
+def run_generate(bench: Bench) -> None:
+    """Tokens a second of the embedded engine and of transformers, in turn; and the mismatch."""
+    sizes, model = bench.sizes, bench.model()
+    dtype = "bfloat16" if bench.on_gpu else "float32"
+    samples = long_work(sizes._replace(long=sizes.generated_rows * sizes.generated_prompt)).samples
+    tokens = samples[0].tokens
+    width, count = sizes.generated_prompt, sizes.generated
+    prompts = [tokens[start : start + width] for start in range(0, len(tokens), width)]
+    causal = Qwen3ForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).to(bench.device).eval()
+    ids = torch.tensor(prompts, device=bench.device)
+
+    def ours() -> None:
+        replies = generate_ours(create_hf_inference(model, None, 0, dtype=dtype), prompts, count)
+        assert all(len(reply.tokens) == count for reply in replies), "a reply has another length"
+
+    def theirs() -> None:
+        with torch.no_grad():
+            found = causal.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=count,
+                do_sample=True,
+                top_k=0,
+            )
+        assert found.shape[1] == width + count, f"{found.shape}"
+
+    # An engine ends with its event loop, so each block has a new one. Its loading does not count.
+    loading = functools.partial(create_hf_inference, model, None, 0, dtype=dtype)
+    found: dict[str, list[float]] = {"ours": [], "transformers": []}
+    for number in range(bench.options.blocks + 1):
+        for name, side in (("ours", ours), ("transformers", theirs)):
+            seconds = timed(side) - (timed(loading) if side is ours else 0.0)
+            if number:
+                found[name].append(seconds)
+    for name, blocks in found.items():
+        seconds = statistics.median(blocks)
+        speed = len(prompts) * count / seconds
+        bench.add(side=name, tokens_per_second=speed, ms_per_token=1e3 * seconds / count, seconds=seconds)
+    causal.to("cpu")  # frees the device's memory for the trainer
+    free()
+    measure_mismatch(bench, model, prompts, count)
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Seconds of a call, until the device has finished."""
+    synchronize()
+    start = time.perf_counter()
+    call()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def measure_mismatch(bench: Bench, model: str, prompts: list[list[int]], count: int) -> None:
+    """Sample with the trainer's weights, and compare the sampler's logprobs with the trainer's."""
+    variant = ALL if SETTINGS["dtype"] == "auto" or not bench.on_gpu else LORA
+    empty = Work("", [], None)
+    side = Ours(bench, model, empty, variant)
+    try:
+        replies = generate_ours(create_hf_inference(model, side.backend, 0), prompts, count)
+        samples = [
+            Sample(tokens=[*prompt, *reply.tokens], loss_mask=[0.0] * len(prompt) + [1.0] * count, rollout_index=number)
+            for number, (prompt, reply) in enumerate(zip(prompts, replies, strict=True))
+        ]
+        batch = make_batch(samples, [0.0] * len(samples), aggregation="token_mean", step=0)
+        scored = side.backend.forward(batch, ("logprobs",), only_live=True).wait().logprobs
+        apart = [
+            abs(one - other)
+            for row, reply in zip(scored, replies, strict=True)
+            for one, other in zip(row[-count:], reply.logprobs, strict=True)
+        ]
+        bench.add(side=f"mismatch, {variant.name}", mean_nats=statistics.fmean(apart), max_nats=max(apart))
+    finally:
+        side.close()
+
+
+def run_job(bench: Bench) -> None:
+    """The main job: seconds a step from its own metrics."""
+    steps = 40 if bench.options.scale == "full" else 2
+    folder = bench.folder / "job"
+    command = [sys.executable, "-m", "rollouts", "run", "--env", "calculator", "--loss", "grpo"]
+    command += ["--steps", str(steps), "--out", str(folder)]
+    command += [] if bench.options.scale == "full" else ["--prompts-per-step", "2", "--eval-tasks", "4"]
+    seconds = timed(lambda: subprocess.run(command, check=True, cwd=bench.folder))
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    last = metrics[min(5, len(metrics) - 1) :]
+    names = ("time/step", "time/generate", "time/forward_backward")
+    medians = {
+        name.removeprefix("time/"): statistics.median(each[name] for each in last) for name in names if name in last[0]
+    }
+    bench.add(steps=len(metrics), **{f"{name}_seconds": value for name, value in medians.items()}, wall_seconds=seconds)
+
+
+def run_peers(bench: Bench) -> None:
+    """TRL's SFTTrainer on the supervised rows, all weights, with one row a pass, and with rows of similar length."""
+    if importlib.util.find_spec("trl") is None or importlib.util.find_spec("datasets") is None:
+        bench.add(note="left out: trl or datasets is not installed")
+        return
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    work, model = supervised_work(bench.sizes), bench.model()
+    samples = sorted(work.samples, key=lambda sample: len(sample.tokens))
+    data = Dataset.from_list([{"input_ids": sample.tokens, "labels": sample.tokens} for sample in samples])
+    steps = 2 if bench.on_gpu else 1
+    for rows, checkpoints in ((1, True), (4, True), (1, False)):
+        label = {"side": f"trl {importlib.metadata.version('trl')}", "rows_per_pass": rows, "checkpoints": checkpoints}
+        if time.monotonic() > bench.deadline:
+            bench.add(**label, note="left out: no time")
+            continue
+        config = SFTConfig(
+            output_dir=str(bench.folder / "trl"),
+            max_steps=steps + 1,
+            learning_rate=LEARNING_RATE,
+            per_device_train_batch_size=rows,
+            gradient_accumulation_steps=len(samples) // rows,
+            train_sampling_strategy="sequential",
+            max_length=bench.sizes.longest,
+            gradient_checkpointing=checkpoints,
+            bf16=bench.on_gpu,
+            use_cpu=not bench.on_gpu,
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+        )
+        clock = step_clock()
+        causal = Qwen3ForCausalLM.from_pretrained(model, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        trainer = SFTTrainer(causal, args=config, train_dataset=data, processing_class=tokenizer, callbacks=[clock])
+        if bench.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        trainer.train()
+        seconds = statistics.median(clock.seconds[1:])
+        peak = torch.cuda.max_memory_allocated() / 2**30 if bench.on_gpu else 0.0
+        bench.add(**label, tokens_per_second=work.tokens / seconds, seconds=seconds, peak_gib=peak)
+        del trainer, causal
+        free()
+
+
+def step_clock() -> Any:
+    """A callback for a Trainer of transformers that measures the seconds of steps."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            """A step begins."""
+            synchronize()
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            """A step ended."""
+            synchronize()
+            self.seconds.append(time.perf_counter() - self.start)
+
+    return Clock()
+
+
+def run_tests(bench: Bench) -> None:
+    """The tests of training and inference."""
+    paths = (
+        ["tests/training", "tests/inference"] if bench.options.scale == "full" else ["tests/training/test_filters.py"]
+    )
+    workers = [] if bench.options.scale == "full" else ["-n0"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *workers, *paths]
+    environment = {**os.environ, "ROLLOUTS_TESTS_SEE_GPUS": "1"}
+    found = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    lines = found.stdout.splitlines()
+    print("\n".join(lines[-40:]), found.stderr[-2000:])
+    bench.add(result=lines[-1].strip("= ") if lines else found.stderr[-200:])
+    if found.returncode:
+        raise RuntimeError(f"pytest ended with {found.returncode}")
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    "kernels": run_kernels,
+    "train": run_train,
+    "long": run_long,
+    "grpo": run_grpo,
+    "train4b": run_train4b,
+    "generate": run_generate,
+    "job": run_job,
+    "peers": run_peers,
+    "tests": run_tests,
+}
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def run_part(name: str, options: argparse.Namespace) -> None:
+    """Run one part in this process. Its figures go to a file, one line each, so that a part that dies leaves some."""
+    torch.set_num_threads(1) if options.scale == "dry" else None
+    warnings.filterwarnings("ignore", module="trl|transformers|peft|torch")
+    folder = Path(options.folder)
+    device = "cuda" if torch.cuda.is_available() and options.scale == "full" else "cpu"
+
+    def add(**figures: Any) -> None:
+        kept = {key: value for key, value in figures.items() if value is not None}
+        with (folder / f"{name}.jsonl").open("a") as file:
+            file.write(json.dumps(kept) + "\n")
+        print("  " + ", ".join(f"{key} {shown(value)}" for key, value in kept.items()), flush=True)
+
+    deadline = time.monotonic() + options.seconds
+    PARTS[name](Bench(options, sizes_of(options.scale), device, folder, add, deadline))
+
+
+def shown(value: Any) -> str:
+    """A value for people."""
+    if not isinstance(value, float):
+        return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def table(rows: list[Figures]) -> Iterator[str]:
+    """The lines of a table whose columns are the keys of the rows."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([shown(row[key]) if key in row else "" for key in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells:
+        yield "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        if line is columns:
+            yield "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+
+
+@contextmanager
+def work_folder(given: str) -> Iterator[Path]:
+    """The folder for models and figures."""
+    if given:
+        Path(given).mkdir(parents=True, exist_ok=True)
+        yield Path(given)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def run_apart(name: str, folder: Path, arguments: list[str], seconds: float) -> Figures:
+    """Run a part in a process of its own. Its figures, and its error, if it failed."""
+    start = time.monotonic()
+    command = [sys.executable, str(Path(__file__).resolve()), name, *arguments, "--folder", str(folder), "--here"]
+    print(f"{name}:", flush=True)
+    try:
+        code = subprocess.run(command, timeout=2 * seconds + 120).returncode
+        error = f"ended with {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        error = "took too long"
+    file = folder / f"{name}.jsonl"
+    figures = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    failed = folder / f"{name}.error"
+    if error and failed.exists():
+        error = failed.read_text()
+    found: Figures = {"seconds": round(time.monotonic() - start, 1), "figures": figures}
+    return found | ({"error": error} if error else {})
+
+
+def machine() -> Figures:
+    """What the figures belong to."""
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    return {"device": device, **versions, "python": sys.version.split()[0]}
+
+
+def main() -> int:
+    """Run the parts. The exit code: 1 if one of them failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("parts", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    parser.add_argument("--scale", choices=("dry", "full"), default="full", help="dry: everything tiny, on a CPU")
+    parser.add_argument("--only", default="", help="the work and variants of training whose names contain this")
+    parser.add_argument("--compile", choices=("auto", "layers", "off"), default="auto", help="auto: on a GPU")
+    parser.add_argument("--warmup", type=int, default=3, help="steps of each side that do not count")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a block")
+    parser.add_argument("--blocks", type=int, default=3, help="blocks of each side")
+    parser.add_argument("--seconds", type=float, default=200.0, help="after which a part starts nothing new")
+    parser.add_argument("--json", default="", help="write the figures to this file")
+    parser.add_argument("--folder", default="", help="for models and figures (default: a temporary one)")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        (part,) = options.parts
+        try:
+            run_part(part, options)
+        except Exception as error:
+            traceback.print_exc()
+            (Path(options.folder) / f"{part}.error").write_text(f"{type(error).__name__}: {error}")
+            return 1
+        return 0
+    if options.scale == "full" and not torch.cuda.is_available():
+        parser.error("torch sees no GPU; --scale dry runs everything tiny on a CPU")
+    names = ("scale", "only", "compile", "warmup", "steps", "blocks", "seconds")
+    arguments = [word for name in names for word in (f"--{name}", str(getattr(options, name)))]
+    found: dict[str, Figures] = {}
+    with work_folder(options.folder) as folder:
+        for part in dict.fromkeys(options.parts):
+            found[part] = run_apart(part, folder, arguments, options.seconds)
+    for part, result in found.items():
+        print(f"\n{part}, {result['seconds']:.0f} s", f"FAILED: {result['error']}" if "error" in result else "")
+        print("\n".join(table(result["figures"])) if result["figures"] else "no figures")
+    figures = {**machine(), "scale": options.scale, "parts": found}
+    if options.json:
+        Path(options.json).write_text(json.dumps(figures, indent=2) + "\n")
+    print(json.dumps(figures))
+    return int(any("error" in result for result in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
