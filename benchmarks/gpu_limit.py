@@ -1,9 +1,9 @@
 """A trainer of Qwen3 by hand, as a limit for `benchmarks/gpu.py`: what one device can do without a library around it.
 
-The rows of a pass are end to end, without padding between them, and all passes have one length, so each layer is
-compiled once. Attention is torch's varlen attention, or cuDNN's if a pass has a single row. The head runs in chunks,
-with a backward pass of its own: of the logits, it holds one chunk. Weights are bfloat16. Gradients of all passes are
-summed in float32, and a fused AdamW steps float32 masters, which overwrite the weights.
+The rows of a microbatch are end to end, without padding between them, and all microbatches have one length, so layers
+are compiled once. Attention is torch's varlen attention, or cuDNN's if a microbatch has a single row. The head runs in
+chunks, with a hand-written backward pass: it holds the logits of one chunk. Weights are bfloat16. Gradients are summed
+over microbatches in float32, and a fused AdamW steps float32 masters, which overwrite the weights.
 
 Left out, so this is a limit and not a trainer: metrics, other models and losses, shared prompts, several devices,
 checkpoints. On a CPU everything is float32, and attention has a dense mask.
@@ -19,29 +19,29 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from rollouts.types import Sample
 
-__all__ = ["Limit", "fast_attention", "varlen"]
+__all__ = ["Limit", "dense", "varlen"]
 
 CHUNK = 4096
 CLIP = 0.2
-MULTIPLE = 128  # of the length of a pass
+MULTIPLE = 128  # of the length of a microbatch
 
 
-class Pass(NamedTuple):
+class Microbatch(NamedTuple):
     """Rows end to end: T tokens, of which P predict a trained one.
 
-    `ends` [rows + 1] are the places where rows begin and end. A last row of zeros fills the pass.
+    `cu_seqlens` [rows + 1] has the first token of each row, and the end of the last one. A last row of
+    zeros fills the microbatch.
     """
 
     ids: Tensor  # [T]
     positions: Tensor  # [T]
-    ends: Tensor
+    cu_seqlens: Tensor
     longest: int
     predicting: Tensor  # [P]
     targets: Tensor  # [P]
@@ -49,23 +49,25 @@ class Pass(NamedTuple):
     old: Tensor | None  # [P]
 
 
-def make_passes(samples: Sequence[Sample], advantages: Sequence[float] | None, tokens: int, device: str) -> list[Pass]:
-    """Passes of about `tokens` tokens, all of one length: the longest row goes first, into the emptiest pass."""
+def make_microbatches(
+    samples: Sequence[Sample], advantages: Sequence[float] | None, tokens: int, device: str
+) -> list[Microbatch]:
+    """Microbatches of about `tokens` tokens, all of one length. The longest row goes first, into the emptiest one."""
     longest = max(len(sample.tokens) for sample in samples)
     total = sum(len(sample.tokens) for sample in samples)
     count = min(len(samples), math.ceil(total / max(tokens, longest)))
     rows: list[list[int]] = [[] for _ in range(count)]
     filled = [0] * count
     for number in sorted(range(len(samples)), key=lambda number: -len(samples[number].tokens)):
-        place = filled.index(min(filled))
-        rows[place].append(number)
-        filled[place] += len(samples[number].tokens)
+        emptiest = filled.index(min(filled))
+        rows[emptiest].append(number)
+        filled[emptiest] += len(samples[number].tokens)
     width = math.ceil(max(filled) / MULTIPLE) * MULTIPLE
     most = max(map(len, rows)) + 1
-    return [_make_pass(samples, advantages, numbers, width, most, longest, device) for numbers in rows]
+    return [_make_microbatch(samples, advantages, numbers, width, most, longest, device) for numbers in rows]
 
 
-def _make_pass(
+def _make_microbatch(
     samples: Sequence[Sample],
     advantages: Sequence[float] | None,
     numbers: list[int],
@@ -73,40 +75,40 @@ def _make_pass(
     rows_max: int,
     longest: int,
     device: str,
-) -> Pass:
+) -> Microbatch:
     ids: list[int] = []
     positions: list[int] = []
-    ends, predicting, targets = [0], [], []
+    cu_seqlens, predicting, targets = [0], [], []
     scales: list[float] = []
     old: list[float] = []
     for number in numbers:
         sample, start = samples[number], len(ids)
-        trained = [place for place in range(1, len(sample.tokens)) if sample.loss_mask[place]]
-        predicting += [start + place - 1 for place in trained]
-        targets += [sample.tokens[place] for place in trained]
+        trained = [position for position in range(1, len(sample.tokens)) if sample.loss_mask[position]]
+        predicting += [start + position - 1 for position in trained]
+        targets += [sample.tokens[position] for position in trained]
         if advantages is not None:
             scales += [advantages[sample.rollout_index or 0]] * len(trained)
             assert sample.rollout_log_probs is not None
-            old += [sample.rollout_log_probs[place] for place in trained]
+            old += [sample.rollout_log_probs[position] for position in trained]
         ids += sample.tokens
         positions += range(len(sample.tokens))
-        ends.append(len(ids))
+        cu_seqlens.append(len(ids))
     rest = width - len(ids)
     alone = not rest and len(numbers) == 1
     ids += [0] * rest
     positions += range(rest)
-    ends += [width] * (rows_max + 1 - len(ends))  # rows of length 0, so that all passes have one shape
-    number = functools.partial(torch.tensor, device=device)
+    cu_seqlens += [width] * (rows_max + 1 - len(cu_seqlens))  # rows of length 0: all microbatches have one shape
+    tensor = functools.partial(torch.tensor, device=device)
     policy = advantages is not None
-    return Pass(
-        number(ids),
-        number(positions),
-        number(ends, dtype=torch.int32),
+    return Microbatch(
+        tensor(ids),
+        tensor(positions),
+        tensor(cu_seqlens, dtype=torch.int32),
         width if alone else min(max(longest, rest), width - 1),  # the width says that there is a single row
-        number(predicting),
-        number(targets),
-        number(scales) if policy else None,
-        number(old) if policy else None,
+        tensor(predicting),
+        tensor(targets),
+        tensor(scales) if policy else None,
+        tensor(old) if policy else None,
     )
 
 
@@ -124,29 +126,36 @@ def _varlen() -> tuple[Callable[..., Any], dict[str, Any]]:
     return varlen_attn, settings
 
 
-def varlen(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
-    """Causal attention within the rows between `ends`, on CUDA: [T, heads, size]. Query heads may share keys."""
+def varlen(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """Causal attention within the rows between `cu_seqlens`, on CUDA: [T, heads, size]. Query heads may share keys."""
     attention, settings = _varlen()
-    return attention(query, key, value, ends, ends, longest, longest, **settings)  # type: ignore[no-any-return]
+    return attention(query, key, value, cu_seqlens, cu_seqlens, longest, longest, **settings)  # type: ignore[no-any-return]
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """torch's attention over [T, heads, size], with a mask [T, T]; causal without one."""
-    batch = (each.transpose(0, 1)[None] for each in (query, key, value))
-    found = functional.scaled_dot_product_attention(*batch, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-    return found[0].transpose(0, 1)
+    """torch's attention over [T, heads, size], with a mask [T, T]; causal without one. No fast kernel of torch takes
+    both a mask and shared keys, so with a mask the keys are repeated, as in transformers.
+    """
+    if mask is not None:
+        repeats = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    query, key, value = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+    output = functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+    )
+    return output[0].transpose(0, 1)
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
     """Causal attention within rows: dense for a single row, varlen for several ones, with a mask on a CPU."""
     width = query.shape[0]
     if longest == width:
         return dense(query, key, value, None)
     if query.is_cuda:
-        return varlen(query, key, value, ends, longest)
-    places = torch.arange(width)
-    row = torch.bucketize(places, ends, right=True)
-    return dense(query, key, value, (row[:, None] == row) & (places[:, None] >= places))
+        return varlen(query, key, value, cu_seqlens, longest)
+    positions = torch.arange(width)
+    row = torch.bucketize(positions, cu_seqlens, right=True)
+    return dense(query, key, value, (row[:, None] == row) & (positions[:, None] >= positions))
 
 
 @contextlib.contextmanager
@@ -176,10 +185,10 @@ class Projection(nn.Module):
             self.up = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        found = functional.linear(inputs, self.weight)
+        output = functional.linear(inputs, self.weight)
         if not self.rank:
-            return found
-        return found + 2.0 * functional.linear(functional.linear(inputs, self.down), self.up)
+            return output
+        return output + 2.0 * functional.linear(functional.linear(inputs, self.down), self.up)
 
 
 class Norm(nn.Module):
@@ -192,7 +201,8 @@ class Norm(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         wide = inputs.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(inputs.dtype)
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * scaled.to(inputs.dtype)
 
 
 def rotate(inputs: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -211,21 +221,21 @@ class Layer(nn.Module):
         names = ("q_proj", "k_proj", "v_proj", "o_proj")
         self.query, self.key, self.value, self.out = (Projection(getattr(attention, name), rank) for name in names)
         self.gate, self.rise, self.fall = (
-            Projection(each, rank) for each in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+            Projection(linear, rank) for linear in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
         )
         self.query_norm, self.key_norm = Norm(attention.q_norm, not rank), Norm(attention.k_norm, not rank)
         self.before = Norm(layer.input_layernorm, not rank)
         self.between = Norm(layer.post_attention_layernorm, not rank)
 
-    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, ends: Tensor, longest: int) -> Tensor:
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
         inputs = self.before(hidden)
         heads = (len(inputs), -1, self.size)
         query = rotate(self.query_norm(self.query(inputs).view(heads)), cos, sin)
         key = rotate(self.key_norm(self.key(inputs).view(heads)), cos, sin)
-        mixed = attend(query, key, self.value(inputs).view(heads), ends, longest)
+        mixed = attend(query, key, self.value(inputs).view(heads), cu_seqlens, longest)
         hidden = hidden + self.out(mixed.reshape(len(inputs), -1))
         inputs = self.between(hidden)
-        return hidden + self.fall(functional.silu(self.gate(inputs)) * self.rise(inputs))
+        return hidden + self.fall(functional.silu(self.gate(inputs)) * self.rise(inputs))  # type: ignore[no-any-return]
 
 
 # --- the head ---------------------------------------------------------------------------------------------------------
@@ -252,7 +262,7 @@ class Head(torch.autograd.Function):
     """The sum of losses. The gradients are computed in the forward pass, chunk by chunk."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, work: Pass, gradient: Callable[..., Any]) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, work: Microbatch, gradient: Callable[..., Any]) -> Tensor:
         """`gradient` is `chunk_gradient`, compiled or not."""
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
@@ -260,8 +270,8 @@ class Head(torch.autograd.Function):
         for start in range(0, len(hidden), CHUNK):
             part = slice(start, start + CHUNK)
             fields = (None if field is None else field[part] for field in work[-3:])
-            found, of_logits = gradient(hidden[part] @ weight.T, *fields)
-            loss += found
+            part_loss, of_logits = gradient(hidden[part] @ weight.T, *fields)
+            loss += part_loss
             of_hidden[part] = of_logits @ weight
             if of_weight is not None:
                 of_weight += of_logits.T @ hidden[part]
@@ -278,7 +288,7 @@ class Head(torch.autograd.Function):
 
 
 class Limit:
-    """The hand-written side: a model of transformers' weights, and passes over the same samples at each step."""
+    """The hand-written side: a model of transformers' weights, and microbatches over the same samples at each step."""
 
     def __init__(
         self,
@@ -293,8 +303,8 @@ class Limit:
         compiled: bool,
     ) -> None:
         device = str(causal.device)
-        self.passes = make_passes(samples, advantages, tokens, device)
-        self.trained = sum(len(work.targets) for work in self.passes)
+        self.microbatches = make_microbatches(samples, advantages, tokens, device)
+        self.trained = sum(len(work.targets) for work in self.microbatches)
         self.layers = nn.ModuleList(Layer(layer, rank) for layer in causal.model.layers)
         self.norm = Norm(causal.model.norm, not rank)
         self.embedding = nn.Parameter(causal.model.embed_tokens.weight.detach(), requires_grad=not rank)
@@ -302,29 +312,28 @@ class Limit:
         self.checkpoints = checkpoints
         self.gradient: Callable[..., Any] = chunk_gradient
         if compiled:
-            torch._dynamo.config.recompile_limit = 64  # variants of one benchmark share the code of layers
             self.gradient = torch.compile(chunk_gradient)
             for layer in self.layers:
-                layer.compile(dynamic=False)  # all passes have one length
-        modules = (*self.layers.parameters(), *self.norm.parameters(), self.embedding)
-        self.weights = [weight for weight in modules if weight.requires_grad]
+                layer.compile(dynamic=False)  # all microbatches have one length
+        weights = (*self.layers.parameters(), *self.norm.parameters(), self.embedding)
+        self.weights: list[Tensor] = [weight for weight in weights if weight.requires_grad]
         self.masters = [weight.detach().float().clone() for weight in self.weights]
         self.optimizer = torch.optim.AdamW(self.masters, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
-    def _loss(self, work: Pass) -> Tensor:
+    def _loss(self, work: Microbatch) -> Tensor:
         hidden = functional.embedding(work.ids, self.embedding)
-        cos, sin = (each[0] for each in self.rotary(hidden, work.positions[None]))
+        cos, sin = (table[0] for table in self.rotary(hidden, work.positions[None]))
         for layer in self.layers:
-            inputs = (hidden, cos, sin, work.ends, work.longest)
+            inputs = (hidden, cos, sin, work.cu_seqlens, work.longest)
             hidden = checkpoint(layer, *inputs, use_reentrant=False) if self.checkpoints else layer(*inputs)
-        return Head.apply(self.norm(hidden[work.predicting]), self.embedding, work, self.gradient)  # type: ignore[no-any-return,no-untyped-call]
+        return Head.apply(self.norm(hidden.index_select(0, work.predicting)), self.embedding, work, self.gradient)  # type: ignore[no-any-return,no-untyped-call]
 
     def step(self) -> dict[str, float]:
-        """Train on all passes. Returns the mean loss and the norm of the gradient."""
+        """Train on all microbatches. Returns the mean loss and the norm of the gradient."""
         sums: list[Tensor] = []
         losses = []
         with fast_attention():
-            for work in self.passes:
+            for work in self.microbatches:
                 loss = self._loss(work)
                 loss.backward()  # type: ignore[no-untyped-call]
                 losses.append(loss.detach())

@@ -126,7 +126,7 @@ def _supervised(name: str, lengths: Sequence[int], vocabulary: int) -> Work:
 
 def supervised_work(sizes: Sizes) -> Work:
     """Rows of very different lengths; all tokens are trained."""
-    lengths = _quantiles(sizes.rows, sizes.median, 0.66, sizes.longest)
+    lengths = _quantiles(sizes.rows, sizes.median, 0.64, sizes.longest)
     return _supervised(f"{sizes.rows} rows, median {sizes.median}", [*lengths[:-1], sizes.longest], sizes.vocabulary)
 
 

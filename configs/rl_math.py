@@ -10,7 +10,7 @@ The data is GSM8K on the hub. `--data` takes any other dataset or file whose ans
 
 Hardware: one GPU with 24 GB (RTX 4090, L4, A10). vLLM takes 45 % of its memory.
 Memory of training, estimated: 4.58 GiB.
-Not run on this hardware yet.
+Not run as a whole yet. What was measured on a GPU: docs/benchmarks.md.
 """
 
 import re

@@ -12,7 +12,7 @@ A text becomes a conversation: the first words are the question, and the model l
 also learns the chat template. There is no reward, so nothing is evaluated.
 Hardware: one GPU with 16 GB or more.
 Memory of training, estimated: 6.40 GiB.
-Not run on this hardware yet.
+Not run as a whole yet. What was measured on a GPU: docs/benchmarks.md.
 """
 
 import random

@@ -11,7 +11,7 @@ conversations, such as rows of the form
 The replies of the assistant are trained, and nothing else. There is no reward, so nothing is evaluated.
 Hardware: one GPU with 24 GB (RTX 4090, L4, A10).
 Memory of training, estimated: 15.71 GiB.
-Not run on this hardware yet.
+Not run as a whole yet. What was measured on a GPU: docs/benchmarks.md.
 """
 
 mode = "sft"
