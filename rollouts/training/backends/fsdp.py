@@ -34,7 +34,7 @@ def check_fsdp(values: Mapping[str, Any]) -> None:
     """Check settings without starting a rank. Raises ConfigError, SignatureError."""
     settings: TorchSettings = values["settings"]
     # Trained weights are float32; `dtype` is that of computations.
-    check_torch({**values, "settings": dataclasses.replace(settings, dtype="float32"), "share_prefix": False})
+    check_torch({**values, "settings": dataclasses.replace(settings, dtype="float32")})
     check_sharded(settings, values["make_optimizer"])
     stall, start = values["stall_seconds"], values["start_seconds"]
     processes, dtype = values["processes"], loading.resolve_dtype(settings.dtype, settings.device)
@@ -94,7 +94,7 @@ def create_fsdp_backend(
     kind = loading.resolve_device(settings.device).partition(":")[0]
     world_size = _world_size(processes, kind)
     _check_replicas(replicas, world_size)
-    chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=False)
+    chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch)
     agreed = f"{model}, seed {seed}, {lora_rank=}, {replicas=}, {chosen}, {sorted(algorithms.items())}"
     on_gpus = kind != "cpu"
     _find_commits(model, auxiliary_models or AuxiliaryModels())

@@ -42,6 +42,9 @@ class TorchSettings:
         lora_alpha: scale of the adapters; none: twice the rank
         lora_targets: "all-linear", or names of layers, separated by commas
         gradient_checkpointing: compute activations again in the backward pass; saves memory
+        layout: auto: the rows of a microbatch as a forest, without padding (earlier: packed); padded: each row padded to
+            the longest (earlier: buckets)
+        share_prefix: tokens that several rows begin with run once
         attention: of the engine in this process: auto, sdpa, eager, flash_attention_2 or flex_attention, as in
             transformers
         fp32_head: compute the logits of a half-precision model in float32
@@ -62,14 +65,16 @@ class TorchSettings:
     lora_alpha: float | None = None
     lora_targets: str = "all-linear"
     gradient_checkpointing: bool = False
+    layout: Literal["auto", "padded", "packed", "buckets"] = "auto"
+    share_prefix: bool = True
     attention: str = "auto"
     fp32_head: bool = False
     compile: Literal["auto", "layers", "off"] = "auto"
     memory_budget: float = 1.0
 
-    def of_run(self, *, lr: float, steps: int, tokens_per_microbatch: int, share_prefix: bool) -> TrainerSettings:
+    def of_run(self, *, lr: float, steps: int, tokens_per_microbatch: int) -> TrainerSettings:
         """Add the settings of the run. The warm-up is never longer than the run."""
-        own = vars(self) | {"warmup_steps": min(self.warmup_steps, max(1, steps)), "share_prefix": share_prefix}
+        own = vars(self) | {"warmup_steps": min(self.warmup_steps, max(1, steps))}
         return TrainerSettings(**own, lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch)
 
 
@@ -80,13 +85,11 @@ class TrainerSettings(TorchSettings):
     Attributes:
         lr: learning rate
         steps: planned optimizer steps. The schedules linear and cosine end there; 0: unknown
-        share_prefix: run a shared prompt once
     """
 
     lr: float
     steps: int = 0
     tokens_per_microbatch: int = 16384
-    share_prefix: bool = True
 
 
 def check_settings(settings: TrainerSettings) -> None:

@@ -49,7 +49,7 @@ def check_torch(values: Mapping[str, Any]) -> None:
     for algorithm in values["algorithms"].values():
         critic, teacher = bool(auxiliary_models.critic), bool(auxiliary_models.teacher)
         check_needs(algorithm, available_names(critic=critic, teacher=teacher, pairs=True))
-    names = ("lr", "steps", "tokens_per_microbatch", "share_prefix")
+    names = ("lr", "steps", "tokens_per_microbatch")
     optimizer.check_settings(settings.of_run(**{name: values[name] for name in names}))
     optimizer.check_chosen(settings, values["make_optimizer"])
     optimizer.check_trained_weights(values["lora_rank"], settings.lora_alpha, settings.dtype, auxiliary_models.critic)
@@ -70,18 +70,11 @@ def create_torch_backend(
     lora_roles: tuple[str, ...] | None = None,
     *,
     settings: TorchSettings = TorchSettings(),
-    share_prefix: bool = True,
 ) -> TorchBackend:
-    """Train in this process, on one device.
-
-    Loads the model. Raises ModelError, ConfigError, SignatureError.
-
-    Args:
-        share_prefix: run a shared prompt once
-    """
+    """Train in this process, on one device. Loads the model. Raises ModelError, ConfigError, SignatureError."""
     check_torch(locals())
     settings = dataclasses.replace(settings, dtype=resolve_dtype(settings.dtype, settings.device))
-    chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch, share_prefix=share_prefix)
+    chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch)
     masters = Masters(torch.bfloat16) if settings.dtype == "bfloat16" else None
     trains_all = masters is not None and not lora_rank
     weights = "float32" if trains_all else settings.dtype

@@ -170,6 +170,8 @@ class Trainer:
         if critic is not None:
             self._run_networks(critic.check, wanted.critic, paths)
         settings, teacher = self.settings, None
+        if settings.layout in ("padded", "buckets"):
+            paths = paths._replace(runs_forests=False)
         if wanted.teacher:
             top_k, dtype, device = wanted.teacher_top_k, settings.dtype, settings.device
             teacher = Teacher(wanted.teacher, paths, dtype=dtype, device=device, top_k=top_k)

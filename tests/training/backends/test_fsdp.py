@@ -69,6 +69,7 @@ def test_ranks_are_one_process(counts, tiny, folder, ranks_of, tmp_path):
         ranks = ranks_of(folder, processes, schedule=STAGES)
         assert isinstance(ranks.backend, TorchBackend) and ranks.backend.world_size == processes
         assert ranks.backend.model is None, "sharded"
+        assert ranks.backend._trainer.shares_prefix
         for stage in range(len(AGGREGATIONS)):
             same_words(ranks.train(ranks.batch(samples, stage), steps[stage]), expected[stage])
             close(weights_of(ranks), after[stage])
@@ -105,7 +106,7 @@ def test_ranks_are_one_process(counts, tiny, folder, ranks_of, tmp_path):
         ),
         pytest.param({"kl": "rk3_loss", "reference": {"name": "ema", "decay": 0.5}}, marks=NIGHTLY, id="ema"),
         pytest.param({"loss": "ppo", "critic": "head"}, marks=NIGHTLY, id="critic"),
-        pytest.param({"loss": "gspo", "training": {"layout": "packed"}}, marks=NIGHTLY, id="packed"),
+        pytest.param({"loss": "gspo", "training": {"layout": "padded"}}, marks=NIGHTLY, id="padded"),
     ],
 )
 def test_two_ranks_with(settings, tiny, folder, ranks_of, tmp_path):

@@ -496,3 +496,14 @@ def test_created_from_a_folder_by_name(tiny, tmp_path):
     backend.forward_backward(batch_of(tiny.make_samples())).wait()
     assert backend.optim_step().wait().metrics["optim/lr"] == pytest.approx(1e-3 / 3), "warm-up ends within the run"
     backend.close()
+
+
+@pytest.mark.parametrize("layout", ["padded", "buckets", "packed"])
+def test_padded_rows_have_the_same_gradient(tiny, backend_of, layout):
+    """`buckets` and `packed` are in the settings of earlier runs."""
+    model, batch = tiny.qwen3(), batch_of(tiny.make_samples())
+    reference, metrics = gradient_of(backend_of(model), [batch])
+    assert metrics[0]["perf/pad_frac"] == 0.0
+    backend = backend_of(model, layout=layout)
+    found, metrics = gradient_of(backend, [batch])
+    assert close(found, reference) and (metrics[0]["perf/pad_frac"] > 0) == (layout != "packed")
