@@ -11,7 +11,7 @@ the same tokens. The sides take turns, in another order for each block, and the 
 trained on; with `--trained-share`, only the last part of each row, like a reply after a prompt. The figures count all
 tokens of the rows, trained on or not, without padding, per CPU second of all threads (`time.process_time`). The sides:
 
-- ours, packed: `train_sft` with the torch backend, rows in buckets of similar length, or packed;
+- ours, padded: `train_sft` with the torch backend, rows as a forest, or padded to the longest;
 - bare sorted: a torch loop that sorts the epoch by length and fills each pass with rows of nearly equal length;
 - bare blocks: a torch loop over all tokens end to end, cut into full blocks without padding and without regard to rows.
   The length of a block is the one at which attention costs as much as in the rows;
@@ -62,7 +62,7 @@ from rollouts.types import Sample
 
 LEARNING_RATE = 1e-6
 LENGTH_MIN, LENGTH_MEDIAN, LENGTH_MAX, LENGTH_SPREAD = 32, 160, 1024, 0.9
-GROUPS = {"ours": ("ours", "packed"), "bare": ("bare",), "trl": ("trl",)}
+GROUPS = {"ours": ("ours", "padded"), "bare": ("bare",), "trl": ("trl",)}
 
 IGNORED = -100  # the label of a token that is not trained
 
@@ -272,7 +272,7 @@ def make_sides(model: str, rows: Rows, options: argparse.Namespace, folder: str)
     step_tokens = sum(row.trained for row in rows) / (len(rows) // options.batch)
     sides: dict[str, Callable[[], Any]] = {
         "ours": functools.partial(Ours, model, rows, options, "buckets"),
-        "packed": functools.partial(Ours, model, rows, options, "packed"),
+        "padded": functools.partial(Ours, model, rows, options, "padded"),
     }
 
     @functools.cache
@@ -334,7 +334,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=5, help="blocks measured, after the warm-up")
     parser.add_argument("--tokens-per-microbatch", type=int, default=2048, help="of ours")
     parser.add_argument("--bare-tokens", type=int, nargs="+", default=[1024, 2048], help="of a pass of a bare loop")
-    parser.add_argument("--sides", nargs="+", default=["ours", "packed", "bare", "trl"], help="how their names begin")
+    parser.add_argument("--sides", nargs="+", default=["ours", "padded", "bare", "trl"], help="how their names begin")
     parser.add_argument("--json", default="", help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
