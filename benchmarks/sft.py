@@ -271,7 +271,7 @@ def make_sides(model: str, rows: Rows, options: argparse.Namespace, folder: str)
     """The function that makes each side, by name."""
     step_tokens = sum(row.trained for row in rows) / (len(rows) // options.batch)
     sides: dict[str, Callable[[], Any]] = {
-        "ours": functools.partial(Ours, model, rows, options, "buckets"),
+        "ours": functools.partial(Ours, model, rows, options, "auto"),
         "padded": functools.partial(Ours, model, rows, options, "padded"),
     }
 
