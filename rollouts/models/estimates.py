@@ -3,7 +3,7 @@
 All numbers are per rank; in bytes, parameters, and operations per token. docs/memory-and-speed.md has the formulas and
 their limits. Not here: names of models and settings of runs (`rollouts.runs.dry_run`).
 
-    >>> round(train_flops(ModelSize(110, 110, 100, 2, 8, 8, 4, 10, False), tokens=1, sequence_length=5, lora=False))
+    >>> round(train_flops(ModelSize(110, 110, 100, 2, 8, 8, 4, 10, False), tokens=1, products=5, lora=False))
     1560
 """
 

@@ -10,13 +10,13 @@ attention over a forest (`backends.attention`), and the choice of the rows (`bat
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 SHARED_MIN = 16
 """Shorter runs are not shared: a branch of its own costs more than their tokens."""
+_FILLER = 128  # nodes of a tree that is padding: attention over it must cost little
 
 
 class Branch(NamedTuple):
@@ -41,69 +41,62 @@ class Forest(NamedTuple):
         paths: for each row, the node of each of its tokens [L]
     """
 
-    tokens: np.ndarray
-    positions: np.ndarray
+    tokens: list[int]
+    positions: list[int]
     branches: list[Branch]
-    paths: list[np.ndarray]
+    paths: list[list[int]]
 
-    def ends(self) -> np.ndarray:
+    def ends(self) -> list[int]:
         """[M] one past the last descendant of each node."""
-        sizes = [branch.stop - branch.start for branch in self.branches]
-        return np.repeat(np.array([branch.end for branch in self.branches], dtype=np.int64), sizes)
+        return [branch.end for branch in self.branches for _ in range(branch.start, branch.stop)]
 
     def padded(self, count: int) -> Forest:
-        """The same forest with `count` nodes in all. The added nodes are a tree of their own, which no row uses."""
+        """The same forest with `count` nodes in all. The added nodes are short trees, which no row uses. A single
+        branch becomes longer instead, so it remains one sequence.
+        """
         own = len(self.tokens)
         assert count >= own, f"{own} nodes do not fit into {count}"
         if count == own:
             return self
-        zeros = np.zeros(count - own, dtype=np.int64)
-        filler = Branch(own, count, -1, 0, count)
-        tokens, positions = np.concatenate([self.tokens, zeros]), np.concatenate([self.positions, zeros])
-        return Forest(tokens, positions, [*self.branches, filler], self.paths)
+        zeros = [0] * (count - own)
+        starts = range(own, count, _FILLER)
+        filler = [Branch(start, min(start + _FILLER, count), -1, 0, min(start + _FILLER, count)) for start in starts]
+        branches = [Branch(0, count, -1, 0, count)] if len(self.branches) == 1 else [*self.branches, *filler]
+        return Forest(self.tokens + zeros, self.positions + zeros, branches, self.paths)
 
 
 def make_forest(rows: Sequence[Sequence[int]], *, share: bool = True) -> Forest:
     """The forest of rows of token ids. Without `share`, every row is a tree of one branch."""
-    keys = [_key(row) for row in rows]
-    order = sorted(range(len(rows)), key=lambda row: (keys[row], row)) if share else list(range(len(rows)))
+    order, common = _in_order(rows) if share else (list(range(len(rows))), [0] * len(rows))
     lengths = [len(rows[row]) for row in order]
-    common = _common(keys, order) if share else [0] * len(rows)  # of a row and the one before it in the order
+    tokens: list[int] = []
     branches: list[Branch] = []
-    pieces: list[np.ndarray] = []
-    chains: list[list[int]] = [[] for _ in rows]  # the branches of each row
+    paths: list[list[int]] = [[] for _ in rows]
     waiting = [(first, last, 0, -1) for first, last in reversed(_groups(common, 0, len(rows), 0))]
     while waiting:
         first, last, depth, parent = waiting.pop()
         stop = min(common[first + 1 : last], default=lengths[first])
         if stop > depth:
-            start = branches[-1].stop if branches else 0
-            branches.append(Branch(start, start + stop - depth, parent, depth, 0))
-            pieces.append(np.frombuffer(keys[order[first]], dtype=">u4")[depth:stop])
+            start = len(tokens)
+            tokens += rows[order[first]][depth:stop]
+            branches.append(Branch(start, len(tokens), parent, depth, 0))
             parent = len(branches) - 1
             for place in range(first, last):
-                chains[order[place]].append(parent)
+                paths[order[place]] += range(start, len(tokens))
         while first < last and lengths[first] == stop:  # the shorter rows come first, and end here
             first += 1
         if first < last:
             waiting += [(one, other, stop, parent) for one, other in reversed(_groups(common, first, last, stop))]
-    branches = _with_ends(branches)
-    paths = [
-        np.concatenate([np.arange(branches[each].start, branches[each].stop) for each in chain] or [np.arange(0)])
-        for chain in chains
-    ]
-    depths = [np.arange(each.stop - each.start) + each.depth for each in branches]
-    tokens = np.concatenate(pieces or [np.arange(0)]).astype(np.int64)
-    return Forest(tokens, np.concatenate(depths or [np.arange(0)]), branches, paths)
+    positions = [position for each in branches for position in range(each.depth, each.depth + each.stop - each.start)]
+    return Forest(tokens, positions, _with_ends(branches), paths)
 
 
 def in_tree_order(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
     """Row numbers in an order in which rows that begin alike are neighbors, and how many of its leading tokens each
     shares with the row before it; 0 if these are too few to share.
     """
-    keys = [_key(row) for row in rows]
-    order = sorted(range(len(rows)), key=lambda row: (keys[row], row))
-    return order, [count if count >= SHARED_MIN else 0 for count in _common(keys, order)]
+    order, common = _in_order(rows)
+    return order, [count if count >= SHARED_MIN else 0 for count in common]
 
 
 def count_nodes(rows: Sequence[Sequence[int]], *, share: bool = True) -> int:
@@ -111,23 +104,23 @@ def count_nodes(rows: Sequence[Sequence[int]], *, share: bool = True) -> int:
     return len(make_forest(rows, share=share).tokens) if share else sum(map(len, rows))
 
 
-def _key(row: Sequence[int]) -> bytes:
-    """Bytes that sort like the ids of a row."""
-    return np.asarray(row, dtype=">u4").tobytes()
+def _in_order(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """Row numbers in the order of the rows' ids, and how many leading ids each row shares with the row before it."""
+    order = sorted(range(len(rows)), key=lambda row: (rows[row], row))
+    common = [_shared(rows[one], rows[other]) for one, other in itertools.pairwise(order)]
+    return order, [0, *common][: len(rows)]
 
 
-def _common(keys: Sequence[bytes], order: Sequence[int]) -> list[int]:
-    """How many leading ids each row of the order shares with the row before it."""
-    found = [0] * len(order)
-    for place in range(1, len(order)):
-        one, other = keys[order[place - 1]], keys[order[place]]
-        size = min(len(one), len(other))
-        if one[:size] == other[:size]:
-            found[place] = size // 4
+def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """The length of the common beginning. Slices are compared, which is faster than ids one by one."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
         else:
-            left, right = (np.frombuffer(key, dtype=np.uint32, count=size // 4) for key in (one, other))
-            found[place] = int(np.argmax(left != right))
-    return found
+            high = middle - 1
+    return low
 
 
 def _groups(common: Sequence[int], first: int, last: int, depth: int) -> list[tuple[int, int]]:

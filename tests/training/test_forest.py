@@ -26,13 +26,13 @@ def test_a_node_sees_the_tokens_before_it_in_its_rows():
     for _ in range(150):
         rows = random_rows(rng)
         forest = make_forest(rows)
-        nodes, ends = np.arange(len(forest.tokens)), forest.ends()
+        nodes, ends = np.arange(len(forest.tokens)), np.array(forest.ends())
         for row, path in zip(rows, forest.paths, strict=True):
-            assert forest.tokens[path].tolist() == row
-            assert forest.positions[path].tolist() == list(range(len(row)))
+            assert [forest.tokens[node] for node in path] == row
+            assert [forest.positions[node] for node in path] == list(range(len(row)))
             for place, node in enumerate(path):
                 visible = (nodes <= node) & (node < ends)
-                assert np.flatnonzero(visible).tolist() == path[: place + 1].tolist()
+                assert np.flatnonzero(visible).tolist() == path[: place + 1]
         assert sorted({node for path in forest.paths for node in path}) == nodes.tolist()
         shared += sum(map(len, rows)) - len(nodes)
     assert shared > 5_000
@@ -57,7 +57,7 @@ def test_a_row_that_is_the_beginning_of_another_ends_in_its_path():
 
 def test_one_row_is_a_tree_of_one_branch():
     forest = make_forest([[7, 8, 9]])
-    assert len(forest.branches) == 1 and forest.ends().tolist() == [3, 3, 3]
+    assert len(forest.branches) == 1 and forest.ends() == [3, 3, 3]
 
 
 def test_deep_trees_need_no_deep_stack():
@@ -65,10 +65,12 @@ def test_deep_trees_need_no_deep_stack():
     assert count_nodes(rows) == max(map(len, rows)) + 5 * (len(rows) - 1)
 
 
-def test_added_nodes_are_a_tree_of_their_own():
+def test_added_nodes_are_trees_of_their_own():
+    assert make_forest([[1, 2, 3]]).padded(5).ends() == [5] * 5, "one sequence remains one"
+    assert len(make_forest([[1, 2, 3], [4]]).padded(1000).branches) == 2 + 8
     forest = make_forest([[1, 2, 3], [4]])
     padded = forest.padded(8)
-    assert len(padded.tokens) == 8 and padded.ends().tolist() == [3, 3, 3, 4, 8, 8, 8, 8]
+    assert len(padded.tokens) == 8 and padded.ends() == [3, 3, 3, 4, 8, 8, 8, 8]
     assert padded.paths is forest.paths and forest.padded(4) is forest
     with pytest.raises(AssertionError, match="do not fit"):
         forest.padded(3)

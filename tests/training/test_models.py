@@ -30,7 +30,7 @@ def test_a_folder_loads(tiny, tmp_path):
     tiny.qwen3().save_pretrained(tmp_path)
     model = models.load_hf_model(str(tmp_path), dtype="bfloat16", device="cpu")
     assert model.dtype == torch.bfloat16 and not model.training
-    with pytest.raises(ModelError, match="choices: bfloat16"):
+    with pytest.raises(ModelError, match="choices: auto, bfloat16"):
         models.load_hf_model(str(tmp_path), dtype="half")
 
 

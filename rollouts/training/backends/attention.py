@@ -24,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from rollouts.training.forest import Branch, Forest, ancestors
@@ -62,6 +63,7 @@ class AttentionPlan:
         bounds: of the way "varlen": where its sequences begin, and the end of the last one
         longest: of the way "varlen": the most tokens of a sequence
         windows: the sliding windows that layers asked for; None is a layer without one
+        dtype: that of the queries
     """
 
     def __init__(self, way: Way) -> None:
@@ -72,6 +74,7 @@ class AttentionPlan:
         self.bounds: Tensor | None = None
         self.longest = 0
         self.windows: set[int | None] = set()
+        self.dtype = torch.float32
 
 
 def plan_attention(
@@ -153,8 +156,11 @@ def attending(networks: torch.nn.Module) -> Iterator[None]:
     before = {number: getattr(config, _SETTING, None) for number, config in configs.items()}
     for config in configs.values():
         setattr(config, _SETTING, NAME)
+    # On a GPU, cuDNN's kernel is the fastest for one long row, and torch would try it last.
+    fastest = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     try:
-        yield
+        with sdpa_kernel(fastest, set_priority=True) if torch.cuda.is_available() else contextlib.nullcontext():
+            yield
     finally:
         for number, config in configs.items():
             setattr(config, _SETTING, before[number])
@@ -222,6 +228,7 @@ def _attend_blocks(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, window: int | None, scaling: float | None
 ) -> Tensor:
     plan.windows.add(window)
+    plan.dtype = query.dtype
     queries, keys, values = (tensor.transpose(1, 2).squeeze(0) for tensor in (query, key, value))  # [M, heads, D]
     heads, size = queries.shape[1:]
     kv_heads = keys.shape[1]
@@ -315,11 +322,10 @@ def _block_mask(forest: Forest, device: torch.device, window: int | None) -> Any
 
 def visibility(forest: Forest, device: torch.device, window: int | None) -> Callable[..., Tensor]:
     """The rule of a forest, as FlexAttention asks for it: whether node i sees node j."""
-    ends = torch.from_numpy(forest.ends()).to(device)
-    positions = torch.from_numpy(forest.positions).to(device)
+    ends, positions = torch.tensor([forest.ends(), forest.positions], device=device)
 
     def is_visible(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = (j <= i) & (i < ends[j])
+        seen: Tensor = (j <= i) & (i < ends[j])
         return seen if window is None else seen & (positions[i] - positions[j] < window)
 
     return is_visible

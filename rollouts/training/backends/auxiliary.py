@@ -28,14 +28,14 @@ T = TypeVar("T")
 class _Scorer:
     """Computes a model's features."""
 
-    def __init__(self, causal: Any) -> None:
+    def __init__(self, causal: Any, budgets: tuple[int, ...]) -> None:
         self.causal = causal
-        self.budgets: tuple[int, ...] = ()
+        self._budgets = budgets
 
     @functools.cached_property
     def paths(self) -> ModelPaths:
         """How to run this model. It is inspected on first use."""
-        return inspect_model(self.causal)._replace(budgets=self.budgets)
+        return inspect_model(self.causal, self._budgets)
 
     def features(self, inputs: RowInputs) -> Tensor:
         """Features [U, F] of the predictions."""
@@ -49,7 +49,7 @@ class Teacher(_Scorer):
     def __init__(self, name: str, policy: ModelPaths, *, dtype: str, device: str, top_k: int) -> None:
         """Raise ModelError if the model cannot be loaded, or has another vocabulary than the policy."""
         causal = load_hf_model(name, dtype=dtype, device=device)
-        super().__init__(causal.requires_grad_(False))
+        super().__init__(causal.requires_grad_(False), policy.budgets)
         found = self.paths.vocabulary_size
         if found != policy.vocabulary_size:
             what = f"--teacher {name} has {found} tokens and the policy {policy.vocabulary_size}"
@@ -94,9 +94,9 @@ class Critic(nn.Module):
         return values
 
     @classmethod
-    def load(cls, name: str, policy: Any, *, dtype: str, device: str) -> Critic:
+    def load(cls, name: str, policy: Any, *, dtype: str, device: str, budgets: tuple[int, ...] = ()) -> Critic:
         """Make a critic. With the `name` "head", its trunk is that of the causal LM `policy`; else the trunk is the
-        model of this name, whose weights are all trained.
+        model of this name, whose weights are all trained. `budgets` are those of `inspect_model`.
 
         Raises ModelError, ConfigError. Call `check` once the model can run.
         """
@@ -106,7 +106,7 @@ class Critic(nn.Module):
         head = causal.get_output_embeddings()
         if head.weight is not causal.get_input_embeddings().weight:
             head.requires_grad_(False)  # a critic's logits are never computed
-        return cls(policy, scorer=_Scorer(causal))
+        return cls(policy, scorer=_Scorer(causal, budgets))
 
     @torch.no_grad()
     def check(self, name: str, policy: ModelPaths) -> None:

@@ -42,8 +42,8 @@ class TorchSettings:
         lora_alpha: scale of the adapters; none: twice the rank
         lora_targets: "all-linear", or names of layers, separated by commas
         gradient_checkpointing: compute activations again in the backward pass; saves memory
-        layout: auto: the rows of a microbatch as a forest, without padding (earlier: packed); padded: each row padded to
-            the longest (earlier: buckets)
+        layout: auto: the rows of a microbatch are a forest, without padding (earlier: packed); padded: rows are padded
+            to the longest (earlier: buckets)
         share_prefix: tokens that several rows begin with run once
         attention: of the engine in this process: auto, sdpa, eager, flash_attention_2 or flex_attention, as in
             transformers

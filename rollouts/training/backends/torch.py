@@ -30,7 +30,6 @@ from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
 from rollouts.training.backends import optimizer
-from rollouts.training.backends.masters import Masters
 from rollouts.training.backends.metric_sums import Reading, batch_metrics, join_records, sum_work
 from rollouts.training.backends.optimizer import MakeOptimizer, TorchSettings
 from rollouts.training.backends.profiling import peak_gib
@@ -75,17 +74,10 @@ def create_torch_backend(
     check_torch(locals())
     settings = dataclasses.replace(settings, dtype=resolve_dtype(settings.dtype, settings.device))
     chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch)
-    masters = Masters(torch.bfloat16) if settings.dtype == "bfloat16" else None
-    trains_all = masters is not None and not lora_rank
-    weights = "float32" if trains_all else settings.dtype
+    # In bfloat16, the trainer keeps these weights as masters.
+    weights = "float32" if settings.dtype == "bfloat16" and not lora_rank else settings.dtype
     causal = load_hf_model(model, dtype=weights, device=settings.device, attention=settings.attention)
-    if masters is not None and trains_all:
-        head = causal.get_output_embeddings()
-        wide = set(head.parameters()) if settings.fp32_head and head is not None else set()
-        masters.take(parameter for parameter in causal.parameters() if parameter not in wide)
     adapter = put_in(causal, settings, lora_rank, seed, lora_roles or ())
-    if masters is not None and adapter is not None:
-        masters.take(parameter for parameter in causal.parameters() if parameter.requires_grad)
     trainer = Trainer(
         causal,
         algorithms,
@@ -94,7 +86,6 @@ def create_torch_backend(
         source=resolve_model_name(model),
         auxiliary_models=auxiliary_models,
         make_optimizer=make_optimizer,
-        masters=masters,
     )
     return TorchBackend(Executor(trainer))
 
@@ -223,7 +214,7 @@ class TorchBackend:
         self.lr = trainer.lr
         self._executor = executor
         self._trainer = trainer
-        self._has_told = False  # that a compilation failed
+        self._has_warned = False  # that a compilation failed
 
     @property
     def version(self) -> int:
@@ -282,8 +273,8 @@ class TorchBackend:
             places, records = [shard.places for shard in shards], [reading.recorded for reading in readings]
             batch.recorded = join_records(batch.rows, places, records)
         metrics |= trainer.compilation_metrics()
-        if metrics.get("perf/compilation_failed") and not self._has_told:
-            self._has_told = True
+        if metrics.get("perf/compilation_failed") and not self._has_warned:
+            self._has_warned = True
             self.notes += (f"warning: layers are not compiled: {trainer.compilation_failure}",)
         return metrics | training_speed(trainer, readings, seconds)
 

@@ -79,11 +79,8 @@ class Trainer:
         shards: Sharding | None = None,
         rank: int = 0,
         make_optimizer: MakeOptimizer | None = None,
-        masters: Masters | None = None,
     ) -> None:
-        """`source` has the tokenizer. With `shards`, all ranks get rank 0's weights. `masters` are those of the causal
-        LM's parameters in half precision.
-        """
+        """`source` has the tokenizer. With `shards`, all ranks get rank 0's weights."""
         optimizer.check_settings(settings)
         wanted = auxiliary_models or AuxiliaryModels()
         self.version = 0
@@ -106,21 +103,13 @@ class Trainer:
         self._progressed: Callable[[], object] = (lambda: None) if shards is None else shards.progressed
         self._flat_saving_min = batching.PASS_SAVING_MIN if kind == "cpu" else batching.PASS_SAVING_MIN_GPU
         self.causal = causal.eval()
-        critic = None
-        if wanted.critic:
-            # It is trained. A sharded critic is loaded in float32 on the CPU, and its shards move to their device.
-            dtype = "float32" if shards is not None or masters is not None else settings.dtype
-            device = settings.device if shards is None else "cpu"
-            critic = Critic.load(wanted.critic, causal, dtype=dtype, device=device)
+        compiles = settings.compile == "layers" or (settings.compile == "auto" and kind == "cuda")
+        self._compilations = Compilations(memory_budget=settings.memory_budget) if compiles else None
+        budgets = node_budgets(self.tokens_max) if compiles or kind == "cuda" else ()  # FlexAttention is compiled too
+        critic = self._load_critic(wanted.critic, budgets) if wanted.critic else None
         self.networks = Networks(causal, critic)
-        self._masters = masters or Masters()
-        self._compilations: Compilations | None = None
-        if settings.compile == "layers" or (settings.compile == "auto" and kind == "cuda"):
-            self._compilations = Compilations(memory_budget=settings.memory_budget)
-        trained_models = [causal, *([critic.trunk] if critic is not None and critic.trunk is not None else [])]
-        self._masters.take(parameter for model in trained_models[1:] for parameter in model.parameters())
-        for model in trained_models:
-            wrap_layers(model, checkpoints=settings.gradient_checkpointing, compilations=self._compilations)
+        self._masters = Masters(torch.bfloat16 if settings.dtype == "bfloat16" and shards is None else None)
+        self._prepare_layers()
         # A hash of the names and shapes of weights in files. Sharding changes none of them.
         self.fingerprint = checkpoint.model_fingerprint(causal.state_dict())
         self.size = model_size_of(causal)
@@ -130,15 +119,10 @@ class Trainer:
         computes = (shards and shards.compute_dtype) or self._masters.dtype or causal.dtype
         self.compute_dtype = str(computes).removeprefix("torch.")
         self._parameters = self._masters.of(p for p in causal.parameters() if p.requires_grad)
-        # Sets that are clipped together, with learning rates: the policy or the adapter of each role, and the critic.
-        of_roles = [self._masters.of(each) for each in lora.trained_sets(adapter)]
-        self._sets = [(each, settings.lr) for each in of_roles or [self._parameters]]
-        if critic is not None:
-            learns = self._masters.of(p for p in critic.parameters() if p.requires_grad)
-            self._sets.append((learns, wanted.critic_lr))
+        self._sets = self._trained_sets(wanted.critic_lr)
         named = {name: p for name, p in self.networks.named_parameters() if p.requires_grad}
         self._names = dict(zip(self._masters.of(named.values()), named, strict=True))
-        self._models = self._inspect(wanted, critic)
+        self._models = self._inspect(wanted, critic, budgets)
         if self._compilations is not None:
             self._compilations.is_on = True
         self.notes = self._models.paths.notes
@@ -146,6 +130,33 @@ class Trainer:
         self._reference = None if rule is None else ReferencePolicy(self._parameters, rule, adapters=adapters)
         self._optimizer = optimizer.make_optimizer(self._sets, settings, make_optimizer)
         self._made = optimizer.group_values(self._optimizer)
+
+    def _trained_sets(self, critic_lr: float) -> list[tuple[list[nn.Parameter], float]]:
+        """Sets that are clipped together, with learning rates: the policy or the adapter of each role; the critic."""
+        of_roles = [self._masters.of(each) for each in lora.trained_sets(self.adapter)]
+        sets = [(each, self.lr) for each in of_roles or [self._parameters]]
+        critic = self.networks.critic
+        if critic is not None:
+            sets.append((self._masters.of(p for p in critic.parameters() if p.requires_grad), critic_lr))
+        return sets
+
+    def _load_critic(self, name: str, budgets: tuple[int, ...]) -> Critic:
+        """It is trained, so it is loaded in the dtype of masters. A sharded one is loaded on the CPU, and its shards
+        move to their device.
+        """
+        dtype, device = self.settings.dtype, self.settings.device
+        if self._shards is not None or dtype == "bfloat16":
+            dtype, device = "float32", device if self._shards is None else "cpu"
+        return Critic.load(name, self.causal, dtype=dtype, device=device, budgets=budgets)
+
+    def _prepare_layers(self) -> None:
+        """Give trained weights masters, and wrap the layers of the trained models."""
+        trunk = None if self.networks.critic is None else self.networks.critic.trunk
+        head = self.causal.get_output_embeddings() if self.settings.fp32_head else None
+        wide = set() if head is None else set(head.parameters())
+        for model in filter(None, (self.causal, trunk)):
+            self._masters.take(parameter for parameter in model.parameters() if parameter not in wide)
+            wrap_layers(model, checkpoints=self.settings.gradient_checkpointing, compilations=self._compilations)
 
     def _shard(self, shards: Sharding) -> None:
         """Shard the networks over the ranks, with rank 0's weights."""
@@ -160,13 +171,9 @@ class Trainer:
         config = None if self.adapter is None else next(iter(self.adapter.peft_config.values()))
         return files.ModelFiles(self.causal, config, self._source, self.roles)
 
-    def _inspect(self, wanted: AuxiliaryModels, critic: Critic | None) -> Models:
+    def _inspect(self, wanted: AuxiliaryModels, critic: Critic | None, budgets: tuple[int, ...]) -> Models:
         """Find out how to run the policy, and load the teacher. Raises ConfigError, ModelError."""
-        paths: ModelPaths = self._run_networks(inspect_model, self.causal)
-        if self._compilations is not None:
-            paths = paths._replace(budgets=node_budgets(self.tokens_max))
-            if critic is not None and critic.scorer is not None:
-                critic.scorer.budgets = paths.budgets
+        paths: ModelPaths = self._run_networks(inspect_model, self.causal, budgets)
         if critic is not None:
             self._run_networks(critic.check, wanted.critic, paths)
         settings, teacher = self.settings, None

@@ -36,7 +36,7 @@ class ModelPaths(NamedTuple):
         head: `head(features [t, F])` returns logits [t, vocabulary_size]
         runs_forests: whether it can run a forest; else it runs padded rows
         way: how it attends; None: the fastest way of this device
-        dtype: of the layers; the embedding may be float32 because of the head
+        dtype: of the queries of its layers
         windows: the sliding windows of its layers; None is a layer without one
         budgets: ascending numbers of nodes; a forest is padded to one of them, so that few shapes are compiled
         notes: which optimizations cannot be used, and why
@@ -109,7 +109,7 @@ def make_inputs(rows: Sequence[Sequence[int]], wanted: Sequence[np.ndarray], *, 
     positions = np.concatenate(wanted)
     assert len(positions), "no position was requested"
     pairs = list(zip(forest.paths, rows, wanted, strict=True))
-    nodes = np.concatenate([path[chosen - 1] for path, _, chosen in pairs])
+    nodes = np.concatenate([np.asarray(path, dtype=np.int64)[chosen - 1] for path, _, chosen in pairs])
     targets = np.concatenate([np.asarray(row, dtype=np.int64)[chosen] for _, row, chosen in pairs])
     _, first, gather = np.unique(nodes << 32 | targets, return_index=True, return_inverse=True)
     if len(first) == len(nodes):
@@ -118,14 +118,18 @@ def make_inputs(rows: Sequence[Sequence[int]], wanted: Sequence[np.ndarray], *, 
     return RowInputs(rows, wanted, forest, nodes[first], targets[first], places, gather)
 
 
-def inspect_model(causal: Any) -> ModelPaths:
-    """Find the fastest way to run this model whose logits differ from the model's own by at most 1e-4 (fp32)."""
+def inspect_model(causal: Any, budgets: tuple[int, ...] = ()) -> ModelPaths:
+    """Find the fastest way to run this model whose logits differ from the model's own by at most 1e-4 (fp32). Forests
+    are padded to one of the `budgets`.
+    """
     inputs = make_inputs(*_probe_rows(int(causal.get_input_embeddings().weight.shape[0])))
     notes: list[str] = []
     with torch.no_grad():
         own = causal(input_ids=_padded(inputs.rows, _device_of(causal)), use_cache=False).logits
         dtype = _hidden_dtype(causal)
-        full = ModelPaths(causal, _body(causal, "logits"), lambda logits: logits, own.shape[-1], dtype=dtype)
+        full = ModelPaths(
+            causal, _body(causal, "logits"), lambda logits: logits, own.shape[-1], dtype=dtype, budgets=budgets
+        )
         expected = _probe_logits(full, inputs)
         paths, reason = _separate_head(full), "it does not show its output embeddings"
         if paths is not None:
@@ -153,7 +157,7 @@ def run_features(paths: ModelPaths, inputs: RowInputs) -> tuple[Tensor, Work]:
         plan = plan_attention(forest, device, paths.dtype, windows=paths.windows, way=paths.way)
         features = _run(paths, forest, plan)
         index = inputs.nodes
-        work = Work(count, len(forest.tokens), len(index), int(inputs.forest.positions.sum()) + count)
+        work = Work(count, len(forest.tokens), len(index), sum(inputs.forest.positions) + count)
     flat = features.reshape(-1, features.shape[-1])
     return flat.index_select(0, torch.from_numpy(index).to(device)), work
 
@@ -161,7 +165,8 @@ def run_features(paths: ModelPaths, inputs: RowInputs) -> tuple[Tensor, Work]:
 def _run(paths: ModelPaths, forest: Forest, plan: AttentionPlan) -> Tensor:
     """The features [1, M, F] of a forest."""
     device = _device_of(paths.causal)
-    tokens, positions = (torch.from_numpy(each)[None].to(device) for each in (forest.tokens, forest.positions))
+    both = torch.from_numpy(np.array([forest.tokens, forest.positions], dtype=np.int64)).to(device)
+    tokens, positions = both[:1], both[1:]
     return paths.body(input_ids=tokens, position_ids=positions, use_cache=False, forest=plan)
 
 
@@ -231,9 +236,10 @@ def _with_forests(paths: ModelPaths, inputs: RowInputs, expected: Tensor) -> tup
     if reason := _why_not(paths.causal):
         return paths, reason
     try:
-        windows = _windows(paths, inputs.forest)
+        plan = _planned(paths, inputs.forest)
     except Exception as error:  # see _disagreement
         return paths, f"it raises {type(error).__name__}: {error}"
+    windows = tuple(sorted(plan.windows, key=lambda window: window or 0))
     config = paths.causal.config.get_text_config(decoder=True)
     layers = getattr(config, "layer_types", None) or ("sliding_attention",)
     if getattr(config, "sliding_window", None) and "sliding_attention" in layers and windows == (None,):
@@ -241,20 +247,19 @@ def _with_forests(paths: ModelPaths, inputs: RowInputs, expected: Tensor) -> tup
     apart = make_inputs(inputs.rows, inputs.wanted, share=False)
     ways: tuple[Way | None, ...] = (None, "blocks") if _device_of(paths.causal).type == "cuda" else (None,)
     for way in ways:
-        forests = paths._replace(runs_forests=True, way=way, windows=windows)
+        forests = paths._replace(runs_forests=True, way=way, windows=windows, dtype=plan.dtype)
         found = [_disagreement(forests, each, expected) for each in (inputs, apart)]
         if not any(found):
             return forests, ""
     return paths, next(filter(None, found))
 
 
-def _windows(paths: ModelPaths, forest: Forest) -> tuple[int | None, ...]:
-    """The sliding windows that the layers of a model ask for."""
-    causal = paths.causal
-    plan = plan_attention(forest, _device_of(causal), paths.dtype, way="blocks")
-    with attending(causal):
+def _planned(paths: ModelPaths, forest: Forest) -> AttentionPlan:
+    """Run a forest, so that the plan knows what the layers of the model ask for: windows and dtype."""
+    plan = plan_attention(forest, _device_of(paths.causal), paths.dtype, way="blocks")
+    with attending(paths.causal):
         _run(paths, forest, plan)
-    return tuple(sorted(plan.windows, key=lambda window: window or 0))
+    return plan
 
 
 def _why_not(causal: Any) -> str:

@@ -32,7 +32,7 @@ def visible_to(forest, window=None):
     for path in forest.paths:
         for place, node in enumerate(path):
             seen = path[: place + 1] if window is None else path[max(0, place + 1 - window) : place + 1]
-            visible[node, torch.from_numpy(seen)] = True
+            visible[node, seen] = True
     return visible
 
 

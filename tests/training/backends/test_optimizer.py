@@ -126,11 +126,13 @@ def test_settings_that_are_refused(given, message):
         check_settings(TrainerSettings(**{"lr": 1e-3, **given}))
 
 
-def test_training_all_weights_in_half_precision_is_refused_with_ways_out():
-    with pytest.raises(ConfigError, match=r"--training fsdp.*--lora-rank 16.*--training.dtype float32"):
-        check_trained_weights(0, None, "bfloat16")
-    check_trained_weights(8, None, "bfloat16")
-    check_trained_weights(0, None, "float32")
+def test_training_all_weights_in_float16_is_refused_with_a_way_out():
+    with pytest.raises(ConfigError, match=r"float16: all weights would .* type --training.dtype bfloat16"):
+        check_trained_weights(0, None, "float16")
+    with pytest.raises(ConfigError, match=r"float16: --critic tiny: all of its weights .* --training.dtype bfloat16"):
+        check_trained_weights(8, None, "float16", "tiny")
+    check_trained_weights(8, None, "float16")
+    check_trained_weights(0, None, "bfloat16", "tiny")
 
 
 def test_only_adafactor_is_refused_where_weights_are_sharded():

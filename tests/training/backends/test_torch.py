@@ -461,8 +461,9 @@ def test_wrong_settings_are_refused(tiny, tmp_path):
         ("lora_alpha", 0.0, "--training.lora-alpha 0.0: expected a number above 0"),
         ("lora_rank", -1, "--lora-rank -1: expected 1 or more, or 0"),
         ("tokens_per_microbatch", 0, "--tokens-per-microbatch 0: expected 1 or more"),
-        ("dtype", "bfloat16", "--training.dtype bfloat16: all weights would be trained in bfloat16"),
-        ("dtype", "float16", "--lora-rank 16, whose adapters are float32, or --training.dtype float32"),
+        ("dtype", "float16", "--training.dtype float16: all weights would be trained in float16"),
+        ("compile", "on", "--training.compile on: expected one of auto, layers, off"),
+        ("memory_budget", 0.0, "--training.memory-budget 0.0: expected above 0, up to 1"),
     ],
 )
 def test_settings_out_of_bounds_are_refused_before_weights_are_read(name, value, words):

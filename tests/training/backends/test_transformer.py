@@ -98,7 +98,7 @@ def test_what_is_beside_a_row_changes_nothing_of_it(tiny, name, implementation):
 
 
 def ranged(forest):
-    return forest._replace(positions=np.arange(len(forest.tokens)))
+    return forest._replace(positions=list(range(len(forest.tokens))))
 
 
 def unforked(forest):
