@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 
 from rollouts.models.lora import add_lora
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.backends import layers
+from rollouts.training.backends import layers, transformer
 from rollouts.training.backends.layers import Compilations, budget_for, node_budgets, wrap_layers
 from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.torch import Executor, TorchBackend
@@ -116,6 +117,28 @@ def test_a_whole_layer_is_one_graph_and_the_limit_of_variants_is_a_failure(tiny,
     assert [metrics["perf/compilations"] for metrics in found] == [1, 0, 1, 0, 0]
     assert [metrics["perf/compilation_failed"] for metrics in found] == [0, 0, 0, 1, 1]
     assert backend.notes[-1].endswith("a layer would be compiled for more than 2 shapes")
+
+
+@pytest.mark.slow
+def test_flex_attention_in_compiled_layers_is_compiled_once(tiny):
+    """Forward only, because a CPU has no backward pass. New masks of one shape compile nothing."""
+    model = tiny.qwen3(layers=3)
+    compilations = Compilations()
+    wrap_layers(model, checkpoints=False, compilations=compilations)
+    plain = transformer.inspect_model(model)
+    flex = plain._replace(way="flex", budgets=(256,))
+    found = []
+    for number in range(3):
+        rows = [[*range(30), *[member] * (10 + number)] for member in range(3 + number)]
+        inputs = transformer.make_inputs(rows, [np.arange(1, len(row)) for row in rows])
+        with torch.no_grad(), plain.attending():
+            expected, _ = transformer.run_features(plain, inputs)
+            compilations.is_on = True
+            features, _ = transformer.run_features(flex, inputs)
+            compilations.is_on = False
+        torch.testing.assert_close(features, expected, rtol=0, atol=1e-4)
+        found.append(compilations.new())
+    assert sum(found) <= 2 and found[-1] == 0 and not compilations.failure
 
 
 def test_an_engine_gets_the_plain_layers(tiny, monkeypatch):
