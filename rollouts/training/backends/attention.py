@@ -57,6 +57,7 @@ class AttentionPlan:
 
     Attributes:
         way: see the top of this module
+        kernel: of the ways "varlen" and "flex"
         blocks: of the way "blocks"
         places: [M] where each node is in the concatenated outputs of the blocks
         masks: for the ways "blocks" and "flex", by window; made once, and used by every layer
@@ -68,6 +69,7 @@ class AttentionPlan:
 
     def __init__(self, way: Way) -> None:
         self.way = way
+        self.kernel: Callable[..., Any] | None = {"varlen": _varlen, "flex": _flex}.get(way, lambda: None)()
         self.blocks: list[Block] = []
         self.places: Tensor | None = None
         self.masks: dict[Any, Any] = {}
@@ -137,7 +139,8 @@ def attend(
         found = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=is_grouped)
     elif forest.way == "flex":
         mask = forest.masks[sliding_window]
-        found = _flex()(query, key, value, block_mask=mask, scale=scaling, enable_gqa=is_grouped)
+        assert forest.kernel is not None, "the plan has chosen it"
+        found = forest.kernel(query, key, value, block_mask=mask, scale=scaling, enable_gqa=is_grouped)
     else:
         return _attend_varlen(query, key, value, forest, sliding_window, scaling), None
     return found.transpose(1, 2), None
@@ -300,15 +303,14 @@ def _flex() -> Callable[..., Any]:
 def _attend_varlen(
     query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, window: int | None, scaling: float | None
 ) -> Tensor:
-    run = _varlen()
-    assert run is not None, "plan_attention has looked"
+    assert plan.kernel is not None, "the plan has chosen it"
     group = query.shape[1] // key.shape[1]
     if group > 1:  # torch 2.11 has no grouped queries here
         key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
     tensors = (tensor.transpose(1, 2).squeeze(0) for tensor in (query, key, value))
     sizes = (plan.bounds, plan.bounds, plan.longest, plan.longest)
     # A window of w tokens looks back at w - 1 of them; -1 is as far as the row reaches.
-    found: Tensor = run(*tensors, *sizes, scale=scaling, window_size=((window or 0) - 1, 0))
+    found: Tensor = plan.kernel(*tensors, *sizes, scale=scaling, window_size=((window or 0) - 1, 0))
     return found.unsqueeze(0)
 
 
