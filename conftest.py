@@ -145,8 +145,7 @@ def metadata_read_once():
 def forked_ranks(monkeypatch):
     """The ranks of distributed training start as forks, which saves each of them five seconds of imports."""
     import forks
-
-    from rollouts.training.backends import ranks
+    from rollouts_fsdp import ranks
 
     monkeypatch.setattr(ranks, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": forks.popen}))
 

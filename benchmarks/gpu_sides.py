@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from gpu_limit import Limit
 from gpu_rows import Sizes, Work, save_model
+from rollouts_fsdp.backend import create_fsdp_backend
 from torch._dynamo.utils import counters
 from transformers import Qwen3ForCausalLM
 
 from rollouts.training.algorithms.recipes import GRPO, SFT
-from rollouts.training.backends.fsdp import create_fsdp_backend
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.batching import make_batch

@@ -23,7 +23,7 @@ def _home_of(package: str) -> Path:
     return in_clone if (in_clone / package).is_dir() else ROOT
 
 
-BESIDE = ("rollouts_check", "rollouts_notes", "rollouts_servers", "rollouts_view")
+BESIDE = ("rollouts_check", "rollouts_fsdp", "rollouts_notes", "rollouts_servers", "rollouts_view")
 HOMES = {"rollouts": ROOT} | {package: _home_of(package) for package in BESIDE}
 """Each package of this distribution, and the folder that holds it."""
 

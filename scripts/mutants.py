@@ -35,7 +35,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 STORE = Path(__file__).with_suffix(".jsonl")
-CODE = ("rollouts", *(f"plugins/{name}/rollouts_{name}" for name in ("check", "view", "notes", "servers")))
+CODE = ("rollouts", *(f"plugins/{name}/rollouts_{name}" for name in ("check", "view", "fsdp", "notes", "servers")))
 TESTS = ("tests", "plugins")
 HEAVY = "torch transformers peft datasets trio httpx msgspec click rich numpy".split()
 LEAST = 0.97

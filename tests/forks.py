@@ -35,8 +35,8 @@ LOADED = [
     "rollouts.runs",
     "rollouts.runs.jobs.train",
     "rollouts.inference.embedded.hf",
-    "rollouts.training.backends.fsdp",
-    "rollouts.training.backends.ranks",
+    "rollouts_fsdp.backend",
+    "rollouts_fsdp.ranks",
     "rollouts.training.loops",
 ]
 KNOWN = {"cwd", "env", "start_new_session", "stderr", "stdin", "stdout", "text"}

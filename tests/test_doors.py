@@ -87,6 +87,7 @@ def test_an_editable_install_of_before_finds_what_is_new(tmp_path):
     makes_a_package_and_checks(ROOT, tmp_path)
     assert command(ROOT, "view", "--help").returncode == 0
     assert python(ROOT, "from rollouts.training.rl_loop import run_rl_training").returncode == 0
+    assert python(ROOT, "from rollouts.training.backends.fsdp import create_fsdp_backend").returncode == 0
     done = python(ROOT, LOAD)  # as a run loads the setting that it saved
     assert done.returncode == 0, done.stderr
 
@@ -103,6 +104,9 @@ def test_a_module_is_the_same_by_its_earlier_name():
     for name in ("", ".options", ".vllm"):
         servers = importlib.import_module(f"rollouts.inference.servers{name}")
         assert servers is importlib.import_module(f"rollouts_servers{name}")
+    for name, new in (("fsdp", "backend"), ("ranks", "ranks"), ("rendezvous", "rendezvous")):
+        sharded = importlib.import_module(f"rollouts.training.backends.{name}")
+        assert sharded is importlib.import_module(f"rollouts_fsdp.{new}")
     assert rollouts.spending is rollouts_servers.spending
     with pytest.raises(ModuleNotFoundError, match=r"rollouts\.primitives\.no_such_module"):
         importlib.import_module("rollouts.primitives.no_such_module")
@@ -130,11 +134,18 @@ def test_a_command_of_a_missing_package_says_what_to_install(name, core):
     assert "type: pip install --force-reinstall rollouts-rl" in done.stderr
 
 
-@pytest.mark.parametrize("name", ["vllm", "openai"])
-def test_an_engine_of_a_missing_package_says_what_to_install(name, core):
-    done = command(core, "eval", "--env", "calculator", "--inference", name)
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        (("eval", "--inference", "vllm"), "rollouts_servers"),
+        (("eval", "--inference", "openai"), "rollouts_servers"),
+        (("run", "--training", "fsdp"), "rollouts_fsdp"),
+    ],
+)
+def test_a_component_of_a_missing_package_says_what_to_install(words, package, core):
+    done = command(core, *words, "--env", "calculator")
     assert (done.returncode, done.stdout) == (2, "")
-    missing = "the package rollouts_servers of rollouts-rl is missing type: pip install --force-reinstall rollouts-rl"
+    missing = f"the package {package} of rollouts-rl is missing type: pip install --force-reinstall rollouts-rl"
     assert missing in done.stderr
 
 
@@ -150,6 +161,8 @@ def test_an_engine_of_a_missing_package_says_what_to_install(name, core):
             "from rollouts.providers import create_vllm_inference", "rollouts_servers", marks=pytest.mark.nightly
         ),
         ("from rollouts.spending import SpendingStore", "rollouts_servers"),
+        ("from rollouts.training import FSDPTrainingBackend", "rollouts_fsdp"),
+        ("from rollouts.training.backends import ranks", "rollouts_fsdp"),
     ],
 )
 def test_a_name_of_a_missing_package_says_what_to_install(line, package, core):

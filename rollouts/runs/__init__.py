@@ -30,7 +30,6 @@ panel.py         the live view of a run in a terminal or a notebook
 sample_rows.py   a few rollouts as the rows of a table, for loggers
 streams.py       an output that can no longer be written
 held_objects.py  Python objects that no name finds again: what to type
-rank.py          a rank above 0 of a distributed backend
 export.py        a checkpoint becomes a model
 publish.py       the card of an exported model, how it is used, and its repository on the hub
 run_model.py     the model of a run with its settings, to talk to
@@ -99,10 +98,10 @@ def run(
         from rollouts.runs.jobs.train import train
 
         if not is_first and has_workers(resolved):  # only rank 0 plays episodes
-            from rollouts.runs.rank import serve_rank
+            from rollouts.doors import open_module
 
             with naming_copies(folder):
-                serve_rank(resolved)
+                open_module("rollouts_fsdp.rank").serve_rank(resolved)
             return {}
         with naming_copies(folder):
             plan = make_plan(resolved)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rollouts.lazy import lazy_face, moved_modules
 
 if TYPE_CHECKING:
+    from rollouts_fsdp.backend import FSDPTrainingBackend as FSDPTrainingBackend
     from rollouts_notes.checkpoint_servers import InferenceEngine as InferenceEngine
     from rollouts_notes.checkpoint_servers import SGLangEngine as SGLangEngine
     from rollouts_notes.checkpoint_servers import VLLMEngine as VLLMEngine
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from rollouts.models.futures import ImmediateTrainFuture as ImmediateTrainFuture
     from rollouts.models.futures import TrainFuture as TrainFuture
     from rollouts.models.loading import load_hf_model as load_hf_model
-    from rollouts.training.backends.fsdp import FSDPTrainingBackend as FSDPTrainingBackend
     from rollouts.training.batches import TrainBatch as TrainBatch
     from rollouts.training.batches import TrainingBackend as TrainingBackend
     from rollouts.training.datasets.buffer import DataBuffer as DataBuffer
@@ -86,7 +86,7 @@ if TYPE_CHECKING:
 
 __getattr__, __dir__ = lazy_face(__name__)
 
-_ENGINE, _NOTES = __name__, "rollouts_notes"
+_ENGINE, _FSDP, _NOTES = __name__, "rollouts_fsdp", "rollouts_notes"
 _HOMES = {
     f"{_ENGINE}.samples {_NOTES}.rows {_ENGINE}.rollout_gen.groups rollouts.agent.episode": "agent_integration",
     f"{_NOTES}.manager": "async_rollout_manager rollout_gen.async_rollout_manager",
@@ -95,7 +95,11 @@ _HOMES = {
     f"{_NOTES}.pytorch_factory": "backends.pytorch backends.pytorch_factory rl_losses",
     f"{_ENGINE}.datasets.buffer": "data_buffer datasets.data_buffer",
     f"{_NOTES}.supervised": "dataset_loaders datasets.dataset_loaders datasets.sft sft sample_prep",
-    f"{_ENGINE}.backends.rendezvous {_ENGINE}.backends.ranks {_NOTES}.pytorch_factory": "distributed_utils",
+    f"{_FSDP}.rendezvous {_FSDP}.ranks {_NOTES}.pytorch_factory": "distributed_utils",
+    f"{_FSDP}.backend": "backends.fsdp",
+    f"{_FSDP}.heartbeats": "backends.heartbeats",
+    f"{_FSDP}.ranks": "backends.ranks",
+    f"{_FSDP}.rendezvous": "backends.rendezvous",
     "rollouts.models.estimates": "estimates",
     "rollouts_servers.broadcast": "weights.broadcast",
     f"{_NOTES}.loops {_NOTES}.supervised {_ENGINE}.loops.rl": "loops.rl_loop",

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from rollouts_fsdp.backend import create_fsdp_backend
 
 from rollouts.errors import ConfigError, ModelError
 from rollouts.models.loading import TINY_PATH
 from rollouts.runs.components import Chosen
 from rollouts.runs.dry_run import amount_lines, describe, memory_lines
-from rollouts.training.backends.fsdp import create_fsdp_backend
 from rollouts.types import Task
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -16,13 +16,13 @@ import forks
 import psutil
 import pytest
 from comparing import ENVS, SHORT, both, episodes_of, logged, workers
+from rollouts_fsdp.rank import without_episodes
 
 import rollouts
 from rollouts.config.resolving import resolve
 from rollouts.errors import ConfigError, EnvironmentDefinitionError, RunError, UserError
 from rollouts.runs.dry_run import dry_run
 from rollouts.runs.plan import make_plan
-from rollouts.runs.rank import without_episodes
 from rollouts.runs.workers import pools_of, worker_pools
 
 

@@ -44,7 +44,8 @@ from rollouts.types import Sample
 from rollouts_notes.supervised import compute_advantages, prepare_sft_batch
 
 if TYPE_CHECKING:
-    from rollouts.training.backends.fsdp import FSDPTrainingBackend
+    from rollouts_fsdp.backend import FSDPTrainingBackend
+
     from rollouts.training.backends.torch import TorchBackend
 
 LossFn = str | Algorithm | Callable[..., Any]

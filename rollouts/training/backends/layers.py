@@ -1,7 +1,7 @@
 """The repeated layers of a model: find them, compute their activations again in the backward pass, compile them.
 
 Both change the `forward` of a layer, in place, before the model is sharded: first the checkpoint, then the compilation
-around it, then the shards of `sharding`. An engine in this process runs the same layers without a forest, and gets the
+around it, then the shards of FSDP2. An engine in this process runs the same layers without a forest, and gets the
 plain `forward`. If a compilation fails, all layers run as they are, and a note says why.
 """
 

@@ -1,8 +1,6 @@
-"""FSDP2: every rank holds a shard of each weight. A layer's weights are put together while it runs.
+"""What trainer and executor know of ranks: how weights are sharded, whole tensors, and each rank's rows of a batch.
 
-Repeated layers are sharded one by one. The rest (embedding, norm, head) is sharded together with the outermost module.
-A critic's value layer is sharded by itself, because it stays float32. Gradients are added up over ranks, in float32;
-the engine divides once by D. Not here: how ranks meet (ranks.py).
+Not here: the backend that shards, and how ranks meet (the package `rollouts_fsdp`).
 """
 
 from __future__ import annotations
@@ -12,71 +10,35 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rollouts.errors import ModelError
 from rollouts.training.backends.auxiliary import Networks
-from rollouts.training.backends.layers import repeated_layers
 from rollouts.training.batches import ForwardOutput, Row, TrainBatch
 from rollouts.training.batching import Keep
 from rollouts.training.forest import count_nodes
 
 
 class Sharding(NamedTuple):
-    """How to shard.
+    """How a trainer shards its networks over ranks.
 
     Attributes:
-        mesh: the ranks
+        shard: shards in place. Raises ModelError
+        reshard: frees whole weights that a forward pass without backward pass keeps, so that the next pass reads new
+            ones
+        device_type: where the shards are, such as cuda
         compute_dtype: the dtype of the layers' computations; None: that of the weights
-        fp32_head: whether the head computes in float32
         files_group: a process group for collectives that wait for a disk
         meet: waits on the store until all ranks are here
         progressed: counts a microbatch
     """
 
-    mesh: Any
+    shard: Callable[[Networks], None]
+    reshard: Callable[[Networks], None]
+    device_type: str
     compute_dtype: torch.dtype | None
-    fp32_head: bool
     files_group: Any
     meet: Callable[[str], None]
     progressed: Callable[[], None]
-
-
-def make_mesh(device: str, world_size: int, replicas: int) -> Any:
-    """A mesh of ranks that shard; with `replicas`, several such groups with the same shards (HSDP)."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    kind = torch.device(device).type
-    assert world_size % replicas == 0, f"{world_size} ranks in {replicas} replicas"
-    shape = {"shard": world_size} if replicas == 1 else {"replicate": replicas, "shard": world_size // replicas}
-    return init_device_mesh(kind, tuple(shape.values()), mesh_dim_names=tuple(shape))
-
-
-def shard_networks(networks: Networks, sharding: Sharding) -> None:
-    """Shard in place. Raises ModelError if a model's repeated layers cannot be found."""
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-    layers = MixedPrecisionPolicy(param_dtype=sharding.compute_dtype, reduce_dtype=torch.float32)
-    outside = MixedPrecisionPolicy(reduce_dtype=torch.float32) if sharding.fp32_head else layers
-    for block in _layers(networks):
-        fully_shard(block, mesh=sharding.mesh, mp_policy=layers)
-    if networks.critic is not None:
-        fully_shard(networks.critic.get_submodule("linear"), mesh=sharding.mesh, mp_policy=MixedPrecisionPolicy())
-    fully_shard(networks, mesh=sharding.mesh, mp_policy=outside)
-    for module in networks.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
-            # gloo cannot average or scale while it adds up.
-            module.set_force_sum_reduction_for_comms(True)
-
-
-def reshard(networks: Networks) -> None:
-    """Free the whole weights that a forward pass without backward pass keeps, so that the next pass reads new ones."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in networks.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -117,18 +79,6 @@ def load_whole(own: dict[str, Tensor], given: dict[str, Tensor], *, alone: bool)
             full = full.to(device=tensor.device, dtype=tensor.dtype).contiguous()
             shards = distribute_tensor(full, tensor.device_mesh, tensor.placements)
             tensor.to_local().copy_(shards.to_local())
-
-
-def _layers(networks: Networks) -> list[nn.Module]:
-    """The transformer blocks of the policy, and of a critic with a trunk of its own."""
-    trunk = getattr(networks.critic, "trunk", None)
-    found: list[nn.Module] = []
-    for causal in filter(None, (networks.causal, trunk)):
-        blocks = repeated_layers(causal)
-        if not blocks:
-            raise ModelError(f"{type(causal).__name__} has no repeated layers to shard; type --training torch")
-        found += blocks
-    return found
 
 
 class BatchShard(msgspec.Struct):

@@ -162,8 +162,8 @@ def _smaller(trainer: Trainer, batch: TrainBatch, tokens: int) -> int:
 
 
 class Executor:
-    """Runs commands on all ranks of a backend, from rank 0. This class has rank 0 only; `ranks` has the others. Other
-    ranks get arguments by name. A call raises what rank 0 raises, or RankError.
+    """Runs commands on all ranks of a backend, from rank 0. This class has rank 0 only; `rollouts_fsdp` has the others.
+    Other ranks get arguments by name. A call raises what rank 0 raises, or RankError.
     """
 
     size = 1

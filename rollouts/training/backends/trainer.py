@@ -4,7 +4,7 @@
 `optim_step` divides by D once, clips by the global norm, and steps. The model is in evaluation mode also in training,
 because dropout would make the ratio of a policy to itself differ from 1. Rows without an advantage skip the backward
 pass if their gradient is 0 (*flat* rows, see `forward`). Every rank calls the same methods in the same order, with its
-own shard of a batch. Not here: futures and ranks (`torch`, `ranks`), auxiliary models (`auxiliary`).
+own shard of a batch. Not here: futures and ranks (`torch`, `rollouts_fsdp`), auxiliary models (`auxiliary`).
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Trainer:
         self._not_finite = 0  # steps in a row that were skipped because of a non-finite gradient
         self._never_flat: set[str] = set()  # algorithms that had a gradient at rows without an advantage
         self._profile = Profile()
-        kind = causal.get_input_embeddings().weight.device.type if shards is None else shards.mesh.device_type
+        kind = causal.get_input_embeddings().weight.device.type if shards is None else shards.device_type
         self._files_group = None if shards is None else shards.files_group
         self._progressed: Callable[[], object] = (lambda: None) if shards is None else shards.progressed
         self._flat_saving_min = batching.PASS_SAVING_MIN if kind == "cpu" else batching.PASS_SAVING_MIN_GPU
@@ -162,7 +162,7 @@ class Trainer:
         """Shard the networks over the ranks, with rank 0's weights."""
         whole = dict(self.causal.state_dict()) if self.rank == 0 else {}
         shards.meet("loaded")
-        sharding.shard_networks(self.networks, shards)
+        shards.shard(self.networks)
         sharding.load_whole(self.causal.state_dict(), whole, alone=False)
 
     @functools.cached_property
@@ -510,7 +510,7 @@ class Trainer:
 
     def _reshard(self) -> None:
         if self._shards is not None:
-            sharding.reshard(self.networks)
+            self._shards.reshard(self.networks)
 
     def _run_networks(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function that runs the networks, without gradient. Not in torch's inference mode, whose tensors would

@@ -8,11 +8,12 @@ import numpy as np
 import peft
 import pytest
 import torch
+from rollouts_fsdp import backend
 from transformers import AutoModelForCausalLM
 
 from rollouts.errors import ConfigError
 from rollouts.models import loading
-from rollouts.training.backends import fsdp, transformer
+from rollouts.training.backends import transformer
 from rollouts.training.backends.optimizer import TorchSettings
 from rollouts.training.backends.transformer import use_float32_head
 
@@ -75,7 +76,7 @@ def test_float32_weights_that_will_be_sharded_need_no_head(tiny, monkeypatch):
     headless = tiny.qwen3().base_model
     monkeypatch.setattr(loading, "load_hf_model", lambda *_, **__: headless)
     settings = TorchSettings(dtype="bfloat16", fp32_head=True)
-    assert fsdp._load("any", 0, settings, 0, is_first=True) == (headless, None)
+    assert backend._load("any", 0, settings, 0, is_first=True) == (headless, None)
 
 
 @pytest.mark.parametrize("lora_first", [True, False])

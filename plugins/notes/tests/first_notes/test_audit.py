@@ -24,7 +24,7 @@ import runpy, subprocess, sys
 from types import SimpleNamespace
 
 import forks
-from rollouts.training.backends import ranks
+from rollouts_fsdp import ranks
 
 ranks.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": forks.popen})
 sys.argv = sys.argv[1:]

@@ -8,26 +8,29 @@ GPU. Not here: tensor, context and pipeline parallelism; models that do not fit 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from rollouts.errors import ConfigError
+from rollouts.errors import ConfigError, ModelError
 from rollouts.models import loading
 from rollouts.models.estimates import estimated_as
 from rollouts.plugins.checks import check_bounds, checked_by
 from rollouts.training.algorithms.algorithm import Algorithm
-from rollouts.training.backends import sharding
+from rollouts.training.backends.auxiliary import Networks
+from rollouts.training.backends.layers import repeated_layers
 from rollouts.training.backends.optimizer import MakeOptimizer, TorchSettings, check_sharded
-from rollouts.training.backends.ranks import DistributedExecutor, RankWorker, gather_ranks
-from rollouts.training.backends.rendezvous import place_of_this_process, secret_of
 from rollouts.training.backends.sharding import Sharding
 from rollouts.training.backends.torch import TorchBackend, check_torch, put_in
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batches import AuxiliaryModels
+from rollouts_fsdp.ranks import DistributedExecutor, RankWorker, gather_ranks
+from rollouts_fsdp.rendezvous import place_of_this_process, secret_of
 
 
 def check_fsdp(values: Mapping[str, Any]) -> None:
@@ -102,11 +105,14 @@ def create_fsdp_backend(
     with group.starting("cpu:gloo,cuda:nccl" if on_gpus else "gloo", _without_addresses(agreed)):
         place = _device(kind, group.place.local_rank)
         causal, adapter = _load(model, lora_rank, settings, seed, is_first=group.place.rank == 0)
-        half = settings.dtype == "bfloat16"
+        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
+        mesh = make_mesh(kind, world_size, replicas)
+        fp32_head = settings.fp32_head and dtype is not None
         shards = Sharding(
-            sharding.make_mesh(place, world_size, replicas),
-            torch.bfloat16 if half else None,
-            settings.fp32_head and half,
+            functools.partial(shard_networks, mesh=mesh, compute_dtype=dtype, fp32_head=fp32_head),
+            reshard,
+            kind,
+            dtype,
             group.files_group,
             group.meet,
             group.heartbeat.progressed,
@@ -128,6 +134,59 @@ def create_fsdp_backend(
     assert group.detector is not None, "this is rank 0"
     group.detector.on_fault = backend.thread.abandon
     return backend
+
+
+def make_mesh(kind: str, world_size: int, replicas: int) -> Any:
+    """A mesh of ranks that shard; with `replicas`, several such groups with the same shards (HSDP)."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    assert world_size % replicas == 0, f"{world_size} ranks in {replicas} replicas"
+    shape = {"shard": world_size} if replicas == 1 else {"replicate": replicas, "shard": world_size // replicas}
+    return init_device_mesh(kind, tuple(shape.values()), mesh_dim_names=tuple(shape))
+
+
+def shard_networks(networks: Networks, *, mesh: Any, compute_dtype: torch.dtype | None, fp32_head: bool) -> None:
+    """Shard in place. Repeated layers are sharded one by one. The rest (embedding, norm, head) is sharded together with
+    the outermost module. A critic's value layer is sharded by itself, because it stays float32. Gradients are added up
+    over ranks, in float32; the engine divides once by D.
+
+    Raises ModelError if a model's repeated layers cannot be found.
+    """
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    layers = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    outside = MixedPrecisionPolicy(reduce_dtype=torch.float32) if fp32_head else layers
+    for block in _layers(networks):
+        fully_shard(block, mesh=mesh, mp_policy=layers)
+    if networks.critic is not None:
+        fully_shard(networks.critic.get_submodule("linear"), mesh=mesh, mp_policy=MixedPrecisionPolicy())
+    fully_shard(networks, mesh=mesh, mp_policy=outside)
+    for module in networks.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # gloo cannot average or scale while it adds up.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def reshard(networks: Networks) -> None:
+    """Free the whole weights that a forward pass without backward pass keeps, so that the next pass reads new ones."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in networks.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _layers(networks: Networks) -> list[nn.Module]:
+    """The transformer blocks of the policy, and of a critic with a trunk of its own."""
+    trunk = getattr(networks.critic, "trunk", None)
+    found: list[nn.Module] = []
+    for causal in filter(None, (networks.causal, trunk)):
+        blocks = repeated_layers(causal)
+        if not blocks:
+            raise ModelError(f"{type(causal).__name__} has no repeated layers to shard; type --training torch")
+        found += blocks
+    return found
 
 
 def _find_commits(model: str, beside: AuxiliaryModels) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import forks
 import pytest
+from rollouts_fsdp.ranks import gather_ranks
+from rollouts_fsdp.rendezvous import RankChannel
 from torch.distributed import HashStore, TCPStore
 
 from rollouts.cli import main
 from rollouts.errors import ConfigError, RankError
-from rollouts.training.backends.ranks import gather_ranks
-from rollouts.training.backends.rendezvous import RankChannel
 
 SECRET = "ROLLOUTS_RANKS_SECRET"
 LISTENS = "0A"
@@ -132,8 +132,8 @@ def test_a_signed_message_arrives_and_any_other_is_refused(size):
 ENDING = """
 import os, sys, threading
 from torch import distributed
-from rollouts.training.backends import heartbeats
-from rollouts.training.backends.ranks import DistributedExecutor, RankWorker, gather_ranks
+from rollouts_fsdp import heartbeats
+from rollouts_fsdp.ranks import DistributedExecutor, RankWorker, gather_ranks
 from rollouts.training.backends.torch import COMMANDS
 from rollouts.training.backends.trainer import Trainer
 
@@ -214,7 +214,7 @@ def test_a_rank_that_ended_leaves_no_thread_and_no_process_group(how):
 COMMITS = """
 import os
 from rollouts.models import revisions
-from rollouts.training.backends.ranks import gather_ranks
+from rollouts_fsdp.ranks import gather_ranks
 
 with revisions.pinned({}):
     revisions.record("acme/small", os.environ["RANK"] * 40)

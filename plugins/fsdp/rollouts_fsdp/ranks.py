@@ -28,12 +28,12 @@ from torch import distributed
 from rollouts.author_code import innermost_place
 from rollouts.errors import ConfigError, RankError, RolloutsError, words_of
 from rollouts.models import revisions
-from rollouts.training.backends import rendezvous
-from rollouts.training.backends.heartbeats import FailureDetector, Heartbeat, RankFailure
-from rollouts.training.backends.rendezvous import SECRET, RankChannel, RankPlace
 from rollouts.training.backends.sharding import BatchShard
 from rollouts.training.backends.torch import COMMANDS, Command, Executor, run_on_trainer
 from rollouts.training.backends.trainer import Trainer
+from rollouts_fsdp import rendezvous
+from rollouts_fsdp.heartbeats import FailureDetector, Heartbeat, RankFailure
+from rollouts_fsdp.rendezvous import SECRET, RankChannel, RankPlace
 
 _WAIT_SECONDS = 30.0  # a worker waits this long for a command, then waits again
 _CLOSE_SECONDS = 15.0
@@ -211,7 +211,7 @@ def _start_others(processes: int, config: str, variables: Mapping[str, str]) -> 
         with tempfile.TemporaryFile() as settings:  # not through the store, which other users can read
             settings.write(config.encode())
             settings.seek(0)
-            command = [sys.executable, "-m", "rollouts.runs.rank"]
+            command = [sys.executable, "-m", "rollouts_fsdp.rank"]
             started[rank] = subprocess.Popen(command, env=environment, stdin=settings, stdout=output)
     return started
 

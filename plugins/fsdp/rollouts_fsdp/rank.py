@@ -1,6 +1,6 @@
 """A rank above 0 of a distributed training backend: composes the same run as rank 0, and runs rank 0's commands.
 
-    python -m rollouts.runs.rank
+    python -m rollouts_fsdp.rank
 
 is the command with which rank 0 starts a rank on its own machine. A launcher starts ranks with `rollouts run`.
 """
@@ -39,8 +39,8 @@ def serve_rank(resolved: Resolved) -> None:
 
 def main() -> int:
     """Read the configuration from standard input, compose the run, and serve rank 0. Returns the exit code."""
-    from rollouts.training.backends.ranks import ignore_interrupts, report_failure
-    from rollouts.training.backends.rendezvous import join_ranks, place_of_this_process
+    from rollouts_fsdp.ranks import ignore_interrupts, report_failure
+    from rollouts_fsdp.rendezvous import join_ranks, place_of_this_process
 
     ignore_interrupts()
     place = place_of_this_process()

@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from rollouts.errors import RankError, first_line, words_of_exit
-from rollouts.training.backends.rendezvous import RankChannel
+from rollouts_fsdp.rendezvous import RankChannel
 
 BEAT_SECONDS = 1.0
 SYMPTOM_SECONDS = 3.0  # a failed collective is a symptom; wait this long for its cause, then compare lines of code

@@ -1,9 +1,13 @@
-"""Backends of several ranks for tests: composed as a run composes them, so that the other ranks compose the same."""
+"""Backends of several ranks for tests: composed as a run composes them, so that the other ranks compose the same. Tiny
+models are those of the tests of training.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +16,12 @@ from rollouts.config.resolving import resolve
 from rollouts.plugins.signature import call_with
 from rollouts.runs.plan import make_plan
 from rollouts.training.batching import make_batch
+
+TRAINING = Path(__file__).parents[3] / "tests" / "training" / "conftest.py"
+_spec = importlib.util.spec_from_file_location("conftest_of_training", TRAINING)
+_training = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_training)
+tiny = _training.tiny
 
 
 class Ranks:

@@ -11,9 +11,9 @@ import time
 
 import forks
 import pytest
+from rollouts_fsdp import heartbeats
 
 from rollouts.errors import ConfigError, RankError, TrainingError
-from rollouts.training.backends import heartbeats
 
 pytestmark = pytest.mark.slow
 

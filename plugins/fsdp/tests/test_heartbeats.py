@@ -6,9 +6,8 @@ import threading
 
 import msgspec
 import pytest
-
-from rollouts.training.backends import heartbeats
-from rollouts.training.backends.heartbeats import FailureDetector, RankStatus
+from rollouts_fsdp import heartbeats
+from rollouts_fsdp.heartbeats import FailureDetector, RankStatus
 
 
 class Clock:
