@@ -209,7 +209,7 @@ def test_bfloat16_layers_keep_float32_weights(tiny, folder, ranks_of, tmp_path):
         ({"lora_targets": "nowhere"}, "'nowhere' match no layer of Qwen3ForCausalLM"),
     ],
 )
-def test_what_cannot_be_is_told(training, words, folder, ranks_of):
+def test_settings_that_cannot_be_sharded_are_refused(training, words, folder, ranks_of):
     with pytest.raises(ConfigError, match=words):
         ranks_of(folder, 2, training=training, lora_rank=2 if "lora_targets" in training else 0)
 
@@ -228,7 +228,7 @@ def test_what_cannot_be_is_told(training, words, folder, ranks_of):
         ),
     ],
 )
-def test_a_launcher_that_disagrees_is_told(variables, words, folder, ranks_of, monkeypatch):
+def test_a_launcher_that_disagrees_is_refused(variables, words, folder, ranks_of, monkeypatch):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):

@@ -161,7 +161,7 @@ def test_what_rank_0_does_alone_may_take_longer_than_a_stall(tiny, model, ranks_
 
 
 def test_an_error_of_all_ranks_is_rank_0s(tiny, model, ranks_of, tmp_path):
-    """What the user has to mend is told as in a single process; a ranks that refused something goes on."""
+    """It is the error of a single process. After a refusal, the ranks can be used again."""
     ranks = ranks_of(model, 2)
     with pytest.raises(TrainingError, match="so there is no adapter"):
         ranks.backend.get_weights("adapter").wait(60)

@@ -85,7 +85,7 @@ def test_ranks_of_several_hosts_need_a_secret(secret, words, dry, monkeypatch, c
     assert not (tmp_path / "out").exists()
 
 
-def test_ranks_with_another_secret_are_told(monkeypatch):
+def test_a_rank_with_another_secret_is_refused(monkeypatch):
     port = free_port()
     on_hosts(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), **{SECRET: "the secret of rank 0"})
     gathering = gathered()
