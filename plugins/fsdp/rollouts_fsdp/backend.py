@@ -29,7 +29,7 @@ from rollouts.training.backends.sharding import Sharding
 from rollouts.training.backends.torch import TorchBackend, check_torch, put_in
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batches import AuxiliaryModels
-from rollouts_fsdp.ranks import DistributedExecutor, RankWorker, gather_ranks
+from rollouts_fsdp.ranks import DistributedExecutor, RankGroup, RankWorker, gather_ranks
 from rollouts_fsdp.rendezvous import place_of_this_process, secret_of
 
 
@@ -105,18 +105,6 @@ def create_fsdp_backend(
     with group.starting("cpu:gloo,cuda:nccl" if on_gpus else "gloo", _without_addresses(agreed)):
         place = _device(kind, group.place.local_rank)
         causal, adapter = _load(model, lora_rank, settings, seed, is_first=group.place.rank == 0)
-        dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
-        mesh = make_mesh(kind, world_size, replicas)
-        fp32_head = settings.fp32_head and dtype is not None
-        shards = Sharding(
-            functools.partial(shard_networks, mesh=mesh, compute_dtype=dtype, fp32_head=fp32_head),
-            reshard,
-            kind,
-            dtype,
-            group.files_group,
-            group.meet,
-            group.heartbeat.progressed,
-        )
         trainer = Trainer(
             causal,
             algorithms,
@@ -124,7 +112,7 @@ def create_fsdp_backend(
             adapter=adapter,
             source=loading.resolve_model_name(model),
             auxiliary_models=auxiliary_models,
-            shards=shards,
+            shards=_sharding(group, settings, kind, replicas),
             rank=group.place.rank,
             make_optimizer=make_optimizer,
         )
@@ -134,6 +122,15 @@ def create_fsdp_backend(
     assert group.detector is not None, "this is rank 0"
     group.detector.on_fault = backend.thread.abandon
     return backend
+
+
+def _sharding(group: RankGroup, settings: TorchSettings, kind: str, replicas: int) -> Sharding:
+    """How the trainer of this rank shards its networks. `kind` is that of the device."""
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
+    mesh = make_mesh(kind, group.place.world_size, replicas)
+    fp32_head = settings.fp32_head and dtype is not None
+    shard = functools.partial(shard_networks, mesh=mesh, compute_dtype=dtype, fp32_head=fp32_head)
+    return Sharding(shard, reshard, kind, dtype, group.files_group, group.meet, group.heartbeat.progressed)
 
 
 def make_mesh(kind: str, world_size: int, replicas: int) -> Any:
