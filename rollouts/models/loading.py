@@ -193,6 +193,14 @@ def adapters_beneath(name: str) -> tuple[str, tuple[str, ...]]:
     return resolved, tuple(reversed(folders))
 
 
+def is_stored_as(name: str, dtype: Any) -> bool:
+    """Whether the weights of a model have this dtype in its files. False for a model with adapters, which are merged in
+    float32.
+    """
+    whole, adapters = adapters_beneath(name)
+    return not adapters and getattr(load_config(whole), "dtype", None) == dtype
+
+
 def resolve_dtype(dtype: str, device: str) -> str:
     """The dtype of a trainer's computations: `auto` is bfloat16 on a GPU that has it, else float32."""
     if dtype != "auto":

@@ -17,7 +17,7 @@ import msgspec
 from rollouts.errors import TrainingError
 from rollouts.training.algorithms.aggregation import Masks, aggregate
 from rollouts.training.batches import Row, TrainBatch, Unit
-from rollouts.training.forest import count_nodes, in_tree_order
+from rollouts.training.forest import SHARED_MIN, count_nodes, in_tree_order
 from rollouts.types import Sample
 
 Keep = Literal["", "rollout", "pair", "group"]
@@ -240,15 +240,19 @@ def _sets(rows: Sequence[Row], keep: Keep, sizes: _Sizes) -> list[_Set]:
 def _fill(sets: Sequence[_Set], sizes: _Sizes) -> list[list[Row]]:
     """Put sets into microbatches: first whole trees, or as much of a tree as fits; then these parts into bins."""
     parts: list[list[Row]] = []
-    tokens: list[int] = []
+    tokens = 0  # of the last part, at least: a short shared run below a fork is not shared
     for each in sets:
-        if each.shared and tokens[-1] + each.tokens - each.shared <= sizes.tokens_max:
-            parts[-1] += each.rows
-            tokens[-1] += each.tokens - each.shared
-        else:
-            parts.append(list(each.rows))
-            tokens.append(each.tokens)
-    return [[row for part in chosen for row in parts[part]] for chosen in pack_rows(tokens, sizes.tokens_max)]
+        more = tokens + each.tokens - each.shared
+        most = more + SHARED_MIN * len(parts[-1] if parts else ())
+        if each.shared and more <= sizes.tokens_max:
+            joined = [*parts[-1], *each.rows]
+            if most <= sizes.tokens_max or microbatch_tokens(joined) <= sizes.tokens_max:
+                parts[-1], tokens = joined, more
+                continue
+        parts.append(list(each.rows))
+        tokens = each.tokens
+    counts = [microbatch_tokens(part, share=sizes.share) for part in parts]
+    return [[row for part in chosen for row in parts[part]] for chosen in pack_rows(counts, sizes.tokens_max)]
 
 
 def _fill_padded(sets: Sequence[_Set], sizes: _Sizes) -> list[list[Row]]:

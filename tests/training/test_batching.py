@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import subprocess
 import sys
 
@@ -120,6 +121,19 @@ def test_microbatches_hold_every_row_once_within_the_bound(tiny, tokens_max, sha
         assert sum(sizes) == microbatch_tokens(batch.rows)
     if tokens_max == 10_000:
         assert len(parts) == 1
+
+
+def test_short_runs_below_a_fork_are_counted():
+    """Replies that agree on up to 15 tokens more share the prompt alone."""
+    rng = random.Random(0)
+    for _ in range(60):
+        prompt, reply = [rng.randrange(50) for _ in range(60)], [rng.randrange(50) for _ in range(60)]
+        rows = []
+        for number in range(16):
+            tokens = [*prompt, *reply[: rng.randrange(60)], *(100 + number for _ in range(20))]
+            rows.append(Row(tokens, [0.0] * 60 + [1.0] * (len(tokens) - 60), [], [], [], number, 0))
+        parts = split_microbatches(TrainBatch(rows, 1.0, [], 0), 300)
+        assert all(microbatch_tokens(part) <= 300 for part in parts)
 
 
 def test_a_tree_above_the_bound_is_cut_at_its_branches():

@@ -241,10 +241,16 @@ class _LinearTokenLogprobs(torch.autograd.Function):
                 torch.mm(gradient, weight, out=grad_hidden[part])
             if for_weight:
                 product = gradient.T, hidden[part]
-                grad_weight = torch.mm(*product) if grad_weight is None else grad_weight.addmm_(*product)
+                if grad_weight is None:
+                    grad_weight = torch.mm(*product).to(logp.dtype)
+                elif grad_weight.dtype == gradient.dtype:
+                    grad_weight.addmm_(*product)
+                else:  # half precision: the chunks are added up in float32
+                    grad_weight += torch.mm(*product)
             if grad_bias is not None:
                 grad_bias += gradient.sum(0)
             del logp, gradient
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None
 
 

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import importlib
 import inspect
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from rollouts.training.backends.layers import configure_compiler
 from rollouts.training.forest import Branch, Forest, ancestors
 
 NAME = "rollouts_forest"
@@ -90,8 +92,9 @@ def plan_attention(
     """Plan the attention of a forest. `dtype` is that of queries and keys, `windows` are the sliding windows of the
     model's layers; None chooses the fastest `way`.
     """
-    plan = AttentionPlan(way or _fastest(forest, device, dtype, max((each or 0 for each in windows), default=0)))
+    plan = AttentionPlan(way or _fastest(forest, device, dtype, min((each for each in windows if each), default=0)))
     if plan.way == "flex":
+        configure_compiler()
         plan.masks = {window: _block_mask(forest, device, window) for window in windows or (None,)}
     elif plan.way == "varlen":
         starts = [branch.start for branch in forest.branches]
@@ -155,20 +158,29 @@ def attending(networks: torch.nn.Module) -> Iterator[None]:
 
     # Registered without a function that makes masks, so that transformers makes none.
     AttentionInterface.register(NAME, attend)
-    configs = {id(each.config): each.config for each in networks.modules() if hasattr(each, "config")}
-    before = {number: getattr(config, _SETTING, None) for number, config in configs.items()}
-    for config in configs.values():
-        setattr(config, _SETTING, NAME)
+    configs = list({id(each.config): each.config for each in networks.modules() if hasattr(each, "config")}.values())
+    with _lock:
+        for config in configs:
+            users, before = _users.get(id(config), (0, getattr(config, _SETTING, None)))
+            _users[id(config)] = users + 1, before
+            setattr(config, _SETTING, NAME)
     # On a GPU, cuDNN's kernel is the fastest for one long row, and torch would try it last.
     fastest = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     try:
         with sdpa_kernel(fastest, set_priority=True) if torch.cuda.is_available() else contextlib.nullcontext():
             yield
     finally:
-        for number, config in configs.items():
-            setattr(config, _SETTING, before[number])
+        with _lock:
+            for config in configs:
+                users, before = _users.pop(id(config))
+                if users > 1:  # another block, perhaps of another thread
+                    _users[id(config)] = users - 1, before
+                else:
+                    setattr(config, _SETTING, before)
 
 
+_lock = threading.Lock()
+_users: dict[int, tuple[int, Any]] = {}  # of a configuration: how many blocks use it, and its own implementation
 _SETTING = "_attn_implementation_internal"  # the public setter changes the configurations of all parts
 
 
@@ -315,11 +327,37 @@ def _attend_varlen(
 
 
 def _block_mask(forest: Forest, device: torch.device, window: int | None) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask
+    """The blocks of nodes that see others, from the branches. torch would compute them from all pairs of nodes."""
+    from torch.nn.attention.flex_attention import BlockMask
 
-    count = len(forest.tokens)
+    count, size = len(forest.tokens), _FLEX_BLOCK
+    blocks = -(-count // size)
+    seen = np.zeros((blocks, blocks), dtype=bool)
+    for branch in forest.branches:
+        seen[
+            branch.start // size : (branch.end - 1) // size + 1, branch.start // size : (branch.stop - 1) // size + 1
+        ] = 1
+    below = np.tri(blocks, dtype=bool)
+    starts = np.arange(blocks) * size
+    positions = np.array(forest.positions)
+    if window is not None:
+        first = np.minimum.reduceat(positions, starts)[:, None]
+        seen &= first - np.maximum.reduceat(positions, starts) < window
+    # A block without a hidden pair is not masked in the kernel.
+    ends = np.minimum.reduceat(np.array(forest.ends()), starts)
+    whole = np.tri(blocks, k=-1, dtype=bool) & (ends >= starts[:, None] + size) & (window is None)
+    counts, columns = zip(*(_listed(mask, device) for mask in (seen & below & ~whole, whole)), strict=True)
     rule = visibility(forest, device, window)
-    return create_block_mask(rule, None, None, count, count, device=device, BLOCK_SIZE=_FLEX_BLOCK)
+    return BlockMask.from_kv_blocks(
+        *(counts[0], columns[0], counts[1], columns[1]), BLOCK_SIZE=size, mask_mod=rule, seq_lengths=(count, count)
+    )
+
+
+def _listed(mask: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Of each row of a mask, how many columns are true, and the columns, the true ones first."""
+    order = np.argsort(~mask, axis=1, kind="stable").astype(np.int32)
+    count = mask.sum(1, dtype=np.int32)
+    return torch.from_numpy(count)[None, None].to(device), torch.from_numpy(order)[None, None].to(device)
 
 
 def visibility(forest: Forest, device: torch.device, window: int | None) -> Callable[..., Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ class Compilations:
     def __init__(self, *, memory_budget: float = 1.0) -> None:
         self.is_on, self.failure = False, ""
         self._memory_budget = memory_budget
-        self._configured = threading.local()  # newer versions of torch have these settings for each thread
+        self._compiled: dict[Any, Callable[..., Any]] = {}
         self._seen = _graph_count()
 
     def new(self) -> int:
@@ -42,39 +43,45 @@ class Compilations:
         before, self._seen = self._seen, _graph_count()
         return self._seen - before
 
-    def _configure(self) -> None:
-        """Set torch's settings for this thread."""
-        from torch import _dynamo as dynamo
-        from torch._functorch import config as functorch
-
-        # One cache for this user, so that the next run compiles nothing.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "rollouts" / "inductor"))
-        functorch.activation_memory_budget = self._memory_budget
-        dynamo.config.recompile_limit = _VARIANTS_MAX
-        dynamo.config.fail_on_recompile_limit_hit = True
-        self._configured.is_done = True
-
     def of(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiled `forward` of a layer, for passes over a forest."""
+        """The compiled `forward` of a class of layers, for passes over a forest."""
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        compiled = torch.compile(run, dynamic=False)
+        compiled = self._compiled.setdefault(run, torch.compile(run, dynamic=False))
 
         @functools.wraps(run)
-        def forward(*args: Any, **settings: Any) -> Any:
+        def forward(layer: nn.Module, *args: Any, **settings: Any) -> Any:
             if not self.is_on or settings.get("forest") is None:
-                return run(*args, **settings)
-            if not getattr(self._configured, "is_done", False):
-                self._configure()
+                return run(layer, *args, **settings)
+            configure_compiler(memory_budget=self._memory_budget, fails_at_limit=True)
             try:
-                return compiled(*args, **settings)
+                return compiled(layer, *args, **settings)
             except FailOnRecompileLimitHit:
                 self.is_on, self.failure = False, f"a layer would be compiled for more than {_VARIANTS_MAX} shapes"
             except TorchDynamoException as error:
                 self.is_on, self.failure = False, f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
-            return run(*args, **settings)
+            configure_compiler(fails_at_limit=False)
+            return run(layer, *args, **settings)
 
         return forward
+
+
+def configure_compiler(*, memory_budget: float = 1.0, fails_at_limit: bool = False) -> None:
+    """Set torch's settings for this thread; newer versions have them for each thread."""
+    from torch import _dynamo as dynamo
+    from torch._functorch import config as functorch
+
+    if getattr(_configured, "as_", None) == (memory_budget, fails_at_limit):
+        return
+    # One cache for this user, so that the next run compiles nothing.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / ".cache" / "rollouts" / "inductor"))
+    functorch.activation_memory_budget = memory_budget
+    dynamo.config.recompile_limit = _VARIANTS_MAX
+    dynamo.config.fail_on_recompile_limit_hit = fails_at_limit
+    _configured.as_ = (memory_budget, fails_at_limit)
+
+
+_configured = threading.local()
 
 
 def _graph_count() -> int:
@@ -98,10 +105,17 @@ def wrap_layers(causal: Any, *, checkpoints: bool, compilations: Compilations | 
     compile them.
     """
     for layer in repeated_layers(causal):
-        if checkpoints:
-            layer.forward = _checkpointed(layer.forward)
-        if compilations is not None:
-            layer.forward = compilations.of(layer.forward)
+        own = layer.forward
+        run = getattr(own, "__func__", own) if getattr(own, "__self__", None) is layer else _ignoring_layer(own)
+        run = _checkpointed(run) if checkpoints else run
+        run = compilations.of(run) if compilations is not None else run
+        # A method, because a deep copy of the model must run its own layers.
+        layer.forward = types.MethodType(run, layer)
+
+
+def _ignoring_layer(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Somebody else's wrapper of a layer, which has the layer already."""
+    return lambda _, *args, **settings: run(*args, **settings)
 
 
 def node_budgets(tokens_max: int) -> tuple[int, ...]:
@@ -111,18 +125,19 @@ def node_budgets(tokens_max: int) -> tuple[int, ...]:
 
 def budget_for(count: int, budgets: Sequence[int]) -> int:
     """The budget for so many nodes; the number itself without budgets. A row above the largest one has a multiple of
-    it.
+    the smallest.
     """
     if not budgets:
         return count
-    return next((each for each in budgets if each >= count), -(-count // budgets[-1]) * budgets[-1])
+    return next((each for each in budgets if each >= count), -(-count // budgets[0]) * budgets[0])
 
 
+@functools.cache
 def _checkpointed(run: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run)
-    def forward(*args: Any, **settings: Any) -> Any:
+    def forward(layer: nn.Module, *args: Any, **settings: Any) -> Any:
         if not torch.is_grad_enabled():
-            return run(*args, **settings)
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, **settings)
+            return run(layer, *args, **settings)
+        return checkpoint(run, layer, *args, use_reentrant=False, preserve_rng_state=False, **settings)
 
     return forward

@@ -22,15 +22,15 @@ class Masters:
         self.dtype = dtype
         self._master: dict[nn.Parameter, nn.Parameter] = {}
 
-    def take(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Give the trained float32 parameters masters, and convert all of them to half precision, in place."""
+    def take(self, parameters: Iterable[nn.Parameter], *, convert: bool = False) -> None:
+        """Give the trained parameters in half precision masters. `convert`: convert the trained ones in float32 first,
+        in place. Otherwise these stay as they are: a float32 head, and what transformers keeps in float32.
+        """
         for parameter in parameters if self.dtype is not None else ():
-            if parameter.dtype != torch.float32 or parameter in self._master:
-                continue
-            if parameter.requires_grad:
-                self._master[parameter] = nn.Parameter(parameter.data)
+            if parameter.requires_grad and (parameter.dtype == self.dtype or convert):
+                self._master[parameter] = nn.Parameter(parameter.data.float())
                 parameter.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
-            parameter.data = parameter.data.to(self.dtype)
+                parameter.data = parameter.data.to(self.dtype)
 
     def of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """The master of each parameter; the parameter itself if it has none."""

@@ -25,7 +25,7 @@ from rollouts.errors import OutOfMemoryError, TrainingError, first_line
 from rollouts.models import lora
 from rollouts.models.estimates import ModelSize, estimated_as, peak_flops, train_flops
 from rollouts.models.futures import TorchThread, TrainFuture, free_memory, memory_cause, training_words
-from rollouts.models.loading import load_hf_model, resolve_dtype, resolve_model_name
+from rollouts.models.loading import is_stored_as, load_hf_model, resolve_dtype, resolve_model_name
 from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
@@ -74,9 +74,7 @@ def create_torch_backend(
     check_torch(locals())
     settings = dataclasses.replace(settings, dtype=resolve_dtype(settings.dtype, settings.device))
     chosen = settings.of_run(lr=lr, steps=steps, tokens_per_microbatch=tokens_per_microbatch)
-    # In bfloat16, the trainer keeps these weights as masters.
-    weights = "float32" if settings.dtype == "bfloat16" and not lora_rank else settings.dtype
-    causal = load_hf_model(model, dtype=weights, device=settings.device, attention=settings.attention)
+    causal = load_hf_model(model, dtype=settings.dtype, device=settings.device, attention=settings.attention)
     adapter = put_in(causal, settings, lora_rank, seed, lora_roles or ())
     trainer = Trainer(
         causal,
@@ -87,6 +85,8 @@ def create_torch_backend(
         auxiliary_models=auxiliary_models,
         make_optimizer=make_optimizer,
     )
+    if settings.dtype == "bfloat16" and not lora_rank and not is_stored_as(model, torch.bfloat16):
+        trainer.load_weights(load_hf_model(model, device="cpu").state_dict())  # masters begin with what is stored
     return TorchBackend(Executor(trainer))
 
 
@@ -95,7 +95,7 @@ def put_in(causal: Any, settings: TorchSettings, lora_rank: int, seed: int, role
     None.
     """
     if settings.fp32_head:
-        use_float32_head(causal, getattr(torch, settings.dtype))
+        use_float32_head(causal)
     if not lora_rank:
         return None
     alpha, targets = settings.lora_alpha, settings.lora_targets

@@ -141,21 +141,16 @@ class Trainer:
         return sets
 
     def _load_critic(self, name: str, budgets: tuple[int, ...]) -> Critic:
-        """It is trained, so it is loaded in the dtype of masters. A sharded one is loaded on the CPU, and its shards
-        move to their device.
-        """
-        dtype, device = self.settings.dtype, self.settings.device
-        if self._shards is not None or dtype == "bfloat16":
-            dtype, device = "float32", device if self._shards is None else "cpu"
+        """A sharded critic is loaded in float32 on the CPU, and its shards move to their device."""
+        settings = self.settings
+        dtype, device = (settings.dtype, settings.device) if self._shards is None else ("float32", "cpu")
         return Critic.load(name, self.causal, dtype=dtype, device=device, budgets=budgets)
 
     def _prepare_layers(self) -> None:
         """Give trained weights masters, and wrap the layers of the trained models."""
         trunk = None if self.networks.critic is None else self.networks.critic.trunk
-        head = self.causal.get_output_embeddings() if self.settings.fp32_head else None
-        wide = set() if head is None else set(head.parameters())
         for model in filter(None, (self.causal, trunk)):
-            self._masters.take(parameter for parameter in model.parameters() if parameter not in wide)
+            self._masters.take(model.parameters(), convert=model is self.causal and self.adapter is not None)
             wrap_layers(model, checkpoints=self.settings.gradient_checkpointing, compilations=self._compilations)
 
     def _shard(self, shards: Sharding) -> None:
@@ -268,10 +263,12 @@ class Trainer:
         tensors: dict[str, Tensor] = predict(own) if own else {}
         if "ref_logprobs" in needs:
             assert self._reference is not None, "check_forward has refused it"
-            with self._reference.in_place():
+            try:
+                with self._reference.in_place():
+                    self._masters.write()
+                    tensors["ref_logprobs"] = predict(("logprobs",))["logprobs"]
+            finally:
                 self._masters.write()
-                tensors["ref_logprobs"] = predict(("logprobs",))["logprobs"]
-            self._masters.write()
         return inputs, tensors
 
     def forward_backward(self, shard: BatchShard) -> Reading:
@@ -356,7 +353,8 @@ class Trainer:
         with torch.no_grad():
             for norm, each in zip(norms, gradients, strict=True):
                 scale = min(1.0, settings.max_grad_norm / (norm + 1e-6)) / denominator
-                torch._foreach_mul_(each, scale) if each else None
+                if each:
+                    torch._foreach_mul_(each, scale)
         for group, made in zip(self._optimizer.param_groups, self._made, strict=True):
             group["lr"] = made["lr"] * factor
         try:
@@ -412,7 +410,8 @@ class Trainer:
 
     def checkpoint_bytes(self) -> int:
         """The approximate size on disk of a checkpoint of all ranks: weights, critic, reference, and moments."""
-        policy = self.causal.parameters() if self.adapter is None else lora.adapter_parameters(self.adapter).values()
+        whole = self._masters.of(self.causal.parameters())
+        policy = whole if self.adapter is None else self._parameters
         critic = [parameter for parameter in self._names if all(parameter is not own for own in self._parameters)]
         reference = self._parameters if self._reference is not None and self._reference.follows else []
         moments = moments_of(type(self._optimizer).__name__.lower())

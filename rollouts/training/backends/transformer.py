@@ -170,11 +170,10 @@ def _run(paths: ModelPaths, forest: Forest, plan: AttentionPlan) -> Tensor:
     return paths.body(input_ids=tokens, position_ids=positions, use_cache=False, forest=plan)
 
 
-def use_float32_head(causal: Any, layers: torch.dtype | None = None) -> None:
+def use_float32_head(causal: Any) -> None:
     """Make the output head of this causal LM compute in float32, in place. Adapters may be injected before or after.
 
-    `layers` is the dtype of the layers; None: that of the head. Does nothing if it is float32. Raises ConfigError if
-    the model does not return its head.
+    Does nothing if the head is already in float32. Raises ConfigError if the model does not return its head.
     """
     outer = causal.get_output_embeddings()
     if outer is None:
@@ -182,7 +181,7 @@ def use_float32_head(causal: Any, layers: torch.dtype | None = None) -> None:
         raise ConfigError(f"{what}; leave the setting out, or load the whole model with --training.dtype float32")
     head, embedding = _base_layer(outer), _base_layer(causal.get_input_embeddings())
     assert isinstance(head.weight, Tensor), f"the head {head} has no weight"
-    dtype = layers or head.weight.dtype
+    dtype = head.weight.dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return
     tied = head.weight is embedding.weight
@@ -239,16 +238,19 @@ def _with_forests(paths: ModelPaths, inputs: RowInputs, expected: Tensor) -> tup
         plan = _planned(paths, inputs.forest)
     except Exception as error:  # see _disagreement
         return paths, f"it raises {type(error).__name__}: {error}"
+    if not plan.windows:
+        return paths, "its attention is its own, and not one that transformers can replace"
     windows = tuple(sorted(plan.windows, key=lambda window: window or 0))
     config = paths.causal.config.get_text_config(decoder=True)
     layers = getattr(config, "layer_types", None) or ("sliding_attention",)
     if getattr(config, "sliding_window", None) and "sliding_attention" in layers and windows == (None,):
         return paths, "its layers do not say that their attention has a window"
-    apart = make_inputs(inputs.rows, inputs.wanted, share=False)
+    apart, alone = (make_inputs(inputs.rows[:n], inputs.wanted[:n], share=False) for n in (len(inputs.rows), 1))
+    probes = [(inputs, expected), (apart, expected), (alone, expected[: len(inputs.wanted[0])])]
     ways: tuple[Way | None, ...] = (None, "blocks") if _device_of(paths.causal).type == "cuda" else (None,)
     for way in ways:
         forests = paths._replace(runs_forests=True, way=way, windows=windows, dtype=plan.dtype)
-        found = [_disagreement(forests, each, expected) for each in (inputs, apart)]
+        found = [_disagreement(forests, *probe) for probe in probes]
         if not any(found):
             return forests, ""
     return paths, next(filter(None, found))

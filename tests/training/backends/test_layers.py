@@ -159,5 +159,17 @@ def test_an_engine_gets_the_plain_layers(tiny, monkeypatch):
 def test_budgets_are_few():
     assert node_budgets(16384) == (2048, 4096, 8192, 16384)
     assert node_budgets(100) == (128, 128, 128, 128)
-    assert [budget_for(count, (128, 256)) for count in (1, 128, 129, 256, 257, 600)] == [128, 128, 256, 256, 512, 768]
+    assert [budget_for(count, (128, 256)) for count in (1, 128, 129, 256, 257, 600)] == [128, 128, 256, 256, 384, 640]
     assert budget_for(77, ()) == 77
+
+
+def test_a_deep_copy_runs_its_own_layers(tiny):
+    model = tiny.qwen3()
+    wrap_layers(model, checkpoints=True, compilations=Compilations())
+    twin = copy.deepcopy(model)
+    ids = torch.arange(10)[None]
+    before = twin(input_ids=ids, use_cache=False).logits
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    assert torch.equal(twin(input_ids=ids, use_cache=False).logits, before)

@@ -93,7 +93,7 @@ def test_a_checkpoint_has_the_masters(tiny, backend_of, tmp_path, lora_rank):
 def test_gradients_accumulate_in_float32():
     weight = torch.nn.Parameter(torch.ones(3))
     masters = Masters(torch.bfloat16)
-    masters.take([weight])
+    masters.take([weight], convert=True)
     (master,) = masters.of([weight])
     for _ in range(512):
         (weight * torch.tensor([1.0, 1.0, 256.0])).sum().backward()
@@ -131,6 +131,28 @@ def test_a_reference_and_a_critic_follow_the_masters(tiny, backend_of, tmp_path)
     assert {p.dtype for p in trunk.parameters() if p.requires_grad} == {torch.bfloat16}
     for parameter, master in backend._trainer._masters._master.items():
         assert torch.equal(parameter.data, master.data.bfloat16()), "the policy is in place again"
+
+
+def test_an_error_in_the_reference_leaves_the_policy_in_place(tiny, backend_of, monkeypatch):
+    def frozen():
+        """The first model."""
+
+    backend, batch = backend_of(beside=AuxiliaryModels(reference=frozen), lr=1e-1), batch_of(tiny)
+    steps(backend, batch, 2)
+    before = backend.forward(batch).wait().logprobs
+    right = backend._trainer._run_networks
+    monkeypatch.setattr(backend._trainer, "_run_networks", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backend.forward(batch, ("ref_logprobs",)).wait()
+    monkeypatch.setattr(backend._trainer, "_run_networks", right)
+    assert backend.forward(batch).wait().logprobs == before
+
+
+def test_masters_begin_with_what_is_stored(tiny, backend_of):
+    """A model in float32 is not rounded to bfloat16 first."""
+    stored = tiny.qwen3().state_dict()
+    found = backend_of().get_weights().wait()
+    assert all(torch.equal(found[name], stored[name]) for name in found)
 
 
 def test_auto_is_float32_on_a_cpu(backend_of):

@@ -160,6 +160,15 @@ def test_why_a_model_runs_no_forests(tiny):
     assert reason(model) == "its positions depend on the length of the whole input"
 
 
+def test_attention_that_cannot_be_replaced_is_found_out():
+    """Small weights hide that rows see each other; but no layer calls ours."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    config = BloomConfig(vocab_size=61, hidden_size=32, n_layer=2, n_head=4, initializer_range=0.02)
+    paths = transformer.inspect_model(BloomForCausalLM(config).eval().bfloat16())
+    assert not paths.runs_forests and "its attention is its own" in paths.notes[-1]
+
+
 def test_a_recurrent_model_is_found_out_by_its_logits():
     """Mamba takes what it is given, and carries one row into the next."""
     from transformers import MambaConfig, MambaForCausalLM
