@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 SHARED_MIN = 16
 """Shorter runs are not shared: a branch of its own costs more than their tokens."""
+_MULTIPLE = 128  # of node budgets: the blocks of FlexAttention
 _FILLER = 128  # nodes of a tree that is padding: attention over it must cost little
 
 
@@ -102,6 +103,20 @@ def in_tree_order(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
 def count_nodes(rows: Sequence[Sequence[int]], *, share: bool = True) -> int:
     """The number of nodes of the forest of these rows."""
     return len(make_forest(rows, share=share).tokens) if share else sum(map(len, rows))
+
+
+def node_budgets(tokens_max: int) -> tuple[int, ...]:
+    """The few numbers of nodes that microbatches of at most `tokens_max` tokens are padded to."""
+    return tuple(-(-max(_MULTIPLE, tokens_max // part) // _MULTIPLE) * _MULTIPLE for part in (8, 4, 2, 1))
+
+
+def budget_for(count: int, budgets: Sequence[int]) -> int:
+    """The budget for so many nodes; the number itself without budgets. A row above the largest one has a multiple of
+    the smallest.
+    """
+    if not budgets:
+        return count
+    return next((each for each in budgets if each >= count), -(-count // budgets[0]) * budgets[0])
 
 
 def _in_order(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:

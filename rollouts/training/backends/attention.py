@@ -28,7 +28,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollouts.training.backends.layers import configure_compiler
 from rollouts.training.forest import Branch, Forest, ancestors
 
 NAME = "rollouts_forest"
@@ -94,6 +93,8 @@ def plan_attention(
     """
     plan = AttentionPlan(way or _fastest(forest, device, dtype, min((each for each in windows if each), default=0)))
     if plan.way == "flex":
+        from rollouts.training.backends.layers import configure_compiler
+
         configure_compiler()
         plan.masks = {window: _block_mask(forest, device, window) for window in windows or (None,)}
     elif plan.way == "varlen":

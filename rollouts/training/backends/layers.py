@@ -11,7 +11,7 @@ import functools
 import os
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 # A layer is compiled for few shapes: node budgets, ways of attention, windows, with gradient and without.
 _VARIANTS_MAX = 64
-_MULTIPLE = 128  # of node budgets: the blocks of FlexAttention
 
 
 class Compilations:
@@ -116,20 +115,6 @@ def wrap_layers(causal: Any, *, checkpoints: bool, compilations: Compilations | 
 def _ignoring_layer(run: Callable[..., Any]) -> Callable[..., Any]:
     """Somebody else's wrapper of a layer, which has the layer already."""
     return lambda _, *args, **settings: run(*args, **settings)
-
-
-def node_budgets(tokens_max: int) -> tuple[int, ...]:
-    """The few numbers of nodes that microbatches of at most `tokens_max` tokens are padded to."""
-    return tuple(-(-max(_MULTIPLE, tokens_max // part) // _MULTIPLE) * _MULTIPLE for part in (8, 4, 2, 1))
-
-
-def budget_for(count: int, budgets: Sequence[int]) -> int:
-    """The budget for so many nodes; the number itself without budgets. A row above the largest one has a multiple of
-    the smallest.
-    """
-    if not budgets:
-        return count
-    return next((each for each in budgets if each >= count), -(-count // budgets[0]) * budgets[0])
 
 
 @functools.cache

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import itertools
+import resource
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -250,6 +252,22 @@ def _finish(found: dict[str, float]) -> None:
         left = found.pop("value/error_square") - found.pop("value/error_mean") ** 2
         if spread > 1e-12:
             found["value/explained_var"] = 1 - left / spread
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def peak_gib(device: torch.device | str) -> float:
+    """The largest memory of tensors on the device, in GiB. On a CPU: the process's largest resident size."""
+    place = torch.device(device)
+    most = torch.cuda.max_memory_allocated(place) if place.type == "cuda" else peak_resident_bytes()
+    return most / 2**30
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident size of this process so far."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024  # bytes on macOS, KiB elsewhere
 
 
 # --- the record of each token -----------------------------------------------------------------------------------------

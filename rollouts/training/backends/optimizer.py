@@ -1,13 +1,15 @@
-"""Settings of a backend and their checks, the learning rate of each step, and the optimizer. Its state in a checkpoint
+"""Settings of a backend and their checks, the learning rate of each step, the optimizer, and masters of half-precision
+weights. Its state in a checkpoint
 is tensors by name, and plain data: numbers of each parameter, and those of each parameter group that the optimizer
 changes. Not here: the core's own optimizers (`optimizers`), and the optimizer steps (`trainer`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -203,6 +205,65 @@ def _named(settings: TorchSettings) -> MakeOptimizer:
         return functools.partial(optimizers.sgd, momentum=settings.betas[0], weight_decay=decay)
     assert name == "adamw", name
     return functools.partial(optimizers.adamw, betas=settings.betas, eps=settings.eps, weight_decay=decay)
+
+
+# --- half-precision weights -------------------------------------------------------------------------------------------
+
+
+class Masters:
+    """Float32 masters of parameters that compute in `dtype`. None: there are none, and nothing here does anything.
+
+    A weight in bfloat16 has 8 bits, so most steps of an optimizer would round to nothing. Each trained weight gets a
+    master in float32 (Micikevicius et al. 2017, arXiv:1710.03740). Gradients accumulate in the master, and after a step
+    the weight is overwritten in place, so it keeps its address. Checkpoints, exports, optimizers and references see the
+    masters.
+    """
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        self._master: dict[nn.Parameter, nn.Parameter] = {}
+
+    def take(self, parameters: Iterable[nn.Parameter], *, convert: bool = False) -> None:
+        """Give the trained parameters in half precision masters. `convert`: convert the trained ones in float32 first,
+        in place. Otherwise these stay as they are: a float32 head, and what transformers keeps in float32.
+        """
+        for parameter in parameters if self.dtype is not None else ():
+            if parameter.requires_grad and (parameter.dtype == self.dtype or convert):
+                self._master[parameter] = nn.Parameter(parameter.data.float())
+                parameter.register_post_accumulate_grad_hook(self._accumulate)  # type: ignore[no-untyped-call]
+                parameter.data = parameter.data.to(self.dtype)
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The master of each parameter; the parameter itself if it has none."""
+        return [self._master.get(parameter, parameter) for parameter in parameters]
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Overwrite the parameters with their masters, in place."""
+        if self._master:
+            torch._foreach_copy_([each.data for each in self._master], [each.data for each in self._master.values()])
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside the block, the parameters are the masters: whatever reads or loads weights sees float32."""
+        halves = {parameter: parameter.data for parameter in self._master}
+        for parameter, master in self._master.items():
+            parameter.data = master.data
+        try:
+            yield
+        finally:
+            for parameter, half in halves.items():
+                parameter.data = half
+            self.write()
+
+    def _accumulate(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter) and parameter.grad is not None, "torch calls it after a gradient"
+        master, gradient = self._master[parameter], parameter.grad
+        parameter.grad = None
+        if master.grad is None:
+            master.grad = gradient.to(master.dtype)
+        else:
+            master.grad.add_(gradient)
 
 
 # --- the state in a checkpoint ----------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ import gzip
 import json
 import resource
 import shutil
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from typing import Any
 import torch
 
 from rollouts.errors import OutputError, TrainingError
+from rollouts.training.backends.metric_sums import peak_gib as peak_gib
+from rollouts.training.backends.metric_sums import peak_resident_bytes
 
 OPERATORS_MAX = 40
 # A snapshot of a GPU's memory contains this many allocations and frees.
@@ -118,7 +119,7 @@ class Profile:
         if self._on_gpu:
             torch.cuda.memory._dump_snapshot(str(memory))  # type: ignore[no-untyped-call]  # it has no annotations
         else:
-            found = {"peak_rss_bytes": _peak_rss(), "rss_bytes": _rss(), "operators": _allocating(averages)}
+            found = {"peak_rss_bytes": peak_resident_bytes(), "rss_bytes": _rss(), "operators": _allocating(averages)}
             memory.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         return [trace, operators, memory]
 
@@ -132,13 +133,6 @@ class Profile:
             with _lock:
                 if _current is self:
                     _current = None
-
-
-def peak_gib(device: torch.device | str) -> float:
-    """The largest memory of tensors on the device, in GiB. On a CPU: the process's largest resident size."""
-    place = torch.device(device)
-    most = torch.cuda.max_memory_allocated(place) if place.type == "cuda" else _peak_rss()
-    return most / 2**30
 
 
 def _write_trace(profiler: Any, path: Path) -> None:
@@ -164,12 +158,6 @@ def _allocating(averages: Any) -> list[dict[str, Any]]:
     found = [(int(each.self_cpu_memory_usage), each.key, int(each.count)) for each in averages]
     found = sorted((each for each in found if each[0] > 0), key=lambda each: (-each[0], each[1]))
     return [{"name": name, "calls": calls, "bytes": size} for size, name, calls in found[:OPERATORS_MAX]]
-
-
-def _peak_rss() -> int:
-    """In bytes."""
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024  # bytes on macOS, KiB elsewhere
 
 
 def _rss() -> int | None:

@@ -30,9 +30,8 @@ from rollouts.plugins.checks import checked_by
 from rollouts.training.algorithms.algorithm import Algorithm, active_terms, function_label, needs
 from rollouts.training.algorithms.checks import available_names, check_needs
 from rollouts.training.backends import optimizer
-from rollouts.training.backends.metric_sums import Reading, batch_metrics, join_records, sum_work
+from rollouts.training.backends.metric_sums import Reading, batch_metrics, join_records, peak_gib, sum_work
 from rollouts.training.backends.optimizer import MakeOptimizer, TorchSettings
-from rollouts.training.backends.profiling import peak_gib
 from rollouts.training.backends.sharding import BatchShard, gather_outputs, shard_batch
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.backends.transformer import Work, use_float32_head

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -32,16 +32,18 @@ from rollouts.training.algorithms.objective import evaluate_objective
 from rollouts.training.backends import forward, optimizer, sharding
 from rollouts.training.backends.auxiliary import Critic, Networks, ReferencePolicy, Teacher
 from rollouts.training.backends.forward import Models, RowFields, Scored
-from rollouts.training.backends.layers import Compilations, node_budgets, wrap_layers
-from rollouts.training.backends.masters import Masters
 from rollouts.training.backends.metric_sums import MetricSums, Microbatch, Reading, TokenRecord
-from rollouts.training.backends.optimizer import MakeOptimizer, TrainerSettings
-from rollouts.training.backends.profiling import Profile
+from rollouts.training.backends.optimizer import MakeOptimizer, Masters, TrainerSettings
 from rollouts.training.backends.sharding import BatchShard, Sharding
 from rollouts.training.backends.transformer import ModelPaths, RowInputs, inspect_model
 from rollouts.training.batches import AuxiliaryModels, Row, StepResult, TrainBatch
 from rollouts.training.batching import Keep, microbatch_tokens
+from rollouts.training.forest import node_budgets
 from rollouts.training.weights import checkpoint, files, store
+
+if TYPE_CHECKING:
+    from rollouts.training.backends.layers import Compilations
+    from rollouts.training.backends.profiling import Profile
 
 # A single step with a non-finite gradient is skipped. This many in a row mean that training has diverged.
 _NOT_FINITE_MAX = 3
@@ -97,14 +99,18 @@ class Trainer:
         self._denominator, self._skipped = 0.0, 0
         self._not_finite = 0  # steps in a row that were skipped because of a non-finite gradient
         self._never_flat: set[str] = set()  # algorithms that had a gradient at rows without an advantage
-        self._profile = Profile()
+        self._profile: Profile | None = None
         kind = causal.get_input_embeddings().weight.device.type if shards is None else shards.device_type
         self._files_group = None if shards is None else shards.files_group
         self._progressed: Callable[[], object] = (lambda: None) if shards is None else shards.progressed
         self._flat_saving_min = batching.PASS_SAVING_MIN if kind == "cpu" else batching.PASS_SAVING_MIN_GPU
         self.causal = causal.eval()
         compiles = settings.compile == "layers" or (settings.compile == "auto" and kind == "cuda")
-        self._compilations = Compilations(memory_budget=settings.memory_budget) if compiles else None
+        self._compilations: Compilations | None = None
+        if compiles:
+            from rollouts.training.backends.layers import Compilations
+
+            self._compilations = Compilations(memory_budget=settings.memory_budget)
         budgets = node_budgets(self.tokens_max) if compiles or kind == "cuda" else ()  # FlexAttention is compiled too
         critic = self._load_critic(wanted.critic, budgets) if wanted.critic else None
         self.networks = Networks(causal, critic)
@@ -151,7 +157,10 @@ class Trainer:
         trunk = None if self.networks.critic is None else self.networks.critic.trunk
         for model in filter(None, (self.causal, trunk)):
             self._masters.take(model.parameters(), convert=model is self.causal and self.adapter is not None)
-            wrap_layers(model, checkpoints=self.settings.gradient_checkpointing, compilations=self._compilations)
+            if self.settings.gradient_checkpointing or self._compilations is not None:
+                from rollouts.training.backends.layers import wrap_layers
+
+                wrap_layers(model, checkpoints=self.settings.gradient_checkpointing, compilations=self._compilations)
 
     def _shard(self, shards: Sharding) -> None:
         """Shard the networks over the ranks, with rank 0's weights."""
@@ -470,15 +479,20 @@ class Trainer:
 
     def start_profile(self) -> None:
         """Start to profile this thread. Raises TrainingError."""
+        from rollouts.training.backends.profiling import Profile
+
+        self._profile = self._profile or Profile()
         self._profile.start(self.device)
 
     def stop_profile(self, folder: str) -> None:
         """Write the profile into `folder`. Raises OutputError."""
+        assert self._profile is not None, "start_profile comes first"
         self._profile.finish(Path(folder), self.rank)
 
     def close(self) -> None:
         """Discard an unfinished profile."""
-        self._profile.discard()
+        if self._profile is not None:
+            self._profile.discard()
 
     # --- helpers ----------------------------------------------------------------------------------------------------
 

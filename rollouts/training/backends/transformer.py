@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from rollouts.errors import ConfigError
 from rollouts.training.algorithms.logprobs import logprobs_and_entropy
 from rollouts.training.backends.attention import AttentionPlan, Way, attending, plan_attention
-from rollouts.training.backends.layers import budget_for
-from rollouts.training.forest import Forest, make_forest
+from rollouts.training.forest import Forest, budget_for, make_forest
 
 
 class ModelPaths(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import numpy as np
@@ -11,11 +12,12 @@ import torch
 from rollouts.models.lora import add_lora
 from rollouts.training.algorithms.recipes import GRPO
 from rollouts.training.backends import layers, transformer
-from rollouts.training.backends.layers import Compilations, budget_for, node_budgets, wrap_layers
+from rollouts.training.backends.layers import Compilations, wrap_layers
 from rollouts.training.backends.optimizer import TrainerSettings
 from rollouts.training.backends.torch import Executor, TorchBackend
 from rollouts.training.backends.trainer import Trainer
 from rollouts.training.batching import make_batch
+from rollouts.training.forest import budget_for, node_budgets
 
 # Tests make warnings errors, and torch's compiler warns about torch itself.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
@@ -23,6 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Th
 
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch, tmp_path_factory):
+    # torch's compiler imports distutils, and setuptools, which later tests may need, must come first.
+    with contextlib.suppress(ImportError):
+        import setuptools  # noqa: F401
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp().parent / "inductor"))
     yield
     torch._dynamo.reset()

@@ -7,8 +7,7 @@ import torch
 
 from rollouts.errors import ConfigError
 from rollouts.training.algorithms.recipes import GRPO
-from rollouts.training.backends.masters import Masters
-from rollouts.training.backends.optimizer import TorchSettings
+from rollouts.training.backends.optimizer import Masters, TorchSettings
 from rollouts.training.backends.torch import create_torch_backend
 from rollouts.training.batches import AuxiliaryModels
 from rollouts.training.batching import make_batch

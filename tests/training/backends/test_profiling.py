@@ -14,7 +14,7 @@ import torch
 
 from rollouts.errors import OutputError, TrainingError
 from rollouts.models.futures import TorchThread
-from rollouts.training.backends import profiling
+from rollouts.training.backends import metric_sums, profiling
 from rollouts.training.backends.profiling import Profile, peak_gib
 
 
@@ -195,9 +195,9 @@ def test_the_peak(monkeypatch):
     held = torch.ones(2**26)  # 256 MiB, touched
     assert peak_gib("cpu") >= gib and held.sum() > 0
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    monkeypatch.setattr(profiling.sys, "platform", "linux")
-    assert profiling._peak_rss() == pytest.approx(most * 1024, rel=0.01)
-    monkeypatch.setattr(profiling.sys, "platform", "darwin")
-    assert profiling._peak_rss() == pytest.approx(most, rel=0.01)
+    monkeypatch.setattr(metric_sums.sys, "platform", "linux")
+    assert metric_sums.peak_resident_bytes() == pytest.approx(most * 1024, rel=0.01)
+    monkeypatch.setattr(metric_sums.sys, "platform", "darwin")
+    assert metric_sums.peak_resident_bytes() == pytest.approx(most, rel=0.01)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**29 * (device.index == 1))
     assert peak_gib("cuda:1") == 1.5
