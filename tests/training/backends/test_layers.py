@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 
 import numpy as np
@@ -25,9 +24,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Th
 
 @pytest.fixture(autouse=True)
 def compiler(monkeypatch, tmp_path_factory):
-    # torch's compiler imports distutils, and setuptools, which later tests may need, must come first.
-    with contextlib.suppress(ImportError):
-        import setuptools  # noqa: F401
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.getbasetemp().parent / "inductor"))
     yield
     torch._dynamo.reset()
