@@ -321,7 +321,7 @@ def test_a_reward_that_is_none_ends_the_run_and_leaves_nothing() -> None:
     engine = Engine()
 
     async def main() -> None:
-        jobs = [Job(Task("prompt"), (group, 0)) for group in range(50)]
+        jobs = [Job(Task("prompt"), (group, 0)) for group in range(400)]  # most of them end before their reward
         await run_episodes(jobs, player(Nonsense), engine, failures=Failures())
 
     with pytest.raises(RewardError, match="right"):
