@@ -17,7 +17,7 @@ import msgspec
 from rollouts.errors import TrainingError
 from rollouts.training.algorithms.aggregation import Masks, aggregate
 from rollouts.training.batches import Row, TrainBatch, Unit
-from rollouts.training.forest import SHARED_MIN, count_nodes, in_tree_order
+from rollouts.training.forest import count_nodes, in_tree_order
 from rollouts.types import Sample
 
 Keep = Literal["", "rollout", "pair", "group"]
@@ -239,20 +239,34 @@ def _sets(rows: Sequence[Row], keep: Keep, sizes: _Sizes) -> list[_Set]:
 
 def _fill(sets: Sequence[_Set], sizes: _Sizes) -> list[list[Row]]:
     """Put sets into microbatches: first whole trees, or as much of a tree as fits; then these parts into bins."""
-    parts: list[list[Row]] = []
+    parts: list[list[_Set]] = []
     tokens = 0  # of the last part, at least: a short shared run below a fork is not shared
     for each in sets:
         more = tokens + each.tokens - each.shared
-        most = more + SHARED_MIN * len(parts[-1] if parts else ())
         if each.shared and more <= sizes.tokens_max:
-            joined = [*parts[-1], *each.rows]
-            if most <= sizes.tokens_max or microbatch_tokens(joined) <= sizes.tokens_max:
-                parts[-1], tokens = joined, more
-                continue
-        parts.append(list(each.rows))
-        tokens = each.tokens
-    counts = [microbatch_tokens(part, share=sizes.share) for part in parts]
-    return [[row for part in chosen for row in parts[part]] for chosen in pack_rows(counts, sizes.tokens_max)]
+            parts[-1].append(each)
+            tokens = more
+        else:
+            parts.append([each])
+            tokens = each.tokens
+    found: list[list[Row]] = []
+    counts: list[int] = []
+    waiting = parts[::-1]
+    while waiting:
+        part, rest = waiting.pop(), list[_Set]()
+        while (count := _count(part, sizes)) > sizes.tokens_max and len(part) > 1:
+            above = count - sizes.tokens_max
+            while above > 0 and len(part) > 1:
+                rest.append(part.pop())
+                above -= rest[-1].tokens - rest[-1].shared
+        found.append([row for each in part for row in each.rows])
+        counts.append(count)
+        waiting += [rest[::-1]] if rest else []
+    return [[row for number in chosen for row in found[number]] for chosen in pack_rows(counts, sizes.tokens_max)]
+
+
+def _count(sets: Sequence[_Set], sizes: _Sizes) -> int:
+    return microbatch_tokens([row for each in sets for row in each.rows], share=sizes.share)
 
 
 def _fill_padded(sets: Sequence[_Set], sizes: _Sizes) -> list[list[Row]]:

@@ -10,8 +10,10 @@ import sys
 import pytest
 
 from rollouts.errors import TrainingError
+from rollouts.training import batching
 from rollouts.training.batches import Row, TrainBatch
 from rollouts.training.batching import make_batch, microbatch_tokens, part_batch, split_microbatches
+from rollouts.training.forest import count_nodes
 from rollouts.types import Sample
 
 
@@ -134,6 +136,19 @@ def test_short_runs_below_a_fork_are_counted():
             rows.append(Row(tokens, [0.0] * 60 + [1.0] * (len(tokens) - 60), [], [], [], number, 0))
         parts = split_microbatches(TrainBatch(rows, 1.0, [], 0), 300)
         assert all(microbatch_tokens(part) <= 300 for part in parts)
+
+
+def test_a_microbatch_of_many_short_rows_is_counted_a_few_times(monkeypatch):
+    """Not once for every row: 2,000 rows took 11 seconds."""
+    prompt = list(range(200))
+    rows = [
+        Row([*prompt, *(number + 300, number % 7)], [0.0] * 200 + [1.0] * 2, [], [], [], number, 0)
+        for number in range(2000)
+    ]
+    calls = []
+    monkeypatch.setattr(batching, "count_nodes", lambda *rows, **how: calls.append(1) or count_nodes(*rows, **how))
+    parts = split_microbatches(TrainBatch(rows, 1.0, [], 0), 1000)
+    assert len(parts) == 5 and len(calls) <= 2 * len(parts)
 
 
 def test_a_tree_above_the_bound_is_cut_at_its_branches():

@@ -4,10 +4,12 @@
     trainer       one rank's model, optimizer and work
     forward       rows through the policy, the critic and the teacher
     auxiliary     the models beside the policy: critic, teacher, reference
-    transformer   rows of token ids through a causal LM: shared prompts once, the head where it is needed
+    transformer   a forest of rows through a causal LM; the head where it is needed
+    attention     attention over a forest of rows, on a CPU and on a GPU
+    layers        repeated layers: computed again in the backward pass, compiled
     sharding      what trainer and executor know of ranks: whole tensors, and each rank's rows of a batch
     metric_sums   metrics, read from the device once a batch, joined over ranks
-    optimizer     settings, optimizers and learning rates
+    optimizer     settings, learning rates, optimizers, float32 masters of half-precision weights
     profiling     traces, and peak memory
 
 Nothing is imported until it is used. Checkpoints are in `rollouts.training.weights`. The sharded backend is the package

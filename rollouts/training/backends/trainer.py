@@ -414,7 +414,8 @@ class Trainer:
             checkpoint.write_tensors(folder, self._tensors(), group=self._files_group, alone=self._shards is None)
         weights = self.get_weights(self.kind)
         if self.rank == 0:
-            files.write_weights(folder, self.kind, weights, self.model_files)
+            with self._masters.in_place():  # config.json gets the dtype of the model
+                files.write_weights(folder, self.kind, weights, self.model_files)
         return checkpoint.generator_states()
 
     def checkpoint_bytes(self) -> int:

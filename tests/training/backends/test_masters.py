@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -79,6 +81,8 @@ def test_a_checkpoint_has_the_masters(tiny, backend_of, tmp_path, lora_rank):
     backend = backend_of(lora_rank)
     steps(backend, batch, 3)
     backend.save(path).wait()
+    if not lora_rank:
+        assert json.loads((tmp_path / "checkpoint" / "config.json").read_text())["dtype"] == "float32"
     again = backend_of(lora_rank)
     again.load(path).wait()
     for one in (backend, again):
